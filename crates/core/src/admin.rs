@@ -1,5 +1,7 @@
 //! The administration contract: what an operator changes of a subscription and its events.
 
+use std::time::Duration;
+
 use async_trait::async_trait;
 use jiff::Timestamp;
 
@@ -9,6 +11,7 @@ use crate::event::{Event, EventId, Seq};
 use crate::inspect::Pause;
 use crate::limits::CHANGE_EVENTS_MAX;
 use crate::names::SubscriptionName;
+use crate::state::State;
 
 /// Which delivery rows to change. `None` fields do not narrow.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -19,6 +22,9 @@ pub struct Selection {
     pub which: Criteria,
     /// Only rows with this code.
     pub code: Option<String>,
+    /// Only rows that have been dead for this long, by the store's clock, and hold no key: what
+    /// holds one waits for a person.
+    pub dead_for: Option<Duration>,
     /// Only after this place: where the step before ended.
     pub after: Option<Seq>,
     /// At most this many, oldest first. One step takes no more than [`CHANGE_EVENTS_MAX`].
@@ -41,6 +47,28 @@ impl Selection {
     /// Whether it means a row with this code. What has none is not meant where one is asked for.
     pub fn means_code(&self, code: Option<&str>) -> bool {
         self.code.is_none() || self.code.as_deref() == code
+    }
+
+    /// Whether it means a row in this state, that holds its key or not, and last changed so long
+    /// ago.
+    pub fn means_state(&self, state: State, holds: bool, unchanged_for: Duration) -> bool {
+        self.dead_for.is_none_or(|least| state == State::Dead && !holds && unchanged_for >= least)
+    }
+
+    /// Whether it means events without a row, if it names them.
+    pub fn means_unread(&self) -> bool {
+        self.code.is_none() && self.dead_for.is_none()
+    }
+
+    /// What a discard writes before the error of a row that died so long ago: nobody decided.
+    pub fn given_up(&self) -> Option<String> {
+        const DAY_SECS: u64 = 24 * 3_600;
+        let age = self.dead_for?;
+        let text = match age.as_secs() {
+            secs if secs > 0 && secs.is_multiple_of(DAY_SECS) => format!("{} d", secs / DAY_SECS),
+            _ => format!("{age:?}"),
+        };
+        Some(format!("given up by retention after {text} as a dead event; before: "))
     }
 
     /// The most that one step changes.
@@ -152,7 +180,8 @@ pub struct ResetPlan {
 ///   a run right after it changes, unless something moves in between. It locks nothing.
 /// - `discard` takes events out that are retrying, blocked, scheduled, dead or still pending, and
 ///   releases the next of their keys; discarded events are never delivered (except one already in
-///   flight). Pending ones must be named by id.
+///   flight). Pending ones must be named by id. The code and the error of a row stay; where
+///   [`Selection::dead_for`] is asked for, the error begins with [`Selection::given_up`].
 /// - `replay` sends events again that went out or were skipped, one bounded step, beside the live
 ///   stream: each gets a delivery row that is due now, with a fresh
 ///   [`Delivery::replay`](crate::Delivery::replay), and so a dedupe id of its own. Of those that

@@ -258,7 +258,10 @@ pub enum Disposition {
     },
     /// Its `expires_at` has passed, so it was not sent: dead, and no attempt. It never holds its
     /// key: whoever wrote it said that it may be left out.
-    Expired,
+    Expired {
+        /// Its `expires_at`.
+        at: Timestamp,
+    },
     /// Confirms a discard a person made before the event was read ([`Batch::discarded`]); changes
     /// nothing else.
     Discarded,
@@ -291,8 +294,6 @@ impl Disposition {
     const NOT_SENT: &'static str = "not_sent";
     /// The code of an event that was not sent in its time.
     pub const EXPIRED: &'static str = "expired";
-    /// The error text beside it.
-    pub const EXPIRED_ERROR: &'static str = "its expires_at passed before it was delivered";
 
     /// The row to write if the event is sent again.
     pub fn retrying(&self) -> Option<Retrying<'_>> {

@@ -6,10 +6,13 @@ use std::str::FromStr;
 
 use bytes::Bytes;
 use jiff::Timestamp;
+use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
 use crate::error::{Error, Result, check};
-use crate::limits::{HEADER_BYTES_MAX, HEADERS_MAX, MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX};
+use crate::limits::{
+    HEADER_BYTES_MAX, HEADERS_MAX, MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, OCCURRED_AT_MIN, PAYLOAD_BYTES_MAX,
+};
 use crate::names::{Key, Tenant, Topic};
 use crate::subscription::Traits;
 
@@ -24,6 +27,33 @@ impl EventId {
     /// in an index.
     pub fn now_v7() -> Self {
         Self(Uuid::now_v7())
+    }
+
+    /// The id that belongs to an idempotency key, always the same: a UUID v8 (RFC 9562) made of the
+    /// first bytes of the key's SHA-256. `postbox.event_id(key)` is the same in SQL.
+    ///
+    /// An event under such an id is appended once, however often its producer tries. The key names
+    /// the event, not only what it is about (`order-42-paid`, not `order-42`), and ids are
+    /// everybody's: with several tenants, the tenant belongs into the key. An empty or blank key
+    /// names nothing, and is refused (`idempotency_key_blank`): two events that have it would be
+    /// one.
+    ///
+    /// ```
+    /// # use postbox_core::{EventId, NewEvent};
+    /// let paid = NewEvent::json("order.paid", r#"{"order":42}"#).id(EventId::from_key("order-42-paid")?);
+    /// # assert_eq!(paid.id.unwrap().to_string(), "fc2ad250-63a8-8653-ab47-ace46ecc075c");
+    /// # Ok::<_, postbox_core::Error>(())
+    /// ```
+    pub fn from_key(key: impl AsRef<str>) -> Result<Self> {
+        let key = key.as_ref();
+        // Of ASCII, as in SQL: what is blank beyond it depends on who is asked.
+        if key.bytes().all(|byte| byte.is_ascii_whitespace()) {
+            let message = "the idempotency key is blank: name the event, e.g. order-42-paid";
+            return Err(Error::invalid("from_key", "idempotency_key_blank", message));
+        }
+        let digest: [u8; 32] = Sha256::digest(key).into();
+        let first = *digest.first_chunk().expect("32 bytes are more than 16");
+        Ok(Self(uuid::Builder::from_custom_bytes(first).into_uuid()))
     }
 
     /// Wraps a UUID.
@@ -107,8 +137,8 @@ pub(crate) const KIND_DEFAULT: &str = "domain";
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use = "an event that is not appended tells nobody"]
 pub struct NewEvent {
-    /// The id; set it to make a retried append insert only once (a second append of the same id is
-    /// a conflict).
+    /// The id; set it where an append may be tried again: an event that is in the log already, with
+    /// the same topic, key, tenant and payload, is not appended again. See [`EventId::from_key`].
     pub id: Option<EventId>,
     /// What happened.
     pub topic: String,
@@ -243,7 +273,8 @@ impl NewEvent {
     }
 
     /// Limits its life: from then on nothing sends it any more, it is dead (`expired`). The clock
-    /// is the store's; a call that is under way is not cut.
+    /// is the store's; a call that is under way is not cut. It must come after
+    /// [`Self::deliver_at`].
     pub fn expires_at(mut self, at: Timestamp) -> Self {
         self.expires_at = Some(at);
         self
@@ -264,7 +295,28 @@ impl NewEvent {
                 "the payload has {bytes} bytes; at most {PAYLOAD_BYTES_MAX} are allowed: store it elsewhere and send its address"
             )
         })?;
+        self.check_times()?;
         check_headers(&self.headers)
+    }
+
+    fn check_times(&self) -> Result<()> {
+        let Self { occurred_at, deliver_at, expires_at, .. } = *self;
+        let since = |what, code, at: Option<Timestamp>, least: Timestamp| {
+            check(at.is_none_or(|at| at >= least), code, || {
+                format!("{what} is {}; times from {least} on are allowed", at.unwrap_or_default())
+            })
+        };
+        since("occurred_at", "occurred_at_invalid", occurred_at, OCCURRED_AT_MIN)?;
+        since("deliver_at", "deliver_at_invalid", deliver_at, Timestamp::UNIX_EPOCH)?;
+        since("expires_at", "expires_at_invalid", expires_at, Timestamp::UNIX_EPOCH)?;
+        let Some((from, end)) = deliver_at.zip(expires_at) else { return Ok(()) };
+        // As exact as stores keep them.
+        check(end.as_microsecond() > from.as_microsecond(), "expires_too_early", || {
+            format!(
+                "the event ends at {end} and may not go out before {from}: nobody would get it; let it end later, or leave \
+                 one of them out"
+            )
+        })
     }
 
     /// The event as a store of its own (without SQL defaults) records it.
@@ -438,6 +490,16 @@ mod tests {
         assert_eq!(code((0..65).fold(event(), |event, n| event.header(format!("h{n}"), ""))), "headers_too_many");
         assert_eq!(code(event().kind("")), "kind_invalid");
         assert_eq!(code(event().key("k".repeat(1025))), "key_too_long");
+        let time = |text: &str| text.parse::<Timestamp>().expect("a time");
+        assert_eq!(code(event().occurred_at(time("0000-12-31T23:59:59Z"))), "occurred_at_invalid");
+        assert_eq!(code(event().deliver_at(time("1969-12-31T23:59:59Z"))), "deliver_at_invalid");
+        assert_eq!(code(event().expires_at(time("-004000-01-01T00:00:00Z"))), "expires_at_invalid");
+        let (at, end) = (time("2031-01-01T00:00:00.000001Z"), time("2031-01-01T00:00:00.000002Z"));
+        assert!(event().deliver_at(at).expires_at(end).validate().is_ok());
+        // Stores keep microseconds.
+        for end in [at, time("2031-01-01T00:00:00.0000019Z")] {
+            assert_eq!(code(event().deliver_at(at).expires_at(end)), "expires_too_early");
+        }
     }
 
     #[test]

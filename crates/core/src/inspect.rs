@@ -5,9 +5,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 
+use crate::batch::BatchLimit;
 use crate::criteria::Criteria;
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
+use crate::limits::{LIST_PAYLOAD_BYTES_MAX, LIST_RECORDS_MAX};
 use crate::log::Epoch;
 use crate::names::{LogName, OwnerId, SubscriptionName};
 use crate::receive::Conflict;
@@ -34,10 +36,11 @@ impl Pause {
 
 /// Counts of one subscription, taken in one snapshot.
 ///
-/// A look costs the same however many events the log keeps. Up to
-/// [`LOOK_EVENTS_MAX`](crate::kit::LOOK_EVENTS_MAX) of each kind are counted one by one; beyond
-/// that `is_estimate` is set: unread events are estimated from samples, and of a state with rows
-/// there are that many or more.
+/// A look costs the same however many events the log keeps, and however many subscriptions are
+/// counted together: they share [`LOOK_EVENTS_MAX`](crate::kit::LOOK_EVENTS_MAX), and each has
+/// [`LOOK_EVENTS_MIN`](crate::kit::LOOK_EVENTS_MIN) at least. Up to its share of each kind is
+/// counted one by one; beyond that `is_estimate` is set: unread events are estimated from samples,
+/// and of a state with rows there are that many or more.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Stats {
     /// Everything still to be delivered: unread + retrying + blocked + scheduled.
@@ -54,10 +57,18 @@ pub struct Stats {
     pub discarded: u64,
     /// Delivered since the subscription began, whether the log still has them or not.
     pub dispatched: u64,
+    /// Passed and never sent, because it was not wanted: outside the filter of its time, or before
+    /// the subscription began. Of what the log still has; no part of `total`.
+    pub skipped: u64,
     /// `dispatched + pending + dead + discarded`.
     pub total: u64,
     /// Whether there was too much to count.
     pub is_estimate: bool,
+    /// Whether `skipped` is estimated from samples: more was passed than is counted. Apart from
+    /// `is_estimate`, because what is pending is as a rule exact all the same.
+    pub skipped_is_estimate: bool,
+    /// Its share: up to so many of each kind were counted one by one.
+    pub share: u64,
     /// Age of the oldest pending event by the store's clock, from when it may be delivered: one
     /// that is delayed does not age before its time. `None` also where it is not known: events are
     /// pending, and none of the first is wanted.
@@ -181,26 +192,31 @@ pub struct Attempt {
     pub next_at: Option<Timestamp>,
 }
 
-/// Which records to list: oldest first.
+/// Which records to list: oldest first, or of all states the newest first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListQuery {
     /// Of which subscription.
     pub subscription: SubscriptionName,
-    /// In which state.
-    pub state: State,
+    /// In which state; `None`: the newest of the log, whatever their state.
+    pub state: Option<State>,
     /// Only these events. What is gone from the log is not meant where they narrow.
     pub which: Criteria,
     /// Only rows with this code.
     pub code: Option<String>,
     /// Only events of this conversation ([`correlation_id`](Event::correlation_id)).
     pub correlation: Option<String>,
-    /// Only after this place (paging).
+    /// Only after this place (paging); where the newest come first, only before it.
     pub after: Option<Seq>,
-    /// At most this many; at least 1.
+    /// At most this many, and [`LIST_RECORDS_MAX`](crate::limits::LIST_RECORDS_MAX); at least 1.
     pub limit: usize,
 }
 
 impl ListQuery {
+    /// How much a list takes.
+    pub fn page(&self) -> BatchLimit {
+        BatchLimit { events: self.limit.clamp(1, LIST_RECORDS_MAX), payload_bytes: LIST_PAYLOAD_BYTES_MAX }
+    }
+
     /// Whether an event is of the conversation that is asked for.
     pub fn is_of_conversation(&self, event: &Event) -> bool {
         self.correlation.is_none() || self.correlation.as_deref() == event.correlation_id()
@@ -212,8 +228,11 @@ impl ListQuery {
 /// Behaviour:
 /// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known
 ///   names in the message.
-/// - `list` gives rows in `seq` order after `after`; `Pending` and `Dispatched` are derived from
-///   the cursor.
+/// - `list` gives rows in `seq` order after `after`. Without a state it gives what the log has, in
+///   the opposite order, each as it stands in the subscription. `Pending` and `Dispatched` are
+///   derived from the cursor. A list ends before the payload that is one too many
+///   ([`LIST_PAYLOAD_BYTES_MAX`](crate::limits::LIST_PAYLOAD_BYTES_MAX)); only an empty one is the
+///   end.
 /// - An event that cannot be read, or that somebody deleted from the log, is a record all the same:
 ///   its place is right, its fields are what could be read, `code` and `error` say what is wrong.
 ///   No list fails because of one event.
@@ -221,8 +240,9 @@ impl ListQuery {
 pub trait Inspect: Send + Sync + 'static {
     /// Every subscription, by name.
     async fn subscriptions(&self) -> Result<Vec<SubscriptionInfo>>;
-    /// Counts.
-    async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats>;
+    /// Counts of several subscriptions, which share what is looked at, in the order of their names.
+    /// One that cannot be counted leaves the others alone. Of one: [`Store::stats`](crate::Store).
+    async fn stats_of(&self, subscriptions: &[SubscriptionName]) -> Vec<Result<Stats>>;
     /// Records in one state.
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>>;
     /// One event, if the log has it.

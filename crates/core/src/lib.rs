@@ -75,8 +75,10 @@ mod transaction;
 pub mod typed;
 
 pub use admin::{Admin, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
-pub use append::Append;
+pub use append::{Append, Appended};
 pub use apply::{Apply, Decide};
+/// What an `impl` of a contract is marked with.
+pub use async_trait::async_trait;
 pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
 pub use clock::{Clock, Random};
 pub use context::Context;
@@ -117,6 +119,11 @@ pub use typed::{IntoEvents, TypedEvent};
 pub mod limits {
     use std::time::Duration;
 
+    use jiff::Timestamp;
+
+    /// Earliest `occurred_at`: the year 1, before which RFC 3339 writes no time. `deliver_at` and
+    /// `expires_at` begin with 1970: what is to come cannot be older than clocks.
+    pub const OCCURRED_AT_MIN: Timestamp = Timestamp::constant(-62_135_596_800, 0);
     /// Longest topic in bytes: what every broker we know accepts as a subject, topic or routing
     /// key.
     pub const TOPIC_BYTES_MAX: usize = 255;
@@ -139,6 +146,9 @@ pub mod limits {
     /// long as the most patient sender whose documents we know goes on by itself. What comes again
     /// after it was forgotten is applied again.
     pub const MESSAGE_IDS_AGE_MIN: Duration = Duration::from_hours(7 * 24);
+    /// Shortest time for which dead events wait for a person before retention gives them up: a day,
+    /// so that whoever is on duty has seen them.
+    pub const DEAD_AGE_MIN: Duration = Duration::from_hours(24);
     /// Longest error text kept with a delivery, in bytes; the rest is cut.
     pub const ERROR_BYTES_MAX: usize = 2_048;
     /// Most attempts that are kept of an event that failed, the last ones: the rise of its waits is
@@ -157,6 +167,11 @@ pub mod limits {
     /// whose lane is locked for it waits for 0.4 s at worst (measured, 100,000 dead events of 1,000
     /// keys), far below a lease.
     pub const CHANGE_EVENTS_MAX: usize = 1_000;
+    /// Most records in one list.
+    pub const LIST_RECORDS_MAX: usize = 10_000;
+    /// Payload bytes that one list may hold, beyond its first record: an operator's page, not an
+    /// export.
+    pub const LIST_PAYLOAD_BYTES_MAX: usize = 64 * 1024 * 1024;
     /// Unrouted events are counted up to this many.
     pub const UNROUTED_COUNT_MAX: usize = 10_000;
 }

@@ -27,12 +27,24 @@ pub struct Prune {
     pub older_than: Duration,
     /// Only these events.
     pub which: Criteria,
+    /// Only those that were taken out and whose row has this code.
+    pub code: Option<String>,
     /// Those that no subscription wants, which are kept otherwise, instead of all others.
     pub unrouted: bool,
+    /// At most this many, oldest first.
+    pub limit: Option<usize>,
     /// Only after this place: where the step before ended.
     pub after: Option<Seq>,
     /// Only count what the step would delete. It locks nothing.
     pub dry_run: bool,
+}
+
+impl Prune {
+    /// Whether it means everything that is old. Only then rows go, too, whose event is gone: they
+    /// have no topic, no key and no place among others.
+    pub fn means_all(&self) -> bool {
+        self.which == Criteria::default() && self.code.is_none() && !self.unrouted && self.limit.is_none()
+    }
 }
 
 /// The upkeep of a log and of its store.
@@ -51,7 +63,9 @@ pub struct Prune {
 ///   Where [`PRUNE_YOUNG_MAX`](crate::kit::PRUNE_YOUNG_MAX) of a step's events are too young,
 ///   nothing beyond is looked at: times rise with `seq`, nearly. Rows of events that are gone
 ///   ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too, at the end of a run
-///   that nothing else narrows.
+///   nothing else narrows ([`Prune::means_all`]).
+///   With a limit, a step that has reached it is the last one: take what was deleted from the limit
+///   of the next.
 ///   A log without subscriptions is not pruned. Calls at once take turns.
 /// - `create_log` is idempotent.
 #[async_trait]

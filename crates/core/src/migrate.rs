@@ -3,6 +3,9 @@
 use async_trait::async_trait;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::inspect::Stats;
+use crate::kit::subscription_unknown;
+use crate::names::SubscriptionName;
 use crate::{Admin, Append, DeadLetters, Diagnose, Find, Inspect, Log, Maintain, Receive, Tail};
 
 /// Brings a store's schema to the version this program speaks.
@@ -41,9 +44,15 @@ pub fn events_undelivered(log: &str) -> Error {
 }
 
 /// Everything a store offers, as one object.
+#[async_trait]
 pub trait Store:
     Append + Log + DeadLetters + Inspect + Diagnose + Admin + Maintain + Receive + Tail + Find + Migrate
 {
+    /// Counts of one subscription, which has all that is looked at to itself.
+    async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
+        let mut counted = self.stats_of(std::slice::from_ref(subscription)).await;
+        counted.pop().unwrap_or_else(|| Err(subscription_unknown("stats", subscription, &[])))
+    }
 }
 
 impl<T: Append + Log + DeadLetters + Inspect + Diagnose + Admin + Maintain + Receive + Tail + Find + Migrate> Store

@@ -15,9 +15,20 @@ pub enum Outcome {
     },
     /// This event failed and may succeed later. Costs one attempt.
     Retry {
-        /// Stable reason, e.g. `http_500`.
+        /// Stable reason, e.g. `handler_error`.
         code: Cow<'static, str>,
         /// What the destination said, cut to a safe excerpt.
+        error: String,
+        /// The destination named a wait (`Retry-After`).
+        after: Option<Duration>,
+    },
+    /// The destination failed at this event (HTTP 500). Costs one attempt, as
+    /// [`Retry`](Self::Retry) does, unless it fails at all it gets: from the fifth event in a row
+    /// on, this counts as [`Unavailable`](Self::Unavailable).
+    ServerError {
+        /// Stable reason, e.g. `http_500`.
+        code: Cow<'static, str>,
+        /// What the destination said.
         error: String,
         /// The destination named a wait (`Retry-After`).
         after: Option<Duration>,
@@ -76,6 +87,11 @@ impl Outcome {
         Self::Retry { code: code.into(), error: error.into(), after: None }
     }
 
+    /// A failure of the destination at this event, without a named wait.
+    pub fn server_error(code: impl Into<Cow<'static, str>>, error: impl Into<String>) -> Self {
+        Self::ServerError { code: code.into(), error: error.into(), after: None }
+    }
+
     /// A failure that may be this event's or the whole destination's, without a named wait.
     pub fn ambiguous(code: impl Into<Cow<'static, str>>, error: impl Into<String>) -> Self {
         Self::Ambiguous { code: code.into(), error: error.into(), after: None }
@@ -96,6 +112,7 @@ impl Outcome {
         match self {
             Self::Delivered { .. } => None,
             Self::Retry { code, error, .. }
+            | Self::ServerError { code, error, .. }
             | Self::Ambiguous { code, error, .. }
             | Self::Throttled { code, error, .. }
             | Self::Dead { code, error }

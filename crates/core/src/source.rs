@@ -88,13 +88,15 @@ impl RawMessage {
     /// rest what an event can have. Relays close it as dead without sending it, so an operator sees
     /// it there.
     ///
-    /// Its id is not the message's own: once the decoder is mended, the same message is stored.
+    /// Its id is not the message's own, and ends with its bytes' digest: once the decoder is
+    /// mended, the same message is stored, and two of one id with different bytes are both kept.
     pub fn into_poison(self, source: &SourceName, code: &str, why: &str) -> Inbound {
         let topic = if Topic::new(self.topic.as_str()).is_ok() { self.topic.clone() } else { source.to_string() };
         let why: String = why.escape_debug().take(POISON_REASON_CHARS_MAX).collect();
         let reason = format!("{code}: {why}");
         let poison = |message: Self| {
-            let message_id = format!("poison:{}", message.message_id());
+            let digest: String = message.digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+            let message_id = format!("poison:{}:{digest}", message.message_id());
             let mut event = NewEvent::new(topic.clone(), message.payload, message.content_type);
             event.headers = message.headers;
             event = event.source(source.to_string()).header(header::POISON, reason.clone());

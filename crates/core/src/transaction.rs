@@ -3,9 +3,10 @@
 use std::pin::Pin;
 use std::sync::Arc;
 
+use crate::append::Appended;
 use crate::context::in_context;
 use crate::error::Result;
-use crate::event::{EventId, NewEvent, schema_version};
+use crate::event::{NewEvent, schema_version};
 use crate::memory::{MemoryStore, MemoryTransaction};
 use crate::names::LogName;
 use crate::schemas::Schemas;
@@ -90,7 +91,7 @@ impl<S> Postbox<S> {
 }
 
 /// What [`Transaction::append`] gives where the driver is async.
-pub type AppendFuture<'a> = Pin<Box<dyn Future<Output = Result<Vec<EventId>>> + Send + 'a>>;
+pub type AppendFuture<'a> = Pin<Box<dyn Future<Output = Result<Appended>> + Send + 'a>>;
 
 /// A driver's transaction, as [`Postbox::append`] takes it.
 ///
@@ -100,7 +101,7 @@ pub type AppendFuture<'a> = Pin<Box<dyn Future<Output = Result<Vec<EventId>>> + 
 ///
 /// Behaviour:
 /// - All events are appended or none, validated first, in the order given; their ids come back in
-///   that order. Errors are those of [`Append`](crate::Append).
+///   that order. What is known, and errors, are those of [`Append`](crate::Append).
 /// - Events that are an error already are that error, and nothing is sent.
 /// - It neither commits nor rolls back.
 #[diagnostic::on_unimplemented(
@@ -118,7 +119,7 @@ pub trait Transaction<'a, S, Via> {
 }
 
 impl<'a> Transaction<'a, MemoryStore, MemoryStore> for MemoryTransaction {
-    type Appended = Result<Vec<EventId>>;
+    type Appended = Result<Appended>;
 
     fn append(&'a mut self, _: &'a MemoryStore, log: &'a LogName, events: Result<Vec<NewEvent>>) -> Self::Appended {
         MemoryTransaction::append(self, log, &events?)

@@ -77,6 +77,7 @@ pub fn said(outcome: &Outcome) -> String {
         Outcome::Delivered { duplicate: false } => return "delivered".to_owned(),
         Outcome::Delivered { duplicate: true } => return "duplicate".to_owned(),
         Outcome::Retry { code, .. } => ("retry", code),
+        Outcome::ServerError { code, .. } => ("server error", code),
         Outcome::Ambiguous { code, .. } => ("ambiguous", code),
         Outcome::Throttled { code, .. } => ("throttled", code),
         Outcome::Dead { code, .. } => ("dead", code),

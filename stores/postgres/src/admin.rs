@@ -13,6 +13,7 @@ use uuid::Uuid;
 use crate::PostgresStore;
 use crate::criteria::Meant;
 use crate::lifecycle;
+use crate::log::micros;
 use crate::params::params;
 use crate::session::Session;
 
@@ -21,7 +22,7 @@ const LANE_LOCK: &str = "SELECT {s}.lock_lanes($1)";
 
 /// One step of `retry` or `discard`: see `0001_operate.sql`.
 const DELIVERY_CHANGE: &str =
-    "SELECT changed, next_seq FROM {s}.change($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)";
+    "SELECT changed, next_seq FROM {s}.change($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)";
 
 /// Pauses or resumes: see `0001_operate.sql`.
 const SUBSCRIPTION_PAUSE: &str = "SELECT {s}.pause($1, $2, $3, $4)";
@@ -151,7 +152,9 @@ async fn change_rows(
     let Meant { topic, key, since, until, tenant } = Meant::by(&selection.which);
     let (after, limit) = (selection.after.map_or(0, |after| after.0), selection.step_max() as i64);
     let (name, code, dry_run) = (subscription.as_str(), &selection.code, selection.dry_run);
-    let params = params![action, name, ids, topic, key, since, until, code, after, limit, dry_run, tenant];
+    let (dead_for, given_up) = (selection.dead_for.map(micros), selection.given_up());
+    let params =
+        params![action, name, ids, topic, key, since, until, code, after, limit, dry_run, tenant, dead_for, given_up];
     let row = session.row(&session.sql(DELIVERY_CHANGE), &params).await?;
     Ok(Changed { count: row.get::<_, i64>(0).unsigned_abs(), next: row.get::<_, Option<i64>>(1).map(Seq) })
 }

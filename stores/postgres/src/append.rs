@@ -5,7 +5,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use jiff::Timestamp;
 use postbox_core::kit::in_context;
-use postbox_core::{Append, AppendFuture, Error, EventId, LogName, Migrate, NewEvent, Result, Transaction};
+use postbox_core::{Append, AppendFuture, Appended, Error, EventId, LogName, Migrate, NewEvent, Result, Transaction};
 use uuid::Uuid;
 
 use crate::PostgresStore;
@@ -18,18 +18,18 @@ use crate::text::AsText as _;
 /// The columns a writer says. Everything else of a row is the store's own.
 pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at, expires_at";
 
-/// Appends an event: see `0001_append.sql`. Index: the log's three unique ones are extended; no
-/// lock beyond the new row's.
+/// Appends an event: see `0001_append.sql`. One row if it was known, or none: every driver counts
+/// rows. Index: the log's three unique ones are extended; no lock beyond the new row's.
 const LOG_APPEND: &str = "
-SELECT {s}.{name}_append($1::pg_catalog.uuid, $2::pg_catalog.text, $3::pg_catalog.text, $4::pg_catalog.text, $5::bigint,
+SELECT WHERE {s}.{name}_append({may_be_known}, $1::pg_catalog.uuid, $2::pg_catalog.text, $3::pg_catalog.text, $4::pg_catalog.text, $5::bigint,
   $6::pg_catalog.text, $7::pg_catalog.text, $8::pg_catalog.text, $9::pg_catalog.text, $10::pg_catalog.bytea,
   $11::pg_catalog.text, $12::pg_catalog.text, $13::pg_catalog.text, $14::pg_catalog.text, $15::pg_catalog.text)";
 
-/// The same for several.
+/// The same for several: a row for each that was known.
 const LOG_APPEND_MANY: &str = "
-SELECT {s}.{name}_append_many($1::pg_catalog.uuid[], $2::pg_catalog.text[], $3::pg_catalog.text[], $4::pg_catalog.text[], $5::bigint[],
+SELECT FROM pg_catalog.generate_series(1, {s}.{name}_append_many({may_be_known}, $1::pg_catalog.uuid[], $2::pg_catalog.text[], $3::pg_catalog.text[], $4::pg_catalog.text[], $5::bigint[],
   $6::pg_catalog.text[], $7::pg_catalog.text[], $8::pg_catalog.text[], $9::pg_catalog.text[], $10::pg_catalog.bytea[],
-  $11::pg_catalog.text[], $12::pg_catalog.text[], $13::pg_catalog.text[], $14::pg_catalog.text[], $15::pg_catalog.text[])";
+  $11::pg_catalog.text[], $12::pg_catalog.text[], $13::pg_catalog.text[], $14::pg_catalog.text[], $15::pg_catalog.text[]))";
 
 /// What a [`Postbox`](postbox_core::Postbox) for Postgres appends to: the tables in one schema,
 /// `postbox` by default, of whatever database the transaction is in.
@@ -96,16 +96,16 @@ async fn append_in(
     to: &Postgres,
     log: &LogName,
     events: Result<Vec<NewEvent>>,
-) -> Result<Vec<EventId>> {
+) -> Result<Appended> {
     let events = events?;
-    let Some(columns) = Columns::of(log, &events)? else { return Ok(Vec::new()) };
-    let (sql, params) = (to.schema.log_sql(columns.statement(), log), columns.params());
-    let inserted = match pooled.filter(|_| to.prepared) {
+    let Some(columns) = Columns::of(log, &events)? else { return Ok(Appended::default()) };
+    let (sql, params) = (columns.statement(&to.schema, log), columns.params());
+    let known = match pooled.filter(|_| to.prepared) {
         Some(pooled) => execute_prepared(pooled, &sql, &params).await,
         None => tx.client().execute_typed(&sql, &params).await,
     };
-    inserted.map_err(|error| refused(log, classify("append", &error)))?;
-    Ok(columns.event_ids())
+    let known = known.map_err(|error| refused(log, classify("append", &error)))?;
+    Ok(columns.appended(known))
 }
 
 async fn execute_prepared<const N: usize>(
@@ -120,20 +120,21 @@ async fn execute_prepared<const N: usize>(
 
 #[async_trait]
 impl Append for PostgresStore {
-    async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+    async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
         let events = in_context(events);
-        let Some(columns) = Columns::of(log, &*events)? else { return Ok(Vec::new()) };
+        let Some(columns) = Columns::of(log, &*events)? else { return Ok(Appended::default()) };
         let append = async |session: &Session| {
-            let (sql, params) = (session.log_sql(columns.statement(), log), columns.params());
+            let (sql, params) = (columns.statement(session.schema(), log), columns.params());
             session
                 .at_once(&self.inner.modes.write, async |session: &Session| session.execute(&sql, &params).await)
                 .await
         };
-        if let Err(error) = self.call("append", append).await {
-            return Err(self.why_refused(log, error).await);
-        }
+        let known = match self.call("append", append).await {
+            Ok(known) => known,
+            Err(error) => return Err(self.why_refused(log, error).await),
+        };
         self.wake();
-        Ok(columns.event_ids())
+        Ok(columns.appended(known))
     }
 }
 
@@ -158,6 +159,8 @@ macro_rules! columns {
         $(#[$doc])*
         pub(crate) struct $name<$a> {
             $(pub(crate) $column: Vec<$kind>,)*
+            /// One of them at least has an id that its writer chose.
+            may_be_known: bool,
         }
 
         impl $name<'_> {
@@ -229,6 +232,7 @@ impl<'a> Columns<'a> {
         let (texts_of, bytes_of): (Vec<_>, Vec<_>) = events.iter().map(|event| split_payload(&event.payload)).unzip();
         let time = |at: Option<Timestamp>| at.map(|at| at.to_string());
         Ok(Some(Self {
+            may_be_known: events.iter().any(|event| event.id.is_some()),
             ids: events.iter().map(|event| event.id.unwrap_or_else(EventId::now_v7).as_uuid()).collect(),
             topics: events.iter().map(|event| event.topic.as_str()).collect(),
             keys: texts(events, |event| &event.key),
@@ -249,8 +253,15 @@ impl<'a> Columns<'a> {
 
     /// The statement that appends them. One event has a function of its own, because most come
     /// alone: without arrays it costs half.
-    pub(crate) fn statement(&self) -> &'static str {
-        if self.ids.len() == 1 { LOG_APPEND } else { LOG_APPEND_MANY }
+    pub(crate) fn statement(&self, schema: &SchemaName, log: &LogName) -> String {
+        let template = if self.ids.len() == 1 { LOG_APPEND } else { LOG_APPEND_MANY };
+        let may_be_known = if self.may_be_known { "true" } else { "false" };
+        schema.log_sql_with(template, log, &[("may_be_known", may_be_known)])
+    }
+
+    /// What the append gives, where the statement gave so many rows.
+    fn appended(&self, known: u64) -> Appended {
+        Appended::new(self.event_ids(), known as usize)
     }
 
     /// The events' ids, in the order given: those they had, and new ones.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use futures::FutureExt as _;
-use postbox_core::kit::{BlockedKeys, entries_of};
+use postbox_core::kit::{BlockedKeys, entries_of, panic_text};
 use postbox_core::trace::Traced;
 use postbox_core::{
     Apply, Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
@@ -197,7 +197,7 @@ pub(crate) async fn call_each<'d>(
 pub(crate) async fn handled(delivery: &Delivery, call: impl Future<Output = Outcome>) -> Outcome {
     let call = delivery.context().scope(call);
     let caught = AssertUnwindSafe(call).catch_unwind().await;
-    caught.unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic)))
+    caught.unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic).to_owned()))
 }
 
 /// What becomes of an event whose handler reported success, where [`EFFECT_CHECK`] failed.
@@ -210,9 +210,4 @@ pub(crate) fn effect_refused(said: &str) -> Outcome {
 pub(crate) fn committed(store: &PostgresStore, lease: &Lease, settlement: &Settlement<'_>) {
     store.lane(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);
     store.wake();
-}
-
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    text.unwrap_or("the handler panicked").to_owned()
 }

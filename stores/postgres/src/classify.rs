@@ -75,7 +75,7 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
         "23505" if fields.constraint.is_some_and(|name| name.ends_with("_id_key")) => make(
             Conflict,
             "event_id_taken",
-            "an event with this id is in the log already; nothing was appended".to_owned(),
+            "the log has another event under this id; nothing was appended: give each an id of its own".to_owned(),
         ),
         "23505" => make(Conflict, "unique_violation", text()),
         "23503" => make(NotFound, REFERENCE_MISSING, text()),
@@ -103,9 +103,11 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
             format!("{}; grant it to the role that postbox uses", fields.message),
         ),
         "3D000" => make(Mismatch, "database_missing", format!("{}; create it first", fields.message)),
-        "57014" => {
-            make(Unavailable, "statement_timeout", "a statement took longer than the statement timeout".to_owned())
-        }
+        "57014" => make(
+            Unavailable,
+            "statement_timeout",
+            "a statement took longer than the statement timeout; postbox doctor names the locks it may wait for".to_owned(),
+        ),
         // A standby refuses BEGIN READ WRITE as a feature it has not.
         "0A000" if fields.message.contains("recovery") => {
             make(Unavailable, "store_read_only", "the database is a standby; promote it, or name the primary in the store's URL".to_owned())

@@ -57,6 +57,24 @@ impl Target {
         Ok(Self { settings, tls: MakeRustlsConnect::new(tls_options.client_config()?) })
     }
 
+    /// The database, the server and the user, and no password.
+    pub(crate) fn address(&self) -> String {
+        let hosts = self.settings.get_hosts().iter().map(|host| match host {
+            Host::Tcp(name) => name.clone(),
+            #[cfg(unix)]
+            Host::Unix(folder) => folder.display().to_string(),
+        });
+        let addresses = self.settings.get_hostaddrs().iter().map(IpAddr::to_string);
+        let hosts: Vec<String> = if hosts.len() > 0 { hosts.collect() } else { addresses.collect() };
+        let ports = self.settings.get_ports();
+        let port = |nth: usize| ports.get(nth).or(ports.first()).copied().unwrap_or(5432);
+        let servers: Vec<String> =
+            hosts.iter().enumerate().map(|(nth, host)| format!("{host}:{}", port(nth))).collect();
+        let user = self.settings.get_user().unwrap_or_default();
+        let database = self.settings.get_dbname().unwrap_or(user);
+        format!("the database {database} at {} as {user}", servers.join(","))
+    }
+
     /// A pool that makes connections when they are needed.
     pub(crate) fn pool(&self, config: &PostgresConfig, size: usize) -> Result<Pool> {
         // Fast: a closed connection is noticed without a round trip; one that broke silently fails

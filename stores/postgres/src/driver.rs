@@ -21,12 +21,13 @@ use crate::schema::SchemaName;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AppendStatement {
-    /// What to execute. It gives no rows.
+    /// What to execute. It gives an empty row for each event that the log had already: their number
+    /// is what [`Appended::new`](postbox_core::Appended::new) takes beside `ids`.
     pub sql: String,
     /// Its parameters `$1`, `$2`, …. Bind each as `text`, the only type that every driver agrees
     /// about; the statement casts.
     pub texts: Vec<Option<String>>,
-    /// What the append gives when the statement was executed.
+    /// The ids of all events, when the statement was executed.
     pub ids: Vec<EventId>,
 }
 
@@ -35,7 +36,7 @@ impl AppendStatement {
     pub fn of(to: &Postgres, log: &LogName, events: Result<Vec<NewEvent>>) -> Result<Option<Self>> {
         let events = events?;
         let Some(columns) = Columns::of(log, &events)? else { return Ok(None) };
-        let sql = to.schema.log_sql(columns.statement(), log);
+        let sql = columns.statement(&to.schema, log);
         Ok(Some(Self { sql, texts: columns.texts(), ids: columns.event_ids() }))
     }
 }

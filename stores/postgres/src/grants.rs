@@ -47,11 +47,13 @@ impl PostgresStore {
         grant("SELECT", "{s}.log", writers);
         let insert = format!("INSERT ({APPEND_COLUMNS})");
         for log in &logs {
-            let table = format!("{{s}}.\"{log}\"");
+            let (table, has) = (format!("{{s}}.\"{log}\""), format!("FUNCTION {{s}}.\"{log}_has\""));
             if *log != LogName::inbox() {
                 grant(&insert, &table, writers);
+                grant("EXECUTE", &has, writers);
             }
             grant(&format!("SELECT, DELETE, {insert}"), &table, relays);
+            grant("EXECUTE", &has, relays);
             grant("SELECT", &table, readers);
             for roles in [relays, readers] {
                 grant("SELECT", &format!("{{s}}.\"{log}_state\", {{s}}.\"{log}_dead\""), roles);

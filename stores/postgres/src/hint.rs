@@ -19,6 +19,7 @@ use crate::PostgresStore;
 use crate::connect::Target;
 use crate::log::micros;
 use crate::params::params;
+use crate::session::Session;
 use crate::store::Inner;
 
 /// How long a declaration holds. Writers go on notifying that long after a relay got busy.
@@ -29,7 +30,8 @@ const ASLEEP_LEFT_MIN: Duration = Duration::from_millis(500);
 /// The wait before a lost LISTEN connection is made again; meanwhile relays poll.
 const LISTEN_RETRY: Duration = Duration::from_secs(1);
 
-/// Asks a log's writers for notifications. Locks the log's table for a moment, the first time only.
+/// Asks a log's writers for notifications. The first time only, it locks the log's table against
+/// writers for a moment, once those that write have ended.
 const NOTIFY_ENABLE: &str = "SELECT {s}.notify_enable($1)";
 
 /// Declares a relay asleep. Index: primary key of `sleeper`. Locks the row; unlogged, so that
@@ -94,13 +96,18 @@ impl PostgresStore {
                 let listening = Listening { task, declared_until: None };
                 self.inner.listener.lock().entry(log.clone()).or_insert(listening);
             }
-            Err(error) => tracing::warn!(%log, %error, "writers cannot be asked to notify; the relay polls"),
+            Err(error) => tracing::warn!(%log, %error, "notifications unavailable"),
         }
     }
 
+    /// Waits no longer than a second for writers that are in a transaction, since others would wait
+    /// behind us.
     async fn enable_notify(&self, log: &LogName) -> Result<String> {
-        let session = self.session("subscribe").await?;
-        Ok(session.row(&session.sql(NOTIFY_ENABLE), &params![log.as_str()]).await?.get(0))
+        let enable = async |session: &Session| {
+            let row = session.row(&session.sql(NOTIFY_ENABLE), &params![log.as_str()]).await?;
+            Ok(row.get(0))
+        };
+        self.call("subscribe", async |session: &Session| session.at_once(&self.inner.modes.enable, enable).await).await
     }
 
     async fn declare_asleep(&self, lease: &Lease) -> Result<()> {
@@ -139,7 +146,7 @@ async fn listen(store: Weak<Inner>, channel: String) {
             };
             futures::future::select(std::pin::pin!(messages), std::pin::pin!(asked)).await;
         }
-        tracing::debug!(channel, "the LISTEN connection is lost; relays poll meanwhile");
+        tracing::debug!(channel, "listen connection lost");
         tokio::time::sleep(LISTEN_RETRY).await;
     }
 }

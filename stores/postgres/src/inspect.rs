@@ -5,10 +5,11 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::kit::{LOOK_EVENTS_MAX, StatsCounter, attempts_from_json};
+use postbox_core::kit::{Share, StatsCounter, attempts_from_json};
+use postbox_core::limits::{LIST_PAYLOAD_BYTES_MAX, LIST_RECORDS_MAX};
 use postbox_core::{
     BatchLimit, Conflict, Count, Error, ErrorKind, EventId, Inspect, LaneInfo, ListQuery, LogName, Ordering, OwnerId,
-    Record, Result, SourceName, Stats, SubscriptionInfo, SubscriptionName, Unrouted,
+    Record, Result, SourceName, State, Stats, SubscriptionInfo, SubscriptionName, Unrouted,
 };
 use tokio_postgres::Row;
 
@@ -25,16 +26,9 @@ use crate::session::Session;
 use crate::subscription::{filter_of, look_up};
 use crate::unrouted::count_unrouted;
 
-/// Payload bytes one list may hold: an operator's page, not an export.
-const LIST_PAYLOAD_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// The largest payload to bring along where the server cannot give one of them: none, so that it
 /// fails alone.
 const WITHOUT_PAYLOADS: i32 = -1;
-/// Most records of one list.
-const LIST_RECORDS_MAX: usize = 10_000;
-/// So many rows of each kind are looked at to be counted: where there is one more than is counted,
-/// there may be others.
-const ROWS_LOOKED_AT: i64 = LOOK_EVENTS_MAX as i64 + 1;
 
 /// Every subscription with its lanes. Reads two small tables. No lock.
 const SUBSCRIPTION_LIST: &str = "
@@ -44,7 +38,11 @@ FROM {s}.subscription AS s LEFT JOIN {s}.lane AS n ON n.subscription = s.id
 ORDER BY s.name, n.lane";
 
 /// Counts by state and topic: see `0001_depth.sql`. No lock.
-const SUBSCRIPTION_DEPTH: &str = "SELECT * FROM {s}.depth($1, $2)";
+const SUBSCRIPTION_DEPTH: &str = "SELECT * FROM {s}.depths($1, $2)";
+
+/// How long each of several subscriptions waits for a lock that all of them together have waited
+/// for in vain: what one needs keeps no other.
+const ALONE: &str = "SET LOCAL lock_timeout = '10ms'";
 
 /// Records with a delivery row in one state. Index: `delivery_state`, then the log's primary key.
 /// No lock.
@@ -65,6 +63,16 @@ LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
 WHERE l.seq > $4 AND d.seq IS NULL AND {state} = $3 AND $6::text IS NULL AND {is_meant}
   AND ($12::text IS NULL OR l.headers ->> 'correlation-id' = $12)
 ORDER BY l.seq LIMIT $7";
+
+/// Records in any state, the newest first. Index: the log's primary key, walked down from `$4`, and
+/// that of `delivery`. No lock.
+const RECORD_LIST_NEWEST: &str = "
+SELECT {record_columns} FROM {log} AS l
+JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $13
+LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
+WHERE l.seq < $4 AND $3::text IS NULL AND ($6::text IS NULL OR d.code = $6) AND {is_meant}
+  AND ($12::text IS NULL OR l.headers ->> 'correlation-id' = $12)
+ORDER BY l.seq DESC LIMIT $7";
 
 /// One record. Index: the log's unique id. No lock.
 const RECORD_GET: &str = "
@@ -121,25 +129,33 @@ impl Inspect for PostgresStore {
         Ok(subscriptions)
     }
 
-    async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
-        let (name, sql) = (subscription.as_str(), self.schema().sql(SUBSCRIPTION_DEPTH));
-        let params = params![name, ROWS_LOOKED_AT];
-        let rows = self.look("stats", async |session: &Session| session.rows(&sql, &params).await).await?;
-        if rows.is_empty() {
-            self.call_to_look("stats", async |session: &Session| look_up(session, subscription).await).await?;
+    async fn stats_of(&self, subscriptions: &[SubscriptionName]) -> Vec<Result<Stats>> {
+        if subscriptions.is_empty() {
+            return Vec::new();
         }
-        let mut counter = StatsCounter::default();
-        for row in &rows {
-            let topic =
-                row.get::<_, Option<Raw<'_>>>(1).map_or(Cow::default(), |topic| String::from_utf8_lossy(topic.0));
-            let age = row.get::<_, Option<i64>>(3).map(|micros| wait(micros.max(0)));
-            counter.add(row.get::<_, &str>(0).parse()?, &topic, row.get::<_, i64>(2).unsigned_abs(), age);
-            if row.get(4) {
-                counter.note_estimate();
+        let share = Share::of_one_of(subscriptions.len());
+        let mut all = Vec::with_capacity(subscriptions.len());
+        match self.depths(subscriptions, share, None).await {
+            Ok(rows) => {
+                for name in subscriptions {
+                    all.push(self.counted(name, &rows, share).await);
+                }
+            }
+            Err(error) if subscriptions.len() > 1 && may_be_of_one(&error) => {
+                for name in subscriptions {
+                    all.push(match self.depths(std::slice::from_ref(name), share, Some(ALONE)).await {
+                        Ok(rows) => self.counted(name, &rows, share).await,
+                        Err(error) => Err(error),
+                    });
+                }
+            }
+            Err(error) => {
+                let same = || Error::new(error.kind(), error.operation(), error.code().to_owned(), error.message());
+                all.extend(subscriptions.iter().skip(1).map(|_| Err(same())));
+                all.insert(0, Err(error));
             }
         }
-        counter.note_limit();
-        Ok(counter.finish())
+        all
     }
 
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
@@ -190,17 +206,43 @@ impl Inspect for PostgresStore {
 
     async fn count(&self, log: &LogName) -> Result<Count> {
         check_log_name("count", log)?;
-        let params = params![ROWS_LOOKED_AT];
+        let rows_max = Share::of_one_of(1).rows_max();
+        let params = params![rows_max];
         let read = async |session: &Session| session.row(&session.log_sql(LOG_COUNT, log), &params).await;
         let row = match self.look("count", read).await {
             Err(error) if is_undefined(&error) => return Err(log_unknown("count", log.as_str())),
             counted => counted?,
         };
         let [events, places] = [0, 1].map(|column| row.get::<_, i64>(column));
-        let is_estimate = events == ROWS_LOOKED_AT;
+        let is_estimate = events == rows_max;
         let events = if is_estimate { places.max(events) } else { events };
         Ok(Count { events: events.unsigned_abs(), is_estimate })
     }
+}
+
+/// Whether others can be counted all the same.
+fn may_be_of_one(error: &Error) -> bool {
+    error.kind() != ErrorKind::Unavailable || ["table_locked", "store_contention"].contains(&error.code())
+}
+
+/// What rows of [`SUBSCRIPTION_DEPTH`] say of a subscription; `None`: nothing, it is not there.
+fn added(subscription: &SubscriptionName, rows: &[Row], share: Share) -> Result<Option<StatsCounter>> {
+    let mut rows = rows.iter().filter(|row| row.get::<_, &str>(0) == subscription.as_str()).peekable();
+    if rows.peek().is_none() {
+        return Ok(None);
+    }
+    let mut counter = StatsCounter::within(share);
+    for row in rows {
+        let state: State = row.get::<_, &str>(1).parse()?;
+        let topic = row.get::<_, Option<Raw<'_>>>(2).map_or(Cow::default(), |topic| String::from_utf8_lossy(topic.0));
+        let age = row.get::<_, Option<i64>>(4).map(|micros| wait(micros.max(0)));
+        counter.add(state, &topic, row.get::<_, i64>(3).unsigned_abs(), age);
+        if row.get(5) {
+            counter.note_estimate(state);
+        }
+    }
+    counter.note_limit();
+    Ok(Some(counter))
 }
 
 fn wait(micros: i64) -> Duration {
@@ -208,6 +250,28 @@ fn wait(micros: i64) -> Duration {
 }
 
 impl PostgresStore {
+    /// What [`SUBSCRIPTION_DEPTH`] says of several subscriptions.
+    async fn depths(&self, subscriptions: &[SubscriptionName], share: Share, lock: Option<&str>) -> Result<Vec<Row>> {
+        let names: Vec<&str> = subscriptions.iter().map(SubscriptionName::as_str).collect();
+        let (sql, rows_max) = (self.schema().sql(SUBSCRIPTION_DEPTH), share.rows_max());
+        let params = params![names, rows_max];
+        let read = async |session: &Session| {
+            let Some(lock) = lock else { return session.rows(&sql, &params).await };
+            let (limited, rows) = futures::join!(session.run(lock), session.rows(&sql, &params));
+            limited.and(rows)
+        };
+        self.look("stats", read).await
+    }
+
+    /// The counts of a subscription, from the rows of several.
+    async fn counted(&self, subscription: &SubscriptionName, rows: &[Row], share: Share) -> Result<Stats> {
+        let counter = added(subscription, rows, share)?;
+        if counter.is_none() {
+            self.call_to_look("stats", async |session: &Session| look_up(session, subscription).await).await?;
+        }
+        Ok(counter.unwrap_or_else(|| StatsCounter::within(share)).finish())
+    }
+
     /// Runs a look of one statement that is asked for again and again, and may not be slow.
     pub(crate) async fn look<T>(
         &self,
@@ -254,16 +318,18 @@ impl PostgresStore {
     async fn list_rows(&self, query: &ListQuery, inline: i32) -> Result<(LogName, Vec<Row>)> {
         let read = async |session: &Session| {
             let subscription = look_up(session, &query.subscription).await?;
-            let (state, after) = (query.state.as_str(), query.after.map_or(i64::MIN, |seq| seq.0));
+            let end = if query.state.is_some() { i64::MIN } else { i64::MAX };
+            let (state, after) = (query.state.map(State::as_str), query.after.map_or(end, |seq| seq.0));
             let Meant { topic, key, since, until, tenant } = Meant::by(&query.which);
-            let limit = query.limit.clamp(1, LIST_RECORDS_MAX) as i64;
+            let limit = query.page().events as i64;
             let (id, lanes) = (subscription.id, i32::from(subscription.lanes));
             let (code, correlation) = (&query.code, &query.correlation);
             let params =
                 params![inline, id, state, after, topic, code, limit, key, since, until, tenant, correlation, lanes];
-            let (template, params) = match query.state.has_row() {
-                true => (RECORD_LIST_ROWS, &params[..12]),
-                false => (RECORD_LIST_STREAM, &params[..]),
+            let (template, params) = match query.state.map(State::has_row) {
+                Some(true) => (RECORD_LIST_ROWS, &params[..12]),
+                Some(false) => (RECORD_LIST_STREAM, &params[..]),
+                None => (RECORD_LIST_NEWEST, &params[..]),
             };
             let sql = session.schema().log_sql_with(
                 template,

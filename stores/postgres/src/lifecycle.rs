@@ -44,8 +44,7 @@ const SUBSCRIPTION_RENAME: &str = "UPDATE {s}.subscription SET name = $2 WHERE i
 const LOG_TAKEN: &str = "
 UPDATE {s}.log AS g SET taken_snap = pg_current_snapshot()
 FROM {s}.subscription AS s
-WHERE s.id = $1 AND g.name = s.log AND {wants_everything}
-  AND NOT EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = s.id AND pg_snapshot_xmax(p.to_snap) > g.routed_xid)";
+WHERE s.id = $1 AND g.name = s.log AND {takes_all_new}";
 
 /// Everything of it goes too. Index: primary key. Locks the rows.
 const SUBSCRIPTION_DELETE: &str = "DELETE FROM {s}.subscription WHERE id = $1";

@@ -5,7 +5,7 @@
 //! (`docs/decisions/retention-by-range.md` has the measurements).
 
 use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX};
-use postbox_core::{Changed, Criteria, LogName, Prune, Result, Seq};
+use postbox_core::{Changed, LogName, Prune, Result, Seq};
 
 use crate::criteria::{Meant, is_meant};
 use crate::log::micros;
@@ -25,13 +25,15 @@ FROM {s}.log AS g WHERE g.name = $1{lock}";
 /// Finds, of the next events in `seq` order, those that every subscription of the log has passed
 /// and nobody needs any more, and does with them what `{gone}` says. `$1` age, `$2` log, `$3` the
 /// place after which the step begins, `$5` to `$8` and `$10` what is meant, `$9` whether what
-/// nobody wants is, and nothing else. Gives how many, where the step ended if there are more, and
-/// whether so many were young that nothing beyond is to be looked at. Indexes: primary keys.
+/// nobody wants is, and nothing else, `$11` the code of what was taken out, if that is. Gives how
+/// many, where the step ended if there are more, and whether so many were young that nothing beyond
+/// is to be looked at. Indexes: primary keys.
 ///
 /// An event below `horizon` is visible in every snapshot that a reader began its window with, so
 /// all have passed it. Only the others are compared with each lane. A row that a subscription does
 /// not want is passed whatever its cursor says. One that nobody wants is kept, and so is what was
-/// not looked at yet, unless somebody takes everything (`$4`): it may be one (`unrouted.rs`).
+/// not looked at yet, unless somebody takes everything (`$4`): it may be one (`unrouted.rs`). One
+/// that nobody wanted and a filter wants now is about to be handed over: it stays.
 ///
 /// The three lists are small and read once: `lane` has an old version for each batch while anybody
 /// holds a snapshot, and an index of `delivery` probed for each event and subscription costs more
@@ -68,12 +70,24 @@ const MAY_GO: &str = "
     AND (NOT $9 OR (l.seq IN (
       SELECT u.seq FROM {s}.unrouted AS u
       WHERE u.log = $2 AND u.seq > $3 AND u.seq <= coalesce((SELECT last FROM step), 9223372036854775807))) IS TRUE)
+    AND ($11::text IS NULL OR (l.seq IN (
+      SELECT d.seq FROM {s}.delivery AS d
+      WHERE d.subscription = ANY (ARRAY(SELECT s.id FROM {s}.subscription AS s WHERE s.log = $2))
+        AND d.seq > $3 AND d.seq <= coalesce((SELECT last FROM step), 9223372036854775807)
+        AND d.state = 'discarded' AND d.code = $11)) IS TRUE)
+    AND (NOT $9 OR NOT EXISTS (
+      SELECT FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+      WHERE s.log = $2 AND {is_wanted} AND {is_judged} OFFSET 0))
     AND ($4 OR (l.xid, l.seq) <= (SELECT g.routed_xid, g.routed_seq FROM {s}.log AS g WHERE g.name = $2))
     AND {is_meant}";
 
+/// Of what may go, the oldest so many. A step without a limit has no need to find them first.
+const OLDEST_GO: &str = "
+  l.seq IN (SELECT l.seq FROM {log} AS l WHERE {may_go} ORDER BY l.seq LIMIT {limit})";
+
 /// Deletes it, and what is known of it. Locks the rows.
 const GONE: &str = "
-gone AS (DELETE FROM {log} AS l WHERE {may_go} RETURNING l.seq),
+gone AS (DELETE FROM {log} AS l WHERE {goes} RETURNING l.seq),
 unwanted AS (
   DELETE FROM {s}.unrouted AS u
   WHERE $9 AND u.log = $2 AND u.seq > $3 AND u.seq <= coalesce((SELECT last FROM step), 9223372036854775807)
@@ -90,7 +104,7 @@ sent AS (
     AND (t.seq IN (SELECT seq FROM gone)) IS TRUE)";
 
 /// Only looks at it. Locks nothing.
-const WOULD_GO: &str = "gone AS MATERIALIZED (SELECT l.seq FROM {log} AS l WHERE {may_go})";
+const WOULD_GO: &str = "gone AS MATERIALIZED (SELECT l.seq FROM {log} AS l WHERE {goes})";
 
 /// Rows of events that somebody deleted from the log, once they are closed and as old as the events
 /// to be pruned. Indexes: `delivery_missing`, the log's primary key. No lock.
@@ -119,24 +133,33 @@ pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Re
     };
     let Some(row) = rows.first() else { return Err(log_not_locked(session, log).await) };
     let (has_readers, takes_everything): (bool, bool) = (row.get(0), row.get(1));
-    if !has_readers {
+    if !has_readers || prune.limit == Some(0) {
         return Ok(Changed::default());
     }
     let (age_micros, after) = (micros(prune.older_than), prune.after.map_or(0, |after| after.0));
     let (rows_max, young_max) = (PRUNE_ROWS_MAX.to_string(), PRUNE_YOUNG_MAX.to_string());
     let gone = if prune.dry_run { WOULD_GO } else { GONE };
-    let template = LOG_PRUNE.replace("{gone}", gone).replace("{may_go}", MAY_GO);
+    // No step deletes more than it looks at.
+    let limit = prune.limit.filter(|limit| *limit <= PRUNE_ROWS_MAX);
+    let goes = if limit.is_some() { OLDEST_GO } else { MAY_GO };
+    let template = LOG_PRUNE.replace("{gone}", gone).replace("{goes}", goes).replace("{may_go}", MAY_GO);
+    let limit_text = limit.unwrap_or(PRUNE_ROWS_MAX).to_string();
     let meant = is_meant([5, 6, 7, 8, 10]);
-    let step = sql(&template, &[("is_meant", &meant), ("rows_max", &rows_max), ("young_max", &young_max)]);
+    let values = [("is_meant", &meant), ("rows_max", &rows_max), ("young_max", &young_max), ("limit", &limit_text)];
+    let step = sql(&template, &values.map(|(name, value)| (name, value.as_str())));
     let Meant { topic, key, since, until, tenant } = Meant::by(&prune.which);
-    let params = params![age_micros, name, after, takes_everything, topic, key, since, until, prune.unrouted, tenant];
+    let (unrouted, code) = (prune.unrouted, &prune.code);
+    let params = params![age_micros, name, after, takes_everything, topic, key, since, until, unrouted, tenant, code];
     let row = session.row(&step, &params).await?;
     let (count, last, is_young): (i64, Option<i64>, Option<bool>) = (row.get(0), row.get(1), row.get(2));
     let count = count.unsigned_abs();
+    if prune.limit.is_some_and(|limit| count >= limit as u64) {
+        return Ok(Changed { count, next: None });
+    }
     if let Some(last) = last.filter(|_| is_young != Some(true)) {
         return Ok(Changed { count, next: Some(Seq(last)) });
     }
-    if prune.unrouted || prune.which != Criteria::default() {
+    if !prune.means_all() {
         return Ok(Changed { count, next: None });
     }
     if prune.dry_run {

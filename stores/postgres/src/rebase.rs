@@ -16,7 +16,7 @@ const LANE_LOCK_ALL: &str =
     "SELECT lease_until > clock_timestamp() FROM {s}.lane ORDER BY subscription, lane FOR UPDATE";
 
 /// Nobody may append meanwhile. Waits for writers.
-const LOG_LOCK: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
+const LOG_TABLE_LOCK: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
 /// The last row each lane has passed. Walks the log.
 const LANE_PASSED: &str = "
@@ -50,7 +50,7 @@ FROM (SELECT p.subscription, p.revision, p.lanes, p.lane, coalesce(max(l.seq), 0
 WHERE (p.subscription, p.revision, p.lanes, p.lane) = (passed.subscription, passed.revision, passed.lanes, passed.lane)";
 
 /// What nobody wants is looked for again from the beginning.
-const LOG_ROUTE_AGAIN: &str = "
+const LOG_ROUTE_ANEW: &str = "
 UPDATE {s}.log SET routed_xid = '0', routed_seq = 0,
   taken_snap = CASE WHEN pg_snapshot_xmax(taken_snap) > '1' THEN '4:4:' ELSE taken_snap END WHERE name = '{name}'";
 
@@ -90,13 +90,13 @@ async fn rebase_all(session: &Session) -> Result<()> {
     for row in &names {
         let log = LogName::from_stored(row.get::<_, String>(0));
         for template in [
-            LOG_LOCK,
+            LOG_TABLE_LOCK,
             LANE_PASSED,
             PASSAGE_REBASE,
             DELIVERY_OF_STRAGGLERS,
             LOG_RESTAMP,
             LANE_REBASE,
-            LOG_ROUTE_AGAIN,
+            LOG_ROUTE_ANEW,
             "DROP TABLE postbox_passed",
         ] {
             // A log's name has no quote in it; DDL takes no parameters.

@@ -11,9 +11,14 @@ use crate::schema::SchemaName;
 const SETTINGS: [(&str, &str); 3] =
     [("search_path", "pg_catalog"), ("standard_conforming_strings", "on"), ("check_function_bodies", "off")];
 
-/// The same check for a script that other tools apply.
-const ENCODING_GUARD: &str = "DO ${tag}$
+/// What `up` looks at first, for a script that other tools apply: the encoding, and whether
+/// everything is there already. Without it the first table that is would be complained of.
+const GUARD: &str = "DO ${tag}$
 BEGIN
+  IF to_regclass({schema_literal} || '.migration') IS NOT NULL THEN
+    RAISE EXCEPTION 'schema % has Postbox''s tables already', {schema_literal}
+      USING HINT = 'write this migration down as applied; what is there is checked by: postbox migrate validate';
+  END IF;
   IF getdatabaseencoding() <> 'UTF8' THEN
     RAISE EXCEPTION 'Postbox needs a database in UTF8, this one is in %', getdatabaseencoding() USING HINT = 'createdb -E UTF8 -T template0 NAME';
   END IF;
@@ -79,7 +84,7 @@ pub(crate) fn script(schema: &SchemaName) -> String {
 }
 
 fn migrations(schema: &SchemaName) -> String {
-    let mut sql = schema.migration_sql(ENCODING_GUARD) + &schema.migration_sql(MIGRATION_TABLE);
+    let mut sql = schema.migration_sql(GUARD) + &schema.migration_sql(MIGRATION_TABLE);
     for Migration { version, name, sql: migration } in &MIGRATIONS {
         sql.push_str(&format!("\n\n-- {name}\n"));
         sql.push_str(&schema.migration_sql(migration));

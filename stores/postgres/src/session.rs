@@ -183,15 +183,25 @@ impl PostgresStore {
     async fn borrow(&self, pool: &Pool, operation: &'static str) -> Result<Session> {
         let unavailable = |code, message| Error::new(ErrorKind::Unavailable, operation, code, message);
         let object = pool.get().await.map_err(|error| match error {
-            PoolError::Backend(error) => classify(operation, &error),
+            PoolError::Backend(error) => self.not_connected(classify(operation, &error)),
             PoolError::Timeout(TimeoutType::Wait) => {
                 let message = "no free database connection in time; raise the pool size or look for long calls";
                 unavailable("pool_exhausted", message)
             }
-            error => unavailable("store_unreachable", "the database did not answer in time").with_source(error),
+            error => {
+                let message = "the database did not answer in time; is it overloaded, or a firewall in between?";
+                self.not_connected(unavailable("store_unreachable", message)).with_source(error)
+            }
         })?;
         let (unanswered, in_transaction) = (AtomicUsize::new(0), AtomicBool::new(false));
         Ok(Session { object: Some(object), store: self.clone(), operation, unanswered, in_transaction })
+    }
+
+    /// The error of a connection that could not be made, with what was to be connected to.
+    fn not_connected(&self, error: Error) -> Error {
+        let Some(address) = &self.inner.address else { return error };
+        let message = format!("{} ({address})", error.message());
+        Error::new(error.kind(), error.operation(), error.code().to_owned(), message)
     }
 
     /// Runs a call on a connection, bounded in time.
@@ -216,7 +226,8 @@ impl PostgresStore {
     pub(crate) async fn bounded<T>(&self, operation: &'static str, call: impl Future<Output = Result<T>>) -> Result<T> {
         let limit = self.inner.config.statement_timeout + self.inner.config.pool_timeout + PATIENCE;
         tokio::time::timeout(limit, call).await.unwrap_or_else(|_| {
-            Err(Error::new(ErrorKind::Unavailable, operation, "store_timeout", "the database did not answer in time"))
+            let message = "the database did not answer in time; postbox doctor names the locks it may wait for";
+            Err(Error::new(ErrorKind::Unavailable, operation, "store_timeout", message))
         })
     }
 }
@@ -248,6 +259,8 @@ pub(crate) struct TransactionModes {
     pub(crate) count: String,
     /// For an operator's changes: as durable as a relay's, planned as the planner likes.
     pub(crate) change: String,
+    /// For a change that locks a table: whoever comes later waits behind it.
+    pub(crate) enable: String,
     /// For a step of retention. What it reads has indexes, and its lists fit into a hash whatever
     /// the planner thinks of their length.
     pub(crate) prune: String,
@@ -293,6 +306,7 @@ impl TransactionModes {
             count: format!("{report}; SET LOCAL statement_timeout = {count_ms}"),
             report,
             change: format!("{writing}; {common}; {durable}"),
+            enable: format!("{writing}; {common}; SET LOCAL lock_timeout = {lock_ms}"),
             prune: format!("{writing}; {common}; {durable}; {by_index}"),
             alone: named.map(|named| format!("BEGIN ISOLATION LEVEL READ COMMITTED{named}")),
             soon_over,

@@ -30,6 +30,8 @@ pub(crate) struct Inner {
     pub(crate) pool: Pool,
     /// For those who only look: they are answered while relays wait for a lock on all of theirs.
     pub(crate) look_pool: Pool,
+    /// Where the connections lead to and as whom, for errors; of a pool of yours it is not known.
+    pub(crate) address: Option<String>,
     /// Where notifications are listened for, on connections that are not the pool's.
     pub(crate) listen_target: Option<Target>,
     pub(crate) config: PostgresConfig,
@@ -65,8 +67,8 @@ impl PostgresStore {
             Some(url) => Target::parse(&PostgresConfig { url: url.clone(), ..config.clone() })?,
             None => target.clone(),
         };
-        let (pool, look_pool) = (target.pool(&config, config.pool_size)?, target.pool(&config, LOOK_CONNECTIONS)?);
-        Ok(Self::on(pool, look_pool, Some(listen_target), schema, config))
+        let pools = (target.pool(&config, config.pool_size)?, target.pool(&config, LOOK_CONNECTIONS)?);
+        Ok(Self::on(pools, Some(target.address()), Some(listen_target), schema, config))
     }
 
     /// A store on a pool of yours, with the default settings. It asks nothing of its connections
@@ -76,12 +78,12 @@ impl PostgresStore {
     /// connection for seconds loses its lanes. Leave two for each subscription, and a few.
     pub fn from_pool(pool: Pool, schema: SchemaName) -> Self {
         let config = PostgresConfig { schema: schema.to_string(), ..PostgresConfig::new("") };
-        Self::on(pool.clone(), pool, None, schema, config)
+        Self::on((pool.clone(), pool), None, None, schema, config)
     }
 
     fn on(
-        pool: Pool,
-        look_pool: Pool,
+        (pool, look_pool): (Pool, Pool),
+        address: Option<String>,
         listen_target: Option<Target>,
         schema: SchemaName,
         config: PostgresConfig,
@@ -89,6 +91,7 @@ impl PostgresStore {
         let inner = Inner {
             pool,
             look_pool,
+            address,
             listen_target,
             modes: TransactionModes::new(config.statement_timeout, config.tenant.as_ref()),
             schema,

@@ -34,7 +34,7 @@ SELECT EXISTS (
 /// The revision tells replicas that read with the former filter: they read on by this one, whatever
 /// their own configuration says.
 const SUBSCRIPTION_UPSERT: &str = "
-WITH known AS (SELECT {wants_everything} AS everything, s.revision FROM {s}.subscription AS s WHERE s.name = $1)
+WITH known AS (SELECT {takes_all_new} AS everything, s.revision FROM {s}.subscription AS s JOIN {s}.log AS g ON g.name = s.log WHERE s.name = $1)
 INSERT INTO {s}.subscription AS s (name, log, topics, tenant, kinds, aggregates, headers, ordering, lanes, generation)
 VALUES ($1, $2, $3, $4, $7, $8, $9::text::jsonb, $5, $6, (SELECT max(g.epoch_next) FROM {s}.log AS g))
 ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, kinds = $7, aggregates = $8, headers = $9::text::jsonb, ordering = $5,

@@ -2,8 +2,9 @@
 //! come before them, kept, and handed to the first subscription that begins to want them.
 //!
 //! It is decided by the filter that a lane passed an event with, or will read it with. So nothing
-//! is decided while a lane has yet to take a new filter, and what was decided is looked at again
-//! when a filter changes: docs/cursor.md, writes W13 and W14.
+//! is decided while a lane that is held has yet to take a new filter; one that nobody holds passes
+//! nothing more by the former. What was decided is looked at again when a filter changes:
+//! docs/cursor.md, writes W13 and W14.
 
 use std::time::Duration;
 
@@ -32,6 +33,18 @@ SELECT g.routed_xid::text, g.routed_seq,
     WHERE s.log = g.name AND n.revision <> s.revision AND n.lease_until > clock_timestamp()),
   NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name) OR {takes_everything}
 FROM {s}.log AS g WHERE g.name = $1 FOR NO KEY UPDATE SKIP LOCKED";
+
+/// Lanes that have yet to take their subscription's filter, and how many of them nobody writes to:
+/// a settlement that checked its lease while that was good moves its lane when it commits. Locks
+/// the latter, waits for none. Indexes: primary keys.
+const LANES_BEHIND: &str = "
+WITH behind AS MATERIALIZED (
+  SELECT n.subscription, n.lane FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
+  WHERE s.log = $1 AND n.revision <> s.revision),
+locked AS (
+  SELECT n.lane FROM {s}.lane AS n JOIN behind AS b ON b.subscription = n.subscription AND b.lane = n.lane
+  FOR NO KEY UPDATE OF n SKIP LOCKED)
+SELECT (SELECT count(*) FROM behind), (SELECT count(*) FROM locked)";
 
 /// Index: primary key. No lock.
 pub(crate) const LOG_EXISTS: &str = "SELECT FROM {s}.log WHERE name = $1";
@@ -69,8 +82,8 @@ SELECT seq, key FROM sent";
 
 /// Looks at the next rows that are older than every open transaction, and keeps those that nobody
 /// wanted: a filter left them out, and not only the beginning of all who read. Somebody whose
-/// filter changed since may want them now: it is asked again. Index: `(xid, seq)` of the log,
-/// walked from its place.
+/// filter changed since may want them now, whether its lanes took it or not: it is asked again.
+/// Index: `(xid, seq)` of the log, walked from its place.
 const LOG_ROUTE: &str = "
 WITH page AS MATERIALIZED (
   SELECT l.xid, l.seq, l.topic, l.tenant, l.kind, l.aggregate, l.headers, l.slot FROM {log} AS l
@@ -90,11 +103,13 @@ ask AS (
   UPDATE {s}.subscription AS o SET rerouted = 0,
     rerouted_seq = least(k.seq - 1, CASE WHEN o.rerouted = o.revision THEN k.seq - 1 ELSE o.rerouted_seq END)
   FROM (SELECT min(seq) AS seq FROM kept) AS k
-  WHERE o.log = $1 AND k.seq IS NOT NULL
-    AND EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = o.id AND p.revision > 0 AND pg_snapshot_xmax(p.to_snap) > $2::text::xid8)),
+  WHERE o.log = $1 AND k.seq IS NOT NULL AND (
+    EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = o.id AND p.revision > 0 AND pg_snapshot_xmax(p.to_snap) > $2::text::xid8)
+    OR EXISTS (SELECT FROM {s}.lane AS n WHERE n.subscription = o.id AND n.revision <> o.revision AND pg_snapshot_xmax(n.to_snap) > $2::text::xid8))
+  RETURNING o.id),
 last AS (SELECT p.xid, p.seq FROM page AS p ORDER BY p.xid DESC, p.seq DESC LIMIT 1),
 moved AS (UPDATE {s}.log AS g SET routed_xid = last.xid, routed_seq = last.seq FROM last WHERE g.name = $1)
-SELECT (SELECT count(*) FROM page), (SELECT count(*) FROM kept)";
+SELECT (SELECT count(*) FROM page), (SELECT count(*) FROM kept), EXISTS (SELECT FROM ask)";
 
 /// Unrouted events by topic, oldest first. Indexes: primary keys. No lock.
 const UNROUTED_COUNT: &str = "
@@ -130,9 +145,13 @@ pub(crate) async fn note_unrouted(session: &Session, log: &LogName) -> Result<Ro
     if routed {
         return Ok(Routed::default());
     }
+    let row = session.row(&session.sql(LANES_BEHIND), &params![name]).await?;
+    if row.get::<_, i64>(0) != row.get::<_, i64>(1) {
+        return Ok(Routed::default());
+    }
     let row = session.row(&session.log_sql(LOG_ROUTE, log), &params![name, xid, seq, limit]).await?;
-    let (looked, kept): (i64, i64) = (row.get(0), row.get(1));
-    Ok(Routed { unrouted: kept.unsigned_abs(), more: looked == limit })
+    let (looked, kept, is_asked): (i64, i64, bool) = (row.get(0), row.get(1), row.get(2));
+    Ok(Routed { unrouted: kept.unsigned_abs(), more: looked == limit || is_asked })
 }
 
 /// Counts by topic, as far as the bound goes.

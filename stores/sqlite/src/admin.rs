@@ -9,11 +9,13 @@ use postbox_core::{
     Admin, Changed, EventId, LogName, Ordering, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Selection, Seq,
     State, SubscriptionName,
 };
-use rusqlite::{OptionalExtension as _, Transaction, params};
+use rusqlite::{OptionalExtension as _, Row, Transaction, params};
 
 use crate::classify::Work;
-use crate::clock::timestamp;
-use crate::decode::{DELIVERY_COLUMNS, DeliveryRow, HEAD_COLUMNS, Head, integer, is_meant, lossy};
+use crate::clock::{timestamp, until};
+use crate::decode::{
+    DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, DeliveryRow, HEAD_COLUMNS, Head, integer, is_meant, lossy,
+};
 use crate::inspect::Reader;
 use crate::maintain::DELIVERY_STATE;
 use crate::schema::log_table;
@@ -28,7 +30,7 @@ const STEP_LOOK_MAX: usize = 20_000;
 
 /// By primary key; takes the write lock. A person's replay begins anew; what a relay ended with
 /// goes alone.
-const DELIVERY_REPLAY: &str = "UPDATE postbox_delivery SET state = 'retrying', attempts = 0, replays = replays + 1, letter_at = 0, due_at = ?3, \
+const DELIVERY_RETRY: &str = "UPDATE postbox_delivery SET state = 'retrying', attempts = 0, replays = replays + 1, letter_at = 0, due_at = ?3, \
 crashes = min(crashes, 1), holds = (?4 AND key IS NOT NULL), updated_at = ?3 WHERE subscription = ?1 AND seq = ?2 AND state = 'dead'";
 /// The highest replay that an event of the subscription had, by primary key; takes the write lock.
 const REPLAYS_RAISE: &str = "UPDATE postbox_subscription SET replays = max(replays, ?2) WHERE name = ?1";
@@ -36,8 +38,8 @@ const REPLAYS_RAISE: &str = "UPDATE postbox_subscription SET replays = max(repla
 const DELIVERY_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND seq = ?2 AND state = 'retrying'";
 /// By primary key; takes the write lock.
-const DELIVERY_DISCARD: &str = "UPDATE postbox_delivery SET state = 'discarded', holds = 0, due_at = NULL, updated_at = ?3 \
-WHERE subscription = ?1 AND seq = ?2";
+const DELIVERY_DISCARD: &str = "UPDATE postbox_delivery SET state = 'discarded', holds = 0, due_at = NULL, updated_at = ?3, \
+error = coalesce(?4 || coalesce(error, ''), error) WHERE subscription = ?1 AND seq = ?2";
 /// By primary key; takes the write lock.
 const DELIVERY_DISCARD_UNREAD: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, updated_at) \
@@ -152,12 +154,13 @@ fn choose(
     name: &SubscriptionName,
     log: &LogName,
     selection: &Selection,
+    now: i64,
     wanted: impl Fn(&DeliveryRow) -> bool,
 ) -> Work<(Vec<DeliveryRow>, Option<Seq>)> {
     let (max, after) = (selection.step_max(), after(selection));
     // The tenant stands in the log alone, by its primary key; no lock of its own.
     let mut tenant_of = tx.prepare_cached(&format!("SELECT tenant FROM {} WHERE seq = ?1", log_table(log)))?;
-    let mut is_meant = |row: &DeliveryRow| -> Work<bool> {
+    let mut is_meant = |(row, updated_at): &(DeliveryRow, i64)| -> Work<bool> {
         let created_at = timestamp(row.created_at);
         let tenant: Option<String> = match selection.which.tenant {
             Some(_) => tenant_of.query_row([row.seq], |found| found.get(0)).optional()?.flatten(),
@@ -165,25 +168,27 @@ fn choose(
         };
         Ok(selection.which.mean(&row.topic, row.key.as_deref(), tenant.as_deref(), created_at)
             && selection.means_code(row.code.as_deref())
+            && selection.means_state(row.state, row.holds, until(*updated_at, now))
             && wanted(row))
     };
     let mut chosen = Vec::new();
     if max == 0 {
         return Ok((chosen, None));
     }
+    let read = |row: &Row<'_>| Ok((DeliveryRow::read(row, 0)?, row.get(DELIVERY_COLUMNS_COUNT)?));
     let not_discarded = "d.state IN ('retrying', 'blocked', 'scheduled', 'dead')";
     if let Some(ids) = &selection.ids {
         // A row by primary key; no lock of its own.
         let delivery_one = format!(
-            "SELECT {DELIVERY_COLUMNS} FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = ?2 AND {not_discarded}"
+            "SELECT {DELIVERY_COLUMNS}, d.updated_at FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = ?2 AND {not_discarded}"
         );
         let mut statement = tx.prepare_cached(&delivery_one)?;
         for seq in seqs_of(tx, log, ids)?.into_iter().filter(|seq| *seq > after) {
-            let found = statement.query_row(params![name.as_str(), seq], |row| DeliveryRow::read(row, 0));
+            let found = statement.query_row(params![name.as_str(), seq], read);
             if let Some(row) = found.optional()?
                 && is_meant(&row)?
             {
-                chosen.push(row);
+                chosen.push(row.0);
             }
             if chosen.len() == max {
                 return Ok((chosen, Some(Seq(seq))));
@@ -193,17 +198,17 @@ fn choose(
     }
     // Rows of a subscription in `seq` order, by primary key; no lock of its own.
     let delivery_walk = format!(
-        "SELECT {DELIVERY_COLUMNS} FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq > ?2 AND {not_discarded} ORDER BY d.seq"
+        "SELECT {DELIVERY_COLUMNS}, d.updated_at FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq > ?2 AND {not_discarded} ORDER BY d.seq"
     );
     let mut statement = tx.prepare_cached(&delivery_walk)?;
     let mut rows = statement.query(params![name.as_str(), after])?;
     let (mut looked, mut last) = (0, after);
     while chosen.len() < max && looked < STEP_LOOK_MAX {
         let Some(row) = rows.next()? else { return Ok((chosen, None)) };
-        let row = DeliveryRow::read(row, 0)?;
-        (looked, last) = (looked + 1, row.seq);
+        let row = read(row)?;
+        (looked, last) = (looked + 1, row.0.seq);
         if is_meant(&row)? {
-            chosen.push(row);
+            chosen.push(row.0);
         }
     }
     Ok((chosen, Some(Seq(last))))
@@ -228,7 +233,7 @@ pub(crate) fn seqs_of(tx: &Transaction<'_>, log: &LogName, ids: &[EventId]) -> W
 fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, now: i64) -> Work<Changed> {
     let stored = lease::require("retry", tx, name)?;
     let hold_keys = stored.ordering == Ordering::Key;
-    let (rows, next) = choose(tx, name, &stored.log, selection, |row| match row.state {
+    let (rows, next) = choose(tx, name, &stored.log, selection, now, |row| match row.state {
         State::Dead => true,
         State::Retrying => !row.is_due(now),
         _ => false,
@@ -241,7 +246,7 @@ fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, n
         match row.state {
             State::Dead => {
                 tx.prepare_cached(REPLAYS_RAISE)?.execute(params![name.as_str(), row.replays + 1])?;
-                tx.prepare_cached(DELIVERY_REPLAY)?.execute(params![name.as_str(), row.seq, now, hold_keys])?
+                tx.prepare_cached(DELIVERY_RETRY)?.execute(params![name.as_str(), row.seq, now, hold_keys])?
             }
             _ => tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(params![name.as_str(), row.seq, now])?,
         };
@@ -253,9 +258,9 @@ fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, n
 fn discard(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, now: i64) -> Work<Changed> {
     let stored = lease::require("discard", tx, name)?;
     let wanted = |row: &DeliveryRow| row.state.may_become(State::Discarded);
-    let (rows, next) = choose(tx, name, &stored.log, selection, wanted)?;
+    let (rows, next) = choose(tx, name, &stored.log, selection, now, wanted)?;
     if !selection.dry_run {
-        take_out(tx, name, &rows, now)?;
+        take_out(tx, name, &rows, selection.given_up().as_deref(), now)?;
     }
     let mut changed = Changed { count: rows.len() as u64, next };
     if next.is_none() {
@@ -270,9 +275,15 @@ fn discard(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection,
 }
 
 /// Takes rows out, and lets what waits behind them go.
-fn take_out(tx: &Transaction<'_>, name: &SubscriptionName, rows: &[DeliveryRow], now: i64) -> Work<()> {
+fn take_out(
+    tx: &Transaction<'_>,
+    name: &SubscriptionName,
+    rows: &[DeliveryRow],
+    given_up: Option<&str>,
+    now: i64,
+) -> Work<()> {
     for row in rows {
-        tx.prepare_cached(DELIVERY_DISCARD)?.execute(params![name.as_str(), row.seq, now])?;
+        tx.prepare_cached(DELIVERY_DISCARD)?.execute(params![name.as_str(), row.seq, now, given_up])?;
     }
     for key in rows.iter().filter_map(|row| row.key.as_deref()) {
         release_head(tx, name, key, now)?;
@@ -301,7 +312,7 @@ fn discard_unread(
         let mut rows = statement.query([seq])?;
         let Some(row) = rows.next()? else { continue };
         let head = Head::read(row)?;
-        let is_named = is_meant(&selection.which, row, &head)? && selection.means_code(None);
+        let is_named = is_meant(&selection.which, row, &head)? && selection.means_unread();
         if !is_named || !reader.wants(&head) || reader.state(&head, seq) != State::Pending {
             continue;
         }

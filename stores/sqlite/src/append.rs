@@ -3,8 +3,8 @@
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::kit::in_context;
-use postbox_core::{Append, Error, ErrorKind, EventId, LogName, NewEvent, Result, Transaction};
-use rusqlite::{Connection, params};
+use postbox_core::{Append, Appended, Error, ErrorKind, EventId, LogName, NewEvent, Result, Transaction};
+use rusqlite::{CachedStatement, Connection, params};
 
 use crate::classify::{Fault, Work};
 use crate::migrate::{checked_log, explain_missing};
@@ -17,20 +17,20 @@ pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kin
 
 #[async_trait]
 impl Append for SqliteStore {
-    async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+    async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
         let log = checked_log("append", log)?;
         let events = in_context(events).into_owned();
         events.iter().try_for_each(NewEvent::validate)?;
         if events.is_empty() {
-            return Ok(Vec::new());
+            return Ok(Appended::default());
         }
         let now = self.now();
-        let ids = self
+        let appended = self
             .writer()
             .call("append", move |session| session.transact(Flush::Configured, |tx| insert(tx, &log, &events, now)))
             .await?;
         self.wake();
-        Ok(ids)
+        Ok(appended)
     }
 }
 
@@ -66,7 +66,7 @@ pub enum Rusqlite {}
 macro_rules! appends {
     ($($transaction:ty),*) => {
         $(impl<'a> Transaction<'a, Sqlite, Rusqlite> for $transaction {
-            type Appended = Result<Vec<EventId>>;
+            type Appended = Result<Appended>;
 
             fn append(&'a mut self, _: &'a Sqlite, log: &'a LogName, events: Result<Vec<NewEvent>>) -> Self::Appended {
                 append_in(self, log, &events?)
@@ -77,16 +77,16 @@ macro_rules! appends {
 
 appends!(rusqlite::Transaction<'_>, &rusqlite::Transaction<'_>, rusqlite::Savepoint<'_>, Connection);
 
-fn append_in(tx: &Connection, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+fn append_in(tx: &Connection, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
     let log = checked_log("append", log)?;
     events.iter().try_for_each(NewEvent::validate)?;
     require_transaction("append", tx)?;
     if events.is_empty() {
-        return Ok(Vec::new());
+        return Ok(Appended::default());
     }
     // By this machine's clock, which SQLite's functions read too, a tenth of a row's time cheaper.
     let now = Timestamp::now().as_microsecond();
-    let append = || -> Work<Vec<EventId>> {
+    let append = || -> Work<Appended> {
         if events.len() == 1 {
             // A statement that fails takes back what it did.
             return insert(tx, &log, events, now);
@@ -111,39 +111,82 @@ pub(crate) fn require_transaction(operation: &'static str, tx: &Connection) -> R
     Ok(())
 }
 
-/// Inserts validated events one by one with one prepared statement: in-process, a row costs no
-/// round trip.
-pub(crate) fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: i64) -> Work<Vec<EventId>> {
-    // Takes the primary key and the unique index on id; holds the database's one write lock.
-    let log_append = format!(
-        "INSERT INTO {} ({APPEND_COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15)",
-        log_table(log)
-    );
-    let mut statement =
-        tx.prepare_cached(&log_append).map_err(|error| explain_missing("append", tx, log, Fault::from(error)))?;
-    let mut ids = Vec::with_capacity(events.len());
+/// Inserts validated events one by one with prepared statements: in-process, a row costs no round
+/// trip. Takes the primary key and the unique index on id; holds the database's one write lock.
+fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: i64) -> Work<Appended> {
+    let mut plain = prepare(tx, log, "")?;
+    let (mut ids, mut known) = (Vec::with_capacity(events.len()), 0);
     for event in events {
         let id = event.id.unwrap_or_else(EventId::now_v7);
-        statement.execute(params![
-            id.to_string(),
-            event.topic,
-            event.key,
-            event.aggregate,
-            event.version,
-            event.kind,
-            event.source,
-            event.tenant,
-            event.content_type,
-            headers_json(event)?,
-            event.occurred_at.map(|at| at.as_microsecond()),
-            event.deliver_at.map(|at| at.as_microsecond()),
-            event.expires_at.map(|at| at.as_microsecond()),
-            event.payload.as_ref(),
-            now,
-        ])?;
+        match event.id {
+            Some(_) => known += usize::from(insert_or_know(tx, log, id, event, now)?),
+            None => _ = execute(&mut plain, id, event, now)?,
+        }
         ids.push(id);
     }
-    Ok(ids)
+    Ok(Appended::new(ids, known))
+}
+
+/// Inserts one event under a new id, or under its own, which nobody else may have.
+pub(crate) fn insert_one(tx: &Connection, log: &LogName, event: &NewEvent, now: i64) -> Work<EventId> {
+    let id = event.id.unwrap_or_else(EventId::now_v7);
+    execute(&mut prepare(tx, log, "")?, id, event, now)?;
+    Ok(id)
+}
+
+/// Inserts an event, unless the log has it; whether it has. Not asked for first: a transaction that
+/// begins with a look cannot write once another has written.
+fn insert_or_know(tx: &Connection, log: &LogName, id: EventId, event: &NewEvent, now: i64) -> Work<bool> {
+    if execute(&mut prepare(tx, log, OR_NOTHING)?, id, event, now)? == 1 {
+        return Ok(false);
+    }
+    let content = params![id.to_string(), event.topic, event.key, event.tenant, event.payload.as_ref()];
+    let known: bool = tx.prepare_cached(&log_has(log))?.query_row(content, |row| row.get(0))?;
+    if !known {
+        // SQLite says what is in its way.
+        insert_one(tx, log, event, now)?;
+    }
+    Ok(known)
+}
+
+/// Ends an insert that leaves out what a unique index has already.
+pub(crate) const OR_NOTHING: &str = " ON CONFLICT DO NOTHING";
+
+/// Whether a log has an event, the same in what tells events apart. Index: the unique one on id.
+/// Rows that were inserted by hand may have their payload as text.
+pub(crate) fn log_has(log: &LogName) -> String {
+    format!(
+        "SELECT EXISTS (SELECT 1 FROM {} WHERE id = ?1 AND topic = ?2 AND key IS ?3 AND tenant IS ?4 AND CAST(payload AS BLOB) = ?5)",
+        log_table(log)
+    )
+}
+
+fn prepare<'tx>(tx: &'tx Connection, log: &LogName, end: &str) -> Work<CachedStatement<'tx>> {
+    let log_append = format!(
+        "INSERT INTO {} ({APPEND_COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15){end}",
+        log_table(log)
+    );
+    tx.prepare_cached(&log_append).map_err(|error| explain_missing("append", tx, log, Fault::from(error)))
+}
+
+fn execute(insert: &mut CachedStatement<'_>, id: EventId, event: &NewEvent, now: i64) -> Work<usize> {
+    Ok(insert.execute(params![
+        id.to_string(),
+        event.topic,
+        event.key,
+        event.aggregate,
+        event.version,
+        event.kind,
+        event.source,
+        event.tenant,
+        event.content_type,
+        headers_json(event)?,
+        event.occurred_at.map(|at| at.as_microsecond()),
+        event.deliver_at.map(|at| at.as_microsecond()),
+        event.expires_at.map(|at| at.as_microsecond()),
+        event.payload.as_ref(),
+        now,
+    ])?)
 }
 
 /// Headers as they are stored: a JSON object, or nothing.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc;
 
 use async_trait::async_trait;
-use postbox_core::kit::{BlockedKeys, entries_of};
+use postbox_core::kit::{BlockedKeys, entries_of, panic_text};
 use postbox_core::trace::Traced;
 use postbox_core::{
     Apply, Database, Decide, Delivery, Error, ErrorKind, Handlers, Lease, Outcome, Result, Settlement, Transact,
@@ -196,8 +196,8 @@ impl Application {
         let broken_before = if deferred { broken_keys(tx)? } else { 0 };
         let context = delivery.context();
         let handle = || context.scope_sync(|| self.handler.handle(tx, delivery));
-        let mut outcome =
-            catch_unwind(AssertUnwindSafe(handle)).unwrap_or_else(|_| Outcome::retry("panic", "the handler panicked"));
+        let mut outcome = catch_unwind(AssertUnwindSafe(handle))
+            .unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic).to_owned()));
         if tx.is_autocommit() {
             return Err(Error::transaction_ended("apply").into());
         }

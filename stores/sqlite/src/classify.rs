@@ -77,10 +77,17 @@ pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> E
             (ErrorKind::Unavailable, "store_full", "the disk is full; free space and the store goes on by itself".into())
         }
         (ffi::SQLITE_IOERR, _) => {
-            (ErrorKind::Unavailable, "store_io", format!("the disk answered with an error ({text})"))
+            let message = format!("the disk answered with an error ({text}); look for its cause in the system's log");
+            (ErrorKind::Unavailable, "store_io", message)
         }
-        (ffi::SQLITE_NOMEM, _) => (ErrorKind::Unavailable, "store_out_of_memory", "out of memory".into()),
-        (ffi::SQLITE_INTERRUPT, _) => (ErrorKind::Unavailable, "store_interrupted", "interrupted".into()),
+        (ffi::SQLITE_NOMEM, _) => (
+            ErrorKind::Unavailable,
+            "store_out_of_memory",
+            "out of memory; give the program more, or make batches smaller".into(),
+        ),
+        (ffi::SQLITE_INTERRUPT, _) => {
+            (ErrorKind::Unavailable, "store_interrupted", "the statement was interrupted; run it again".into())
+        }
         (ffi::SQLITE_TOOBIG, _) => {
             (ErrorKind::Invalid, "payload_too_large", "the value is larger than SQLite can hold".into())
         }
@@ -88,10 +95,10 @@ pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> E
         (_, ffi::SQLITE_CONSTRAINT_UNIQUE) if text.contains(".id") => (
             ErrorKind::Conflict,
             "event_id_taken",
-            "an event with this id is in the log already; nothing was written".into(),
+            "the log has another event under this id; nothing was written: give each an id of its own".into(),
         ),
         (_, ffi::SQLITE_CONSTRAINT_NOTNULL) => {
-            (ErrorKind::Invalid, "column_missing", format!("a column must not be null ({text})"))
+            (ErrorKind::Invalid, "column_missing", format!("a column must not be null ({text}); give it a value"))
         }
         _ => (ErrorKind::Internal, "store_error", format!("SQLite answered: {text}")),
     };

@@ -17,14 +17,36 @@ use rusqlite::types::ValueRef;
 
 use crate::clock::timestamp;
 
+/// A time of a log in microseconds, also where it was written as text; what is no time stays as it
+/// is.
+macro_rules! micros_of {
+    ($column:literal) => {
+        concat!(
+            "CASE typeof(l.",
+            $column,
+            ") WHEN 'text' THEN coalesce(CAST(round((julianday(l.",
+            $column,
+            ") - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.",
+            $column,
+            ") ELSE l.",
+            $column,
+            " END"
+        )
+    };
+}
+
 /// The columns of a log under the alias `l`, in the order this module reads them; payload last, see
 /// [`crate::schema::log_ddl`].
-pub(crate) const LOG_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers, \
-l.version, l.source, l.content_type, \
-CASE typeof(l.occurred_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.occurred_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.occurred_at) ELSE l.occurred_at END, \
-CASE typeof(l.deliver_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.deliver_at) ELSE l.deliver_at END, \
-CASE typeof(l.expires_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.expires_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.expires_at) ELSE l.expires_at END, \
-l.payload";
+pub(crate) const LOG_COLUMNS: &str = concat!(
+    "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers, l.version, l.source, ",
+    "l.content_type, ",
+    micros_of!("occurred_at"),
+    ", ",
+    micros_of!("deliver_at"),
+    ", ",
+    micros_of!("expires_at"),
+    ", l.payload"
+);
 /// The columns of [`Head`], with which the other lists begin.
 pub(crate) const HEAD_COLUMNS: &str =
     "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers";

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use postbox_core::kit::{LOOK_EVENTS_MAX, StatsCounter};
+use postbox_core::kit::{Share, StatsCounter};
 use postbox_core::{Count, State, Stats};
 use rusqlite::{Row, Transaction, params};
 
@@ -12,12 +12,7 @@ use crate::decode::{Head, LOOK_COLUMNS, LOOK_COLUMNS_COUNT, LOOK_DELIVER_AT, int
 use crate::inspect::{Reader, count};
 use crate::window::log_end;
 
-/// So many rows of each kind are looked at: where there is one more than is counted, there may be
-/// others.
-const ROWS_MAX: i64 = LOOK_EVENTS_MAX as i64 + 1;
-/// Blocks of places that a sample is made of, one from each equal part of the log, and the places
-/// of each.
-const BLOCKS: i64 = 64;
+/// The places of a block that a sample is made of, one from each equal part of the log.
 const BLOCK_ROWS: i64 = 32;
 
 /// How many events were delivered, by primary key; no lock.
@@ -29,21 +24,22 @@ const DELIVERY_COUNT: &str =
 const DELIVERY_WAITS: &str = "SELECT EXISTS (SELECT 1 FROM postbox_delivery WHERE subscription = ?1 \
 AND state IN ('retrying', 'blocked', 'scheduled'))";
 
-pub(crate) fn stats(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<Stats> {
+pub(crate) fn stats(tx: &Transaction<'_>, reader: &Reader, share: Share, now: i64) -> Work<Stats> {
     let name = reader.name.as_str();
-    let mut counter = StatsCounter::default();
+    let mut counter = StatsCounter::within(share);
     let delivered = tx.prepare_cached(LANES_DELIVERED)?.query_row([name], |row| count(row, 0))?;
     counter.add(State::Dispatched, "", delivered, None);
     for state in [State::Dead, State::Discarded] {
-        let rows = params![name, state.as_str(), ROWS_MAX];
+        let rows = params![name, state.as_str(), share.rows_max()];
         let rows = tx.prepare_cached(DELIVERY_COUNT)?.query_row(rows, |row| count(row, 0))?;
         counter.add(state, "", rows, None);
     }
     for state in [State::Retrying, State::Blocked, State::Scheduled] {
-        waiting(tx, reader, state, &mut counter, now)?;
+        waiting(tx, reader, (state, share), &mut counter, now)?;
     }
     counter.note_limit();
-    unread(tx, reader, &mut counter, now)?;
+    unread(tx, reader, share, &mut counter, now)?;
+    skipped(tx, reader, share, &mut counter)?;
     Ok(counter.finish())
 }
 
@@ -52,8 +48,9 @@ pub(crate) fn count_events(tx: &Transaction<'_>, table: &str) -> Work<Count> {
     // Walks the primary key up to the limit; no lock.
     let log_count =
         format!("SELECT (SELECT count(*) FROM (SELECT 1 FROM {table} LIMIT ?1)), coalesce(min(seq), 1) FROM {table}");
-    let (events, first): (i64, i64) = tx.query_row(&log_count, [ROWS_MAX], |row| Ok((row.get(0)?, row.get(1)?)))?;
-    let is_estimate = events == ROWS_MAX;
+    let rows_max = Share::of_one_of(1).rows_max();
+    let (events, first): (i64, i64) = tx.query_row(&log_count, [rows_max], |row| Ok((row.get(0)?, row.get(1)?)))?;
+    let is_estimate = events == rows_max;
     let events = if is_estimate { events.max(log_end(tx, table)? - first + 1) } else { events };
     Ok(Count { events: events.unsigned_abs(), is_estimate })
 }
@@ -61,15 +58,21 @@ pub(crate) fn count_events(tx: &Transaction<'_>, table: &str) -> Work<Count> {
 /// Whether anything is still to be delivered. May walk the log.
 pub(crate) fn is_undelivered(tx: &Transaction<'_>, reader: &Reader) -> Work<bool> {
     let waits: bool = tx.prepare_cached(DELIVERY_WAITS)?.query_row([reader.name.as_str()], |row| row.get(0))?;
-    let mut unread = Unread::default();
+    let mut unread = Look::default();
     if !waits {
-        unread.look(tx, reader, reader.position_min(), i64::MAX, i64::MAX)?;
+        unread.look(tx, reader, Part { after: reader.position_min(), up_to: i64::MAX, rows_max: i64::MAX })?;
     }
-    Ok(waits || !unread.topics.is_empty())
+    Ok(waits || !unread.pending.is_empty())
 }
 
 /// Adds the waiting rows of a state.
-fn waiting(tx: &Transaction<'_>, reader: &Reader, state: State, counter: &mut StatsCounter, now: i64) -> Work<()> {
+fn waiting(
+    tx: &Transaction<'_>,
+    reader: &Reader,
+    (state, share): (State, Share),
+    counter: &mut StatsCounter,
+    now: i64,
+) -> Work<()> {
     // By `postbox_delivery_state`, then the log's primary key; no lock.
     let delivery_waiting = format!(
         "SELECT {LOOK_COLUMNS}, d.topic, d.created_at, d.due_at FROM postbox_delivery d LEFT JOIN {} l ON l.seq = d.seq \
@@ -77,7 +80,7 @@ fn waiting(tx: &Transaction<'_>, reader: &Reader, state: State, counter: &mut St
         reader.table
     );
     let mut statement = tx.prepare_cached(&delivery_waiting)?;
-    let mut rows = statement.query(params![reader.name.as_str(), state.as_str(), ROWS_MAX])?;
+    let mut rows = statement.query(params![reader.name.as_str(), state.as_str(), share.rows_max()])?;
     while let Some(row) = rows.next()? {
         let due_at = integer(row, LOOK_COLUMNS_COUNT + 2)?.filter(|_| state == State::Scheduled).unwrap_or(i64::MIN);
         let since = since(row)?.unwrap_or(row.get(LOOK_COLUMNS_COUNT + 1)?).max(due_at);
@@ -93,48 +96,80 @@ fn since(row: &Row<'_>) -> rusqlite::Result<Option<i64>> {
 }
 
 /// Adds what no lane has read yet: row by row, or from samples where there are too many.
-fn unread(tx: &Transaction<'_>, reader: &Reader, counter: &mut StatsCounter, now: i64) -> Work<()> {
-    let mut unread = Unread::default();
+fn unread(tx: &Transaction<'_>, reader: &Reader, share: Share, counter: &mut StatsCounter, now: i64) -> Work<()> {
     let from = reader.position_min();
-    unread.look(tx, reader, from, i64::MAX, ROWS_MAX)?;
-    let mut sampled = Unread::default();
-    if unread.rows >= ROWS_MAX {
-        counter.note_estimate();
-        let (first, last) = (unread.first.unwrap_or(from), log_end(tx, &reader.table)?);
-        let part = (last - first + 1) as f64 / BLOCKS as f64;
-        for block in 0..BLOCKS {
-            // Spread as evenly as chance would, and the same for the same log.
-            let within = (block as f64 * 0.618_034).fract();
-            let place = first + ((block as f64 + within) * part) as i64;
-            sampled.look(tx, reader, place - 1, last.min(place + BLOCK_ROWS - 1), BLOCK_ROWS)?;
-        }
-        // By places and not by rows, so that gaps count.
-        let weight = part / BLOCK_ROWS as f64;
-        for (topic, (events, _)) in sampled.topics {
+    let mut unread = Look::default();
+    unread.look(tx, reader, Part { after: from, up_to: i64::MAX, rows_max: share.rows_max() })?;
+    let mut pending = unread.pending;
+    if unread.rows >= share.rows_max() {
+        counter.note_estimate(State::Pending);
+        let (sampled, weight) = sample(tx, reader, share, (unread.first.unwrap_or(from), log_end(tx, &reader.table)?))?;
+        for (topic, (events, _)) in sampled.pending {
             let estimate = (events as f64 * weight).round() as u64;
-            let known = unread.topics.entry(topic).or_default();
+            let known = pending.entry(topic).or_default();
             known.0 = known.0.max(estimate);
         }
     }
-    for (topic, (events, since)) in unread.topics {
+    for (topic, (events, since)) in pending {
         counter.add(State::Pending, &topic, events, since.map(|since| until(since, now)));
     }
     Ok(())
 }
 
-/// Unread events as they are looked at.
+/// Adds what was passed and not wanted, in the same two ways.
+fn skipped(tx: &Transaction<'_>, reader: &Reader, share: Share, counter: &mut StatsCounter) -> Work<()> {
+    if reader.skips_nothing() {
+        return Ok(());
+    }
+    let up_to = reader.position_max();
+    let mut passed = Look::default();
+    passed.look(tx, reader, Part { after: 0, up_to, rows_max: share.rows_max() })?;
+    let mut events = passed.skipped;
+    if passed.rows >= share.rows_max() {
+        counter.note_estimate(State::Skipped);
+        let (sampled, weight) = sample(tx, reader, share, (passed.first.unwrap_or(1), up_to))?;
+        events = (sampled.skipped as f64 * weight).round() as u64;
+    }
+    counter.add(State::Skipped, "", events, None);
+    Ok(())
+}
+
+/// Blocks of places, one from each equal part of what lies between two of them; and how many events
+/// each that is found stands for: by places and not by rows, so that gaps count.
+fn sample(tx: &Transaction<'_>, reader: &Reader, share: Share, (first, last): (i64, i64)) -> Work<(Look, f64)> {
+    let mut sampled = Look::default();
+    let part = (last - first + 1) as f64 / share.blocks() as f64;
+    for block in 0..share.blocks() {
+        // Spread as evenly as chance would, and the same for the same log.
+        let within = (block as f64 * 0.618_034).fract();
+        let place = first + ((block as f64 + within) * part) as i64;
+        let up_to = last.min(place + BLOCK_ROWS - 1);
+        sampled.look(tx, reader, Part { after: place - 1, up_to, rows_max: BLOCK_ROWS })?;
+    }
+    Ok((sampled, part / BLOCK_ROWS as f64))
+}
+
+/// A part of the log: after a place, up to another one, and at most so many rows.
+struct Part {
+    after: i64,
+    up_to: i64,
+    rows_max: i64,
+}
+
+/// Events as they are looked at.
 #[derive(Default)]
-struct Unread {
+struct Look {
     rows: i64,
     /// The first row that was looked at.
     first: Option<i64>,
-    /// How many by topic, and from when the oldest waits.
-    topics: HashMap<String, (u64, Option<i64>)>,
+    /// How many are unread by topic, and from when the oldest waits.
+    pending: HashMap<String, (u64, Option<i64>)>,
+    /// How many were passed and not wanted.
+    skipped: u64,
 }
 
-impl Unread {
-    /// Looks at rows after a place, up to another one, and at most so many.
-    fn look(&mut self, tx: &Transaction<'_>, reader: &Reader, after: i64, up_to: i64, rows_max: i64) -> Work<()> {
+impl Look {
+    fn look(&mut self, tx: &Transaction<'_>, reader: &Reader, part: Part) -> Work<()> {
         // Walks the primary key; no lock. A row that has left the stream is counted by its state.
         let log_look = format!(
             "SELECT {LOOK_COLUMNS}, EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq) \
@@ -142,18 +177,21 @@ impl Unread {
             reader.table
         );
         let mut statement = tx.prepare_cached(&log_look)?;
-        let mut rows = statement.query(params![reader.name.as_str(), after, up_to, rows_max])?;
+        let mut rows = statement.query(params![reader.name.as_str(), part.after, part.up_to, part.rows_max])?;
         while let Some(row) = rows.next()? {
             let (head, seq) = (Head::read(row)?, seq(row)?);
             self.rows += 1;
             self.first.get_or_insert(seq);
-            if reader.wants(&head)
-                && reader.state(&head, seq) == State::Pending
-                && !row.get::<_, bool>(LOOK_COLUMNS_COUNT)?
-            {
+            let state = reader.state(&head, seq);
+            if !matches!(state, State::Pending | State::Skipped) || row.get::<_, bool>(LOOK_COLUMNS_COUNT)? {
+                continue;
+            }
+            if state == State::Pending {
                 let since = since(row)?;
-                let known = self.topics.entry(head.topic.into_owned()).or_insert((0, since));
+                let known = self.pending.entry(head.topic.into_owned()).or_insert((0, since));
                 *known = (known.0 + 1, known.1.min(since));
+            } else if reader.has_passed(&head, seq) && reader.state_found(tx, &head, seq)? == State::Skipped {
+                self.skipped += 1;
             }
         }
         Ok(())

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use async_trait::async_trait;
-use postbox_core::kit::attempts_from_json;
+use postbox_core::kit::{BatchLimiter, Share, attempts_from_json};
 use postbox_core::{
     Conflict, Count, EventId, Filter, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record, Result, Seq, SourceName,
     State, Stats, SubscriptionInfo, SubscriptionName, Unrouted,
@@ -46,14 +46,19 @@ impl Inspect for SqliteStore {
         self.inspector().call("subscriptions", subscriptions).await
     }
 
-    async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
-        let name = subscription.clone();
-        let stats = move |session: &mut Session| {
-            let now = session.settings.now();
-            let tx = session.read()?;
-            depth::stats(&tx, &Reader::find("stats", &tx, &name)?, now)
-        };
-        self.inspector().call("stats", stats).await
+    async fn stats_of(&self, subscriptions: &[SubscriptionName]) -> Vec<Result<Stats>> {
+        let share = Share::of_one_of(subscriptions.len());
+        let mut all = Vec::with_capacity(subscriptions.len());
+        for name in subscriptions {
+            let name = name.clone();
+            let stats = move |session: &mut Session| {
+                let now = session.settings.now();
+                let tx = session.read()?;
+                depth::stats(&tx, &Reader::find("stats", &tx, &name)?, share, now)
+            };
+            all.push(self.inspector().call("stats", stats).await);
+        }
+        all
     }
 
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
@@ -167,9 +172,21 @@ impl Reader {
         Ok(Self { name: name.clone(), table: log_table(&stored.log), stored, lanes, passages, filters })
     }
 
-    /// Whether it takes every event beyond a place.
+    /// Whether it takes every event beyond a place: no lane has passed one by a former filter.
     pub(crate) fn takes_everything(&self, beyond: i64) -> bool {
-        self.stored.filter == Filter::default() && self.passages.iter().all(|passage| passage.position <= beyond)
+        self.stored.filter == Filter::default()
+            && self.passages.iter().all(|passage| passage.position <= beyond)
+            && !self.is_behind(beyond)
+    }
+
+    /// Whether a lane that came beyond a place has yet to take the present filter.
+    fn is_behind(&self, beyond: i64) -> bool {
+        self.lanes.iter().any(|lane| lane.revision != self.stored.revision && lane.position > beyond)
+    }
+
+    /// Whether it gets an event that nobody wanted, now that it is asked again.
+    pub(crate) fn is_given(&self, head: &Head<'_>, seq: i64) -> bool {
+        self.wants(head) && self.is_judged(head, seq)
     }
 
     /// Whether a lane that is held has yet to take the present filter.
@@ -219,6 +236,11 @@ impl Reader {
         Some(self.passages.iter().find(covers).map_or(lane.revision, |it| it.revision))
     }
 
+    /// Whether every event that it passed was sent: it takes all there is, and always did.
+    pub(crate) fn skips_nothing(&self) -> bool {
+        self.takes_everything(0) && self.lanes.iter().all(|lane| lane.revision == self.stored.revision)
+    }
+
     /// Whether its lane has passed a row.
     pub(crate) fn has_passed(&self, head: &Head<'_>, seq: i64) -> bool {
         self.passed_by(head, seq).is_some()
@@ -231,7 +253,7 @@ impl Reader {
 
     /// Whether a lane came beyond a place by a former filter.
     pub(crate) fn had_another_filter(&self, beyond: i64) -> bool {
-        self.passages.iter().any(|it| it.revision > 0 && it.position > beyond)
+        self.passages.iter().any(|it| it.revision > 0 && it.position > beyond) || self.is_behind(beyond)
     }
 
     /// The same of a row that was found: whether it was sent all the same, or nobody wants it.
@@ -318,11 +340,15 @@ fn conflicts(session: &mut Session, limit: i64) -> Work<Vec<Conflict>> {
 fn list(session: &mut Session, query: &ListQuery) -> Work<Vec<Record>> {
     let tx = session.read()?;
     let reader = Reader::find("list", &tx, &query.subscription)?;
-    if query.state.has_row() { list_rows(&tx, &reader, query) } else { list_stream(&tx, &reader, query) }
+    match query.state {
+        None => list_newest(&tx, &reader, query),
+        Some(state) if state.has_row() => list_rows(&tx, &reader, query, state),
+        Some(state) => list_stream(&tx, &reader, query, state),
+    }
 }
 
 /// Records with a delivery row.
-fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
+fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery, state: State) -> Work<Vec<Record>> {
     // By `postbox_delivery_state`, then the log's primary key; no lock.
     let delivery_list = format!(
         "SELECT {LOG_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts FROM postbox_delivery d \
@@ -331,9 +357,9 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<V
     );
     let mut statement = tx.prepare_cached(&delivery_list)?;
     let after = query.after.map_or(0, |seq| seq.0);
-    let mut rows = statement.query(params![query.subscription.as_str(), query.state.as_str(), after])?;
-    let mut records = Vec::new();
-    while records.len() < query.limit.max(1)
+    let mut rows = statement.query(params![query.subscription.as_str(), state.as_str(), after])?;
+    let (mut records, mut limiter) = (Vec::new(), BatchLimiter::new(query.page()));
+    while !limiter.is_full()
         && let Some(row) = rows.next()?
     {
         let delivery = DeliveryRow::read(row, LOG_COLUMNS_COUNT)?;
@@ -345,6 +371,9 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<V
             None => Decoded::missing(&delivery),
         };
         if query.which.mean_event(Some(&decoded.event)) && query.is_of_conversation(&decoded.event) {
+            if !limiter.take(decoded.event.payload.len()) {
+                break;
+            }
             records.push(record_of(decoded, delivery, row, LOG_COLUMNS_COUNT + DELIVERY_COLUMNS_COUNT)?);
         }
     }
@@ -352,11 +381,11 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<V
 }
 
 /// Records without a delivery row, distinguished by the cursor and the filters.
-fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
+fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery, state: State) -> Work<Vec<Record>> {
     if query.code.is_some() {
         return Ok(Vec::new());
     }
-    let (from, to) = match query.state {
+    let (from, to) = match state {
         State::Pending => (reader.position_min(), i64::MAX),
         State::Dispatched => (0, reader.position_max()),
         _ => (0, i64::MAX),
@@ -370,16 +399,58 @@ fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work
     );
     let mut statement = tx.prepare_cached(&log_list)?;
     let mut rows = statement.query(params![query.subscription.as_str(), from, to])?;
-    let mut records = Vec::new();
-    while records.len() < query.limit.max(1)
+    let (mut records, mut limiter) = (Vec::new(), BatchLimiter::new(query.page()));
+    while !limiter.is_full()
         && let Some(row) = rows.next()?
     {
         let head = Head::read(row)?;
-        if is_meant(&query.which, row, &head)? && reader.state_found(tx, &head, seq(row)?)? == query.state {
+        if is_meant(&query.which, row, &head)? && reader.state_found(tx, &head, seq(row)?)? == state {
             let decoded = Decoded::read(row)?;
             if query.is_of_conversation(&decoded.event) {
-                records.push(record(decoded, query.state));
+                if !limiter.take(decoded.event.payload.len()) {
+                    break;
+                }
+                records.push(record(decoded, state));
             }
+        }
+    }
+    Ok(records)
+}
+
+/// Records in any state, the newest first.
+fn list_newest(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
+    // Walks the log's primary key down, then that of `postbox_delivery`; no lock.
+    let log_list = format!(
+        "SELECT {LOG_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts FROM {} l \
+         LEFT JOIN postbox_delivery d ON d.subscription = ?1 AND d.seq = l.seq WHERE l.seq < ?2 ORDER BY l.seq DESC",
+        reader.table
+    );
+    let mut statement = tx.prepare_cached(&log_list)?;
+    let before = query.after.map_or(i64::MAX, |seq| seq.0);
+    let mut rows = statement.query(params![query.subscription.as_str(), before])?;
+    let (mut records, mut limiter) = (Vec::new(), BatchLimiter::new(query.page()));
+    while !limiter.is_full()
+        && let Some(row) = rows.next()?
+    {
+        let head = Head::read(row)?;
+        let has_row = row.get::<_, Option<i64>>(LOG_COLUMNS_COUNT)?.is_some();
+        let delivery = has_row.then(|| DeliveryRow::read(row, LOG_COLUMNS_COUNT)).transpose()?;
+        let code = delivery.as_ref().and_then(|delivery| delivery.code.as_ref());
+        if !is_meant(&query.which, row, &head)? || (query.code.is_some() && code != query.code.as_ref()) {
+            continue;
+        }
+        let decoded = Decoded::read(row)?;
+        if query.is_of_conversation(&decoded.event) {
+            if !limiter.take(decoded.event.payload.len()) {
+                break;
+            }
+            records.push(match delivery {
+                Some(delivery) => record_of(decoded, delivery, row, LOG_COLUMNS_COUNT + DELIVERY_COLUMNS_COUNT)?,
+                None => {
+                    let state = reader.state_found(tx, &head, decoded.seq)?;
+                    record(decoded, state)
+                }
+            });
         }
     }
     Ok(records)

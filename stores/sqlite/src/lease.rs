@@ -12,9 +12,11 @@ use rusqlite::{OptionalExtension, Row, Transaction, named_params, params};
 
 use crate::classify::Work;
 use crate::clock::{micros, timestamp};
+use crate::inspect::Reader;
 use crate::migrate::{enter_wal, require_log, validate};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
+use crate::unrouted::routed;
 
 /// A subscription by primary key; no lock.
 const SUBSCRIPTION_READ: &str = "SELECT log, topics, tenant, ordering, lanes, paused_by, paused_why, paused_until, revision, \
@@ -93,7 +95,7 @@ WHEN lease_until - lease_ttl > granted_at + 10 * lease_ttl THEN 1 ELSE crashes +
 WHERE subscription = ?1 AND lane = ?2 RETURNING epoch, crashes";
 /// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index
 /// `postbox_delivery_in_flight`; takes the write lock.
-const DELIVERY_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
+const DELIVERIES_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND lane = ?2 AND code = 'in_flight' AND state = 'retrying' AND due_at > ?3";
 /// What the former holder sent alone and did not write of again, it ended with
 /// (`Disposition::ALONE`, `RELAY_CRASHED`). Index `postbox_delivery_in_flight`; takes the write
@@ -122,7 +124,7 @@ const REPLICA_LAST: &str = "SELECT seen_at FROM postbox_replica WHERE subscripti
 /// By primary key; takes the write lock.
 const REPLICA_LEAVES: &str = "DELETE FROM postbox_replica WHERE subscription = ?1 AND owner = ?2";
 /// Relays that are long gone, by primary key; takes the write lock.
-const REPLICA_FORGET: &str = "DELETE FROM postbox_replica WHERE subscription = ?1 AND seen_at < ?2";
+const REPLICA_FORGET_GONE: &str = "DELETE FROM postbox_replica WHERE subscription = ?1 AND seen_at < ?2";
 
 /// A subscription as it is stored.
 pub(crate) struct SubscriptionRow {
@@ -226,16 +228,18 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
         let lanes = known.as_ref().map_or(subscription.lanes, |stored| stored.lanes);
         if let Some(stored) = known {
             check_log(subscription, &stored.log)?;
+            let is_changed = stored.filter != subscription.filter;
+            let took_everything =
+                is_changed && Reader::find("subscribe", tx, &subscription.name)?.takes_everything(routed(tx, &log)?);
             refuse_future(tx, subscription, last)?;
-            if stored.filter != subscription.filter || stored.ordering != subscription.ordering {
+            if is_changed || stored.ordering != subscription.ordering {
                 tx.prepare_cached(SUBSCRIPTION_UPDATE)?
                     .execute(params![name, topics, tenant, ordering, kinds, aggregates, headers])?;
             }
             if subscription.ordering == Ordering::None {
                 tx.prepare_cached(DELIVERY_UNBLOCK)?.execute(params![name, now])?;
             }
-            if stored.filter != subscription.filter {
-                let took_everything = stored.filter == Filter::default();
+            if is_changed {
                 tx.prepare_cached(LOG_ROUTE_AGAIN)?.execute(params![log.as_str(), name, took_everything])?;
                 tx.prepare_cached(SUBSCRIPTION_ASK_ALL)?.execute([name])?;
             }
@@ -340,7 +344,7 @@ pub(crate) fn acquire(session: &mut Session, request: &AcquireRequest) -> Work<A
             let granted = tx.prepare_cached(LANE_GRANT)?.query_row(row, |row| Ok((row.get(0)?, row.get(1)?)));
             let (epoch, crashes) = granted?;
             let made_due = params![subscription.as_str(), lane, request.asked_at];
-            tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(made_due)?;
+            tx.prepare_cached(DELIVERIES_MAKE_DUE)?.execute(made_due)?;
             let error = Disposition::RELAY_CRASHED_ERROR;
             let crashed = params![subscription.as_str(), lane, request.asked_at, error];
             tx.prepare_cached(DELIVERY_COUNT_CRASH)?.execute(crashed)?;
@@ -370,7 +374,7 @@ fn replicas(tx: &Transaction<'_>, request: &AcquireRequest, clock: i64) -> Work<
 fn heartbeat(tx: &Transaction<'_>, name: &SubscriptionName, owner: &OwnerId, now: i64, ttl: Duration) -> Work<()> {
     tx.prepare_cached(REPLICA_SEEN)?.execute(params![name.as_str(), owner.as_str(), now])?;
     let gone_before = now.saturating_sub(micros(ttl).saturating_mul(10));
-    tx.prepare_cached(REPLICA_FORGET)?.execute(params![name.as_str(), gone_before])?;
+    tx.prepare_cached(REPLICA_FORGET_GONE)?.execute(params![name.as_str(), gone_before])?;
     Ok(())
 }
 

@@ -1,6 +1,8 @@
 //! The life of a subscription: another name, another place, other lanes, its end.
 
-use postbox_core::kit::{LOOK_EVENTS_MAX, lanes_apart, lanes_held, subscription_changed, subscription_exists};
+use postbox_core::kit::{
+    LOOK_EVENTS_MAX, STEP_ROWS_MAX, lanes_apart, lanes_held, subscription_changed, subscription_exists,
+};
 use postbox_core::limits::LANES_APART_MAX;
 use postbox_core::{ResetPlan, ResetTo, State, SubscriptionName};
 use rusqlite::{Transaction, params};
@@ -22,7 +24,7 @@ const EPOCH_RETIRE: &str = "UPDATE postbox_log SET epoch_next = max(epoch_next, 
 /// does not know. By primary key; takes the write lock.
 const LANE_FENCE: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = NULL WHERE subscription = ?1";
 /// By primary key; takes the write lock.
-const REPLICA_FORGET: &str = "DELETE FROM postbox_replica WHERE subscription = ?1";
+const REPLICAS_FORGET: &str = "DELETE FROM postbox_replica WHERE subscription = ?1";
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_RENAME: &str = "UPDATE postbox_subscription SET name = ?2 WHERE name = ?1";
 /// By primary key; takes the write lock.
@@ -80,7 +82,7 @@ pub(crate) fn rename(
     }
     retire(tx, "rename", name, generation)?;
     tx.prepare_cached(LANE_FENCE)?.execute([name.as_str()])?;
-    tx.prepare_cached(REPLICA_FORGET)?.execute([name.as_str()])?;
+    tx.prepare_cached(REPLICAS_FORGET)?.execute([name.as_str()])?;
     for table in SUBSCRIPTION_TABLES {
         // By primary key; takes the write lock.
         let sql = format!("UPDATE postbox_{table} SET subscription = ?2 WHERE subscription = ?1");
@@ -249,22 +251,26 @@ pub(crate) fn set_lanes(tx: &Transaction<'_>, name: &SubscriptionName, lanes: u1
         let row = params![name.as_str(), lane, position, window_end, epoch, lease_until, lease_ttl, delivered];
         tx.prepare_cached(LANE_MAKE)?.execute(row)?;
     }
-    // Rows of a subscription by primary key, then the log's; no lock of its own.
+    // A page of a subscription's rows by primary key, then the log's; no lock of its own.
     let delivery_walk = format!(
         "SELECT d.seq, coalesce(l.topic, d.topic), l.tenant, CASE WHEN l.seq IS NULL THEN d.key ELSE l.key END, coalesce(l.id, d.id), l.created_at, l.kind, l.aggregate, l.headers \
-         FROM postbox_delivery d LEFT JOIN {} l ON l.seq = d.seq WHERE d.subscription = ?1",
+         FROM postbox_delivery d LEFT JOIN {} l ON l.seq = d.seq WHERE d.subscription = ?1 AND d.seq > ?2 ORDER BY d.seq LIMIT ?3",
         reader.table
     );
-    let mut moved = Vec::new();
-    let mut statement = tx.prepare_cached(&delivery_walk)?;
-    let mut rows = statement.query([name.as_str()])?;
-    while let Some(row) = rows.next()? {
-        moved.push((seq(row)?, Head::read(row)?.lane(lanes)));
+    let mut after = 0;
+    loop {
+        let mut page = Vec::with_capacity(STEP_ROWS_MAX);
+        let mut statement = tx.prepare_cached(&delivery_walk)?;
+        let mut rows = statement.query(params![name.as_str(), after, STEP_ROWS_MAX as i64])?;
+        while let Some(row) = rows.next()? {
+            page.push((seq(row)?, Head::read(row)?.lane(lanes)));
+        }
+        let Some((last, _)) = page.last() else { return Ok(()) };
+        after = *last;
+        for (seq, lane) in page {
+            tx.prepare_cached(DELIVERY_MOVE)?.execute(params![name.as_str(), seq, lane])?;
+        }
     }
-    for (seq, lane) in moved {
-        tx.prepare_cached(DELIVERY_MOVE)?.execute(params![name.as_str(), seq, lane])?;
-    }
-    Ok(())
 }
 
 /// Makes rows of what a lane has still to read and the furthest one has not.

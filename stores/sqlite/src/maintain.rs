@@ -3,7 +3,7 @@
 
 use async_trait::async_trait;
 use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX, STEP_ROWS_MAX, rebase_not_needed};
-use postbox_core::{Changed, Criteria, LogName, Maintain, Prune, Result, Routed, Seq, State, SubscriptionName};
+use postbox_core::{Changed, LogName, Maintain, Prune, Result, Routed, Seq, State, SubscriptionName};
 use rusqlite::{Transaction, params};
 
 use crate::classify::Work;
@@ -19,6 +19,9 @@ use crate::unrouted::{UNROUTED_FORGET, is_unrouted, note_unrouted, routed};
 const SUBSCRIPTIONS_OF_LOG: &str = "SELECT name FROM postbox_subscription WHERE log = ?1";
 /// By primary key; no lock of its own.
 pub(crate) const DELIVERY_STATE: &str = "SELECT state FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+/// By primary key; no lock of its own.
+const DELIVERY_DISCARDED_CODE: &str =
+    "SELECT 1 FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2 AND state = 'discarded' AND code = ?3";
 /// By primary key; takes the write lock.
 const DELIVERY_DELETE: &str = "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
 /// By primary key; takes the write lock.
@@ -71,6 +74,9 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> W
     let Some(passed) = readers.iter().map(Reader::position_max).min().map(|passed| passed.min(known)) else {
         return Ok(Changed::default());
     };
+    if prune.limit == Some(0) {
+        return Ok(Changed::default());
+    }
     let (after, table) = (prune.after.map_or(i64::MIN, |after| after.0), log_table(&log));
     // Walks the primary key; no lock of its own.
     let log_old = format!("SELECT {HEAD_COLUMNS} FROM {table} l WHERE l.seq > ?1 AND l.seq <= ?2 ORDER BY l.seq");
@@ -86,9 +92,15 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> W
                 young += 1;
             } else if is_meant(&prune.which, row, &head)?
                 && is_done_with(tx, &readers, &head, seq)?
+                && was_taken_out(tx, &readers, prune.code.as_deref(), seq)?
                 && prune.unrouted == is_unrouted(tx, &log, seq)?
+                // About to be handed over.
+                && !(prune.unrouted && readers.iter().any(|reader| reader.is_given(&head, seq)))
             {
                 gone.push(seq);
+            }
+            if prune.limit == Some(gone.len()) {
+                break;
             }
             looked += 1;
             if looked == PRUNE_ROWS_MAX {
@@ -101,7 +113,7 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> W
         delete(tx, &log, &readers, &gone)?;
     }
     let mut count = gone.len() as u64;
-    if next.is_none() && !prune.unrouted && prune.which == Criteria::default() {
+    if next.is_none() && prune.means_all() {
         let missing = prune_missing(tx, &readers, &table, oldest_kept, prune.dry_run)?;
         count += missing;
         next = (missing > 0 && !prune.dry_run).then_some(Seq(after));
@@ -149,6 +161,18 @@ fn prune_missing(tx: &Transaction<'_>, readers: &[Reader], table: &str, oldest_k
         };
     }
     Ok(pruned)
+}
+
+/// Whether an event was taken out of a subscription, having this code, if one is asked for.
+fn was_taken_out(tx: &Transaction<'_>, readers: &[Reader], code: Option<&str>, seq: i64) -> Work<bool> {
+    let Some(code) = code else { return Ok(true) };
+    let mut statement = tx.prepare_cached(DELIVERY_DISCARDED_CODE)?;
+    for reader in readers {
+        if statement.exists(params![reader.name.as_str(), seq, code])? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Whether every subscription has passed an event and needs it no more.

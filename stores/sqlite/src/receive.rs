@@ -7,7 +7,7 @@ use postbox_core::kit::STEP_ROWS_MAX;
 use postbox_core::{Inbound, LogName, Receive, Received, Result};
 use rusqlite::{OptionalExtension, Transaction, params};
 
-use crate::append::insert;
+use crate::append::insert_one;
 use crate::classify::Work;
 use crate::clock::micros;
 use crate::migrate::require_log;
@@ -92,7 +92,7 @@ fn receive(tx: &Transaction<'_>, log: &LogName, inbound: &Inbound, now: i64) -> 
         }
         None => {}
     }
-    let id = insert(tx, log, std::slice::from_ref(&inbound.event), now)?[0];
+    let id = insert_one(tx, log, &inbound.event, now)?;
     let row = params![source, tenant, message_id, inbound.digest.as_slice(), log.as_str(), id.to_string(), now];
     tx.prepare_cached(RECEIPT_INSERT)?.execute(row)?;
     Ok(Received::Accepted(id))

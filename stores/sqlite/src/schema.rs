@@ -1,7 +1,9 @@
 //! The tables, as numbered migrations. Plain SQL that SQLite 3.38 (the first with JSON built in)
 //! and later understand, so that any language's own SQLite can insert.
 
+use jiff::Timestamp;
 use postbox_core::LogName;
+use postbox_core::limits::OCCURRED_AT_MIN;
 
 /// A step of the schema. Never changed once released; corrections are new steps.
 pub(crate) struct Migration {
@@ -96,17 +98,26 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
         )
     };
     let names = ["aggregate", "kind", "source", "content_type"].map(name).join(",\n  ");
-    // The range of the timestamps this program can hold; text is turned by julianday when it is
-    // read.
-    let time = |column: &str| {
+    // What `NewEvent::validate` allows, up to the last time this program can hold; text is turned
+    // by julianday when it is read.
+    let time = |(column, least): (&str, Timestamp)| {
+        let (least, day) = (least.as_microsecond(), 2_440_587.5 + (least.as_second() / 86_400) as f64);
         format!(
             "CONSTRAINT {column}_invalid CHECK ({column} IS NULL OR (typeof({column}) = 'integer' \
-             AND {column} BETWEEN -377705023201000000 AND 253402207200999999) \
+             AND {column} BETWEEN {least} AND 253402207200999999) \
              OR (typeof({column}) = 'text' AND julianday({column}) IS NOT NULL \
-             AND julianday({column}) <= 5373483.4166))"
+             AND julianday({column}) BETWEEN {day} AND 5373483.4166))"
         )
     };
-    let times = ["occurred_at", "deliver_at", "expires_at"].map(time).join(",\n  ");
+    let due = Timestamp::UNIX_EPOCH;
+    let times = [("occurred_at", OCCURRED_AT_MIN), ("deliver_at", due), ("expires_at", due)].map(time).join(",\n  ");
+    // Exact where both are numbers, as they are where we append.
+    let day = |column: &str| {
+        format!(
+            "CASE typeof({column}) WHEN 'text' THEN julianday({column}) ELSE 2440587.5 + {column} / 86400000000.0 END"
+        )
+    };
+    let (later, end) = (day("deliver_at"), day("expires_at"));
     format!(
         "CREATE TABLE {table} (
   seq          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -146,6 +157,8 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
     AND lower(replace(headers, '\\\\', '')) NOT GLOB '*\\u00[189]*' AND lower(replace(headers, '\\\\', '')) NOT GLOB '*\\u007f*'
     AND headers NOT GLOB '*[' || char(127, 45, 159) || ']*')),
   {times},
+  CONSTRAINT expires_too_early CHECK (deliver_at IS NULL OR expires_at IS NULL OR CASE
+    WHEN typeof(deliver_at) = 'integer' AND typeof(expires_at) = 'integer' THEN expires_at > deliver_at ELSE {end} > {later} END),
   CONSTRAINT created_at_invalid CHECK (typeof(created_at) = 'integer' AND created_at BETWEEN -377705023201000000 AND 253402207200999999)
 );
 CREATE UNIQUE INDEX {table}_id ON {table} (id);

@@ -3,9 +3,11 @@
 use ::sqlx::sqlite::SqliteArguments;
 use ::sqlx::{Arguments, AssertSqlSafe, SqliteConnection};
 use postbox_core::kit::{check_message_id, log_unknown};
-use postbox_core::{AppendFuture, Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName, Transaction};
+use postbox_core::{
+    AppendFuture, Appended, Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName, Transaction,
+};
 
-use crate::append::{APPEND_COLUMNS, Sqlite, headers_json};
+use crate::append::{APPEND_COLUMNS, OR_NOTHING, Sqlite, headers_json, log_has};
 use crate::classify::from_code;
 use crate::migrate::checked_log;
 use crate::once::once_insert;
@@ -43,29 +45,64 @@ async fn append_in(
     connection: &mut SqliteConnection,
     log: &LogName,
     events: Result<Vec<NewEvent>>,
-) -> Result<Vec<EventId>> {
+) -> Result<Appended> {
     let events = events?;
     let log = checked_log("append", log)?;
     events.iter().try_for_each(NewEvent::validate)?;
-    let mut ids = Vec::with_capacity(events.len());
+    let events: Vec<(EventId, NewEvent)> =
+        events.into_iter().map(|event| (event.id.unwrap_or_else(EventId::now_v7), event)).collect();
+    let mut known = 0;
     for chunk in events.chunks(EVENTS_PER_STATEMENT) {
-        let mut arguments = SqliteArguments::default();
-        for event in chunk {
-            let id = event.id.unwrap_or_else(EventId::now_v7);
-            bind(&mut arguments, id, event)?;
-            ids.push(id);
-        }
-        let row = format!("(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NOW_MICROS})");
-        let rows = vec![row; chunk.len()].join(", ");
-        // The only text that is not ours is the log's name, which is letters, digits and
-        // underscores.
-        let log_append = format!("INSERT INTO {} ({APPEND_COLUMNS}) VALUES {rows}", log_table(&log));
-        let inserted = ::sqlx::query_with(AssertSqlSafe(log_append), arguments).execute(&mut *connection).await;
-        if let Err(error) = inserted {
-            return Err(explain(connection, &log, classify("append", error)).await);
+        let may_be_known = chunk.iter().any(|(_, event)| event.id.is_some());
+        let inserted = insert(connection, &log, chunk, if may_be_known { OR_NOTHING } else { "" }).await?;
+        known += chunk.len() - inserted;
+        if inserted < chunk.len() {
+            known -= insert_unknown(connection, &log, chunk).await?;
         }
     }
-    Ok(ids)
+    Ok(Appended::new(events.into_iter().map(|(id, _)| id).collect(), known))
+}
+
+/// Inserts rows; how many.
+async fn insert(
+    connection: &mut SqliteConnection,
+    log: &LogName,
+    events: &[(EventId, NewEvent)],
+    end: &str,
+) -> Result<usize> {
+    let mut arguments = SqliteArguments::default();
+    events.iter().try_for_each(|(id, event)| bind(&mut arguments, *id, event))?;
+    let row = format!("(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NOW_MICROS})");
+    let rows = vec![row; events.len()].join(", ");
+    // The only text that is not ours is the log's name, which is letters, digits and underscores.
+    let log_append = format!("INSERT INTO {} ({APPEND_COLUMNS}) VALUES {rows}{end}", log_table(log));
+    match ::sqlx::query_with(AssertSqlSafe(log_append), arguments).execute(&mut *connection).await {
+        Ok(inserted) => Ok(inserted.rows_affected() as usize),
+        Err(error) => Err(explain(connection, log, classify("append", error)).await),
+    }
+}
+
+/// Of events some of which were left out, inserts those that the log does not have, so that SQLite
+/// says what is in their way.
+async fn insert_unknown(
+    connection: &mut SqliteConnection,
+    log: &LogName,
+    events: &[(EventId, NewEvent)],
+) -> Result<usize> {
+    let mut inserted = 0;
+    for (id, event) in events {
+        let has = ::sqlx::query_scalar(AssertSqlSafe(log_has(log)))
+            .bind(id.to_string())
+            .bind(&event.topic)
+            .bind(&event.key)
+            .bind(&event.tenant)
+            .bind(event.payload.as_ref());
+        let is_known: bool = has.fetch_one(&mut *connection).await.map_err(|error| classify("append", error))?;
+        if !is_known {
+            inserted += insert(connection, log, &[(*id, event.clone())], "").await?;
+        }
+    }
+    Ok(inserted)
 }
 
 /// Takes note of a message id in *your* transaction: `true` the first time. As [`crate::once_in`];

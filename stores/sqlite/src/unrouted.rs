@@ -2,8 +2,8 @@
 //! to the first subscription that begins to want them.
 //!
 //! It is decided by the filter that a lane passed an event with, or will read it with. So nothing
-//! is decided while a lane has yet to take a new filter, and what was decided is looked at again
-//! when a filter changes.
+//! is decided while a lane that is held has yet to take a new filter; one that nobody holds passes
+//! nothing more by the former. What was decided is looked at again when a filter changes.
 
 use postbox_core::kit::unrouted;
 use postbox_core::limits::UNROUTED_COUNT_MAX;
@@ -99,7 +99,7 @@ fn reroute(tx: &Transaction<'_>, log: &LogName, name: &SubscriptionName, after: 
     while let Some(row) = rows.next()? {
         let (head, seq) = (Head::read(row)?, seq(row)?);
         (looked, last) = (looked + 1, seq);
-        if !reader.wants(&head) || !reader.is_judged(&head, seq) {
+        if !reader.is_given(&head, seq) {
             continue;
         }
         match reader.state(&head, seq) {
@@ -136,16 +136,18 @@ fn route(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], routed: i64) -
             unrouted += tx.prepare_cached(UNROUTED_KEEP)?.execute(params![log.as_str(), seq])? as u64;
         }
     }
+    let mut more = looked == STEP_LOOK_MAX;
     if unrouted > 0 {
-        // Somebody whose filter changed since may want them now.
+        // Somebody whose filter changed since may want them now, whether its lanes took it or not.
         for reader in readers.iter().filter(|reader| reader.had_another_filter(routed)) {
             tx.prepare_cached(SUBSCRIPTION_ASK)?.execute(params![reader.name.as_str(), routed])?;
+            more = true;
         }
     }
     if last > routed {
         tx.prepare_cached(LOG_MOVE)?.execute(params![log.as_str(), last])?;
     }
-    Ok(Routed { unrouted, more: looked == STEP_LOOK_MAX })
+    Ok(Routed { unrouted, more })
 }
 
 /// Counts by topic, as far as the bound goes.

@@ -1,5 +1,6 @@
 //! Handlers that run in the transaction that settles their events.
 
+use std::any::Any;
 use std::collections::HashSet;
 
 use crate::apply::Decide;
@@ -48,4 +49,10 @@ pub fn entries_of<'a>(
     };
     let entries = deliveries.iter().zip(outcomes).map(entry);
     entries.filter(|entry| !is_stream || entry.disposition != Disposition::Delivered).collect()
+}
+
+/// What a panic of a handler or a sink said, if it said it in text.
+pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("the handler panicked")
 }

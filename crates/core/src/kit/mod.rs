@@ -14,7 +14,7 @@ mod row;
 mod stats;
 
 pub use crate::context::in_context;
-pub use apply::{BlockedKeys, entries_of};
+pub use apply::{BlockedKeys, entries_of, panic_text};
 pub use attempt::{attempts_from_json, attempts_to_json, note_attempt};
 pub use batch::{BatchLimiter, lane_of};
 pub use error::{
@@ -22,7 +22,7 @@ pub use error::{
     settled_already, subscription_changed, subscription_exists, subscription_unknown, window_undone,
 };
 pub use row::{Due, RowAfter};
-pub use stats::{LOOK_EVENTS_MAX, StatsCounter, unrouted};
+pub use stats::{LOOK_EVENTS_MAX, LOOK_EVENTS_MIN, Share, StatsCounter, unrouted};
 
 /// Rows that one bounded step of `forget` deletes at most.
 pub const STEP_ROWS_MAX: usize = 1_000;

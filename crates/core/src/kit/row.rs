@@ -75,10 +75,10 @@ impl<'a> RowAfter<'a> {
             // Without order there is nothing to wait behind.
             Disposition::Block => Self { due: Due::After(Duration::ZERO), ..row },
             Disposition::Schedule { at } => Self { state: State::Scheduled, due: Due::At(*at), ..row },
-            Disposition::Expired => Self {
+            Disposition::Expired { at } => Self {
                 state: State::Dead,
                 code: Some(Disposition::EXPIRED),
-                error: Some(Disposition::EXPIRED_ERROR.into()),
+                error: Some(format!("its expires_at, {at}, passed before it was delivered").into()),
                 ..row
             },
             Disposition::Dead { code, error, halt, took } => Self {

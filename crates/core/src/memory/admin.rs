@@ -1,6 +1,7 @@
 //! What an operator changes: each one atomic step of the server.
 
 use std::collections::HashSet;
+use std::time::Duration;
 
 use super::state::{DeliveryRow, LogState, Reader, State};
 use super::{MemoryStore, Server};
@@ -66,7 +67,7 @@ impl Server {
         let now = self.clock.now();
         let mut state = self.state("retry")?;
         let (reader, log) = state.data.reader_mut("retry", subscription)?;
-        let mut chosen = reader.select(log, selection, |row| match row.state {
+        let mut chosen = reader.select(log, selection, now, |row| match row.state {
             EventState::Dead => true,
             EventState::Retrying => !row.is_due(now),
             _ => false,
@@ -100,15 +101,19 @@ impl Server {
         let now = self.clock.now();
         let mut state = self.state("discard")?;
         let (reader, log) = state.data.reader_mut("discard", subscription)?;
-        let mut chosen = reader.select(log, selection, |row| row.state.may_become(EventState::Discarded));
+        let mut chosen = reader.select(log, selection, now, |row| row.state.may_become(EventState::Discarded));
         chosen.extend(reader.select_pending(log, selection, now));
         chosen.sort_by_key(|(seq, _)| *seq);
         let changed = cut_to_step(&mut chosen, selection);
         if selection.dry_run {
             return Ok(changed);
         }
+        let given_up = selection.given_up();
         for (seq, row) in &chosen {
-            let row = DeliveryRow { state: EventState::Discarded, due_at: None, updated_at: now, ..row.clone() };
+            let mut row = DeliveryRow { state: EventState::Discarded, due_at: None, updated_at: now, ..row.clone() };
+            if let Some(note) = &given_up {
+                row.error = Some(format!("{note}{}", row.error.unwrap_or_default()));
+            }
             let key = row.key.clone();
             reader.put(*seq, row);
             if let Some(key) = key {
@@ -188,15 +193,18 @@ impl Reader {
         &self,
         log: &LogState,
         selection: &Selection,
+        now: Timestamp,
         wanted: impl Fn(&DeliveryRow) -> bool,
     ) -> Vec<(i64, DeliveryRow)> {
         let is_meant = |(seq, row): &(i64, &DeliveryRow)| {
             let event = log.rows.get(seq).map(|row| &row.event);
+            let unchanged_for = Duration::try_from(now.duration_since(row.updated_at)).unwrap_or_default();
             let by_id = |ids: &Vec<EventId>| event.is_some_and(|event| ids.contains(&event.id));
             selection.after.is_none_or(|after| *seq > after.0)
                 && wanted(row)
                 && selection.which.mean_event(event)
                 && selection.means_code(row.code.as_deref())
+                && selection.means_state(row.state, row.held_key().is_some(), unchanged_for)
                 && selection.ids.as_ref().is_none_or(by_id)
         };
         self.deliveries().filter(is_meant).map(|(seq, row)| (seq, row.clone())).collect()
@@ -209,7 +217,7 @@ impl Reader {
             .filter_map(|id| log.ids.get(id))
             .filter_map(|seq| Some((*seq, log.rows[seq].commit?, &log.rows[seq].event)))
             .filter(|(_, _, event)| {
-                self.wants(event) && selection.which.mean_event(Some(event)) && selection.means_code(None)
+                self.wants(event) && selection.which.mean_event(Some(event)) && selection.means_unread()
             })
             .filter(|(seq, commit, event)| self.state_of(log, *seq, *commit, event) == EventState::Pending)
             .map(|(seq, _, event)| (seq, DeliveryRow::new(self.lane_of(event), event.key.clone(), now)))

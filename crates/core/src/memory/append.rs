@@ -8,22 +8,26 @@ use jiff::Timestamp;
 
 use super::state::{LogState, State};
 use super::{MemoryStore, Server};
-use crate::append::Append;
+use crate::append::{Append, Appended};
 use crate::context::in_context;
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::{EventId, NewEvent};
 use crate::kit::check_message_id;
-use crate::names::{LogName, SourceName};
+use crate::names::{Key, LogName, SourceName, Tenant};
 
 #[async_trait]
 impl Append for MemoryStore {
-    async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
-        let (store, log, events) = (self.clone(), log.clone(), in_context(events).into_owned());
-        let append = move |_: &Server| {
-            let mut transaction = store.begin();
-            let ids = transaction.append(&log, &events)?;
-            transaction.commit();
-            Ok(ids)
+    async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
+        let (log, events) = (log.clone(), in_context(events).into_owned());
+        let append = move |server: &Server| {
+            let now = server.clock.now();
+            let mut state = server.state("append")?;
+            let (appended, seqs) = state.append(&log, &events, now, |_| false)?;
+            if let Some(log) = state.data.logs.get_mut(&log).filter(|_| !seqs.is_empty()) {
+                log.commit(seqs);
+            }
+            State::wake(state);
+            Ok(appended)
         };
         self.call("append", None, append).await
     }
@@ -65,12 +69,14 @@ impl MemoryTransaction {
         Self { store, written: Vec::new(), incarnation }
     }
 
-    /// Appends without making visible: the twin of [`Append::append`].
-    pub fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+    /// Appends without making visible: the twin of [`Append::append`]. An id that another open
+    /// transaction has appended is `Unavailable`: a database would wait.
+    pub fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
         let now = self.store.server.clock.now();
-        let rows = self.state("append")?.insert(log, &in_context(events), now)?;
-        self.written.extend(rows.iter().map(|(_, seq)| Written::Event(log.clone(), *seq)));
-        Ok(rows.into_iter().map(|(id, _)| id).collect())
+        let is_own = |seq| self.written.contains(&Written::Event(log.clone(), seq));
+        let (appended, seqs) = self.state("append")?.append(log, &in_context(events), now, is_own)?;
+        self.written.extend(seqs.into_iter().map(|seq| Written::Event(log.clone(), seq)));
+        Ok(appended)
     }
 
     /// Whether this is the first time that a message is applied, as the `once_in` of the databases.
@@ -158,6 +164,34 @@ impl Drop for MemoryTransaction {
 }
 
 impl State {
+    /// Writes rows that nobody sees yet, of the events that are not known; where they stand.
+    fn append(
+        &mut self,
+        log: &LogName,
+        events: &[NewEvent],
+        now: Timestamp,
+        is_own: impl Fn(i64) -> bool,
+    ) -> Result<(Appended, Vec<i64>)> {
+        events.iter().try_for_each(NewEvent::validate)?;
+        self.data.log("append", log)?;
+        let (mut ids, mut seqs) = (Vec::with_capacity(events.len()), Vec::new());
+        for event in events {
+            let id = event.id.unwrap_or_else(|| self.next_id(now));
+            let of_log = self.data.logs.get_mut(log).expect("looked up above");
+            match is_known(of_log, id, event, |seq| seqs.contains(&seq) || is_own(seq)) {
+                Ok(true) => {}
+                Ok(false) => seqs.push(of_log.insert(event.clone(), id, now)),
+                Err(error) => {
+                    seqs.into_iter().for_each(|seq| of_log.remove(seq));
+                    return Err(error);
+                }
+            }
+            ids.push(id);
+        }
+        let known = ids.len() - seqs.len();
+        Ok((Appended::new(ids, known), seqs))
+    }
+
     /// Validates all events, then writes rows that nobody sees yet.
     pub(super) fn insert(&mut self, log: &LogName, events: &[NewEvent], now: Timestamp) -> Result<Vec<(EventId, i64)>> {
         events.iter().try_for_each(NewEvent::validate)?;
@@ -172,15 +206,35 @@ impl State {
     }
 }
 
+/// Whether the log has this very event; another one under its id is a conflict.
+fn is_known(log: &LogState, id: EventId, event: &NewEvent, is_own: impl Fn(i64) -> bool) -> Result<bool> {
+    let Some((seq, row)) = log.ids.get(&id).and_then(|seq| Some((*seq, log.rows.get(seq)?))) else { return Ok(false) };
+    if row.commit.is_none() && !is_own(seq) {
+        let message = format!("another open transaction appends event {id}; try again once it has ended");
+        return Err(Error::new(ErrorKind::Unavailable, "append", "store_contention", message));
+    }
+    let there = &row.event;
+    let is_same = there.topic.as_str() == event.topic
+        && there.key.as_ref().map(Key::as_str) == event.key.as_deref()
+        && there.tenant.as_ref().map(Tenant::as_str) == event.tenant.as_deref()
+        && there.payload == event.payload;
+    if is_same { Ok(true) } else { Err(event_id_taken(id)) }
+}
+
 /// Refuses ids that are in the log already or twice in the call. An open transaction's ids count: a
 /// database would wait for it.
 fn refuse_taken_ids(log: &LogState, events: &[NewEvent]) -> Result<()> {
     let mut seen = HashSet::new();
     for id in events.iter().filter_map(|event| event.id) {
         if log.ids.contains_key(&id) || !seen.insert(id) {
-            let message = format!("event {id} is in the log already; nothing was appended");
-            return Err(Error::new(ErrorKind::Conflict, "append", "event_id_taken", message));
+            return Err(event_id_taken(id));
         }
     }
     Ok(())
+}
+
+fn event_id_taken(id: EventId) -> Error {
+    let message =
+        format!("the log has another event under the id {id}; nothing was appended: give each an id of its own");
+    Error::new(ErrorKind::Conflict, "append", "event_id_taken", message)
 }

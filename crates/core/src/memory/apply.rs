@@ -11,7 +11,7 @@ use super::{MemoryStore, MemoryTransaction, Server};
 use crate::apply::{Apply, Decide};
 use crate::batch::{Delivery, Settlement};
 use crate::error::{Error, Result};
-use crate::kit::{BlockedKeys, entries_of, settled_already};
+use crate::kit::{BlockedKeys, entries_of, panic_text, settled_already};
 use crate::log::Lease;
 use crate::outcome::Outcome;
 use crate::trace::Traced;
@@ -100,7 +100,7 @@ where
         let savepoint = transaction.savepoint();
         let context = delivery.context();
         let ran = catch_unwind(AssertUnwindSafe(|| context.scope_sync(|| (self.handler)(transaction, delivery))));
-        let outcome = ran.unwrap_or_else(|_| Outcome::retry("panic", "the handler panicked"));
+        let outcome = ran.unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic).to_owned()));
         if !outcome.is_delivered() {
             transaction.rollback_to(savepoint);
         }

@@ -10,7 +10,7 @@ use super::state::{Data, LogState, Reader};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::{Count, Inspect, LaneInfo, ListQuery, Record, Stats, SubscriptionInfo, Unrouted};
-use crate::kit::{StatsCounter, unrouted};
+use crate::kit::{BatchLimiter, Share, StatsCounter, unrouted};
 use crate::limits::UNROUTED_COUNT_MAX;
 use crate::names::{LogName, SubscriptionName};
 use crate::receive::Conflict;
@@ -24,26 +24,37 @@ impl Inspect for MemoryStore {
         Ok(state.data.readers.values().map(|reader| reader.info(now, monotonic)).collect())
     }
 
-    async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
-        let now = self.server.clock.now();
-        let mut state = self.server.state("stats")?;
-        let (reader, log) = state.data.reader_mut("stats", subscription)?;
-        Ok(reader.stats(log, now))
+    async fn stats_of(&self, subscriptions: &[SubscriptionName]) -> Vec<Result<Stats>> {
+        let (now, share) = (self.server.clock.now(), Share::of_one_of(subscriptions.len()));
+        let counted = |name| {
+            let mut state = self.server.state("stats")?;
+            let (reader, log) = state.data.reader_mut("stats", name)?;
+            Ok(reader.stats(log, now, share))
+        };
+        subscriptions.iter().map(counted).collect()
     }
 
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
         let mut state = self.server.state("list")?;
         let (reader, log) = state.data.reader_mut("list", &query.subscription)?;
-        let after = query.after.map_or(0, |seq| seq.0);
-        let records = log
-            .committed()
-            .filter(|(seq, _, _)| *seq > after)
+        let mut committed: Vec<_> = log.committed().collect();
+        if query.state.is_none() {
+            committed.reverse();
+        }
+        let is_next = |seq: i64| match query.state {
+            Some(_) => query.after.is_none_or(|after| seq > after.0),
+            None => query.after.is_none_or(|before| seq < before.0),
+        };
+        let records = committed
+            .into_iter()
+            .filter(|(seq, _, _)| is_next(*seq))
             .filter(|(_, _, event)| query.which.mean_event(Some(event)))
             .filter(|(_, _, event)| query.is_of_conversation(event))
             .map(|(seq, commit, event)| reader.record(log, seq, commit, event))
-            .filter(|record| record.state == query.state)
+            .filter(|record| query.state.is_none_or(|state| record.state == state))
             .filter(|record| query.code.is_none() || record.code == query.code);
-        Ok(records.take(query.limit.max(1)).collect())
+        let mut limiter = BatchLimiter::new(query.page());
+        Ok(records.take_while(|record| limiter.take(record.event.payload.len())).collect())
     }
 
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
@@ -82,7 +93,7 @@ impl Data {
         let is_pending = |(name, log): &(&LogName, &LogState)| {
             let mut readers = self.readers.values().filter(|reader| reader.subscription.log == **name).peekable();
             match readers.peek() {
-                Some(_) => readers.any(|reader| reader.stats(log, now).pending > 0),
+                Some(_) => readers.any(|reader| reader.stats(log, now, Share::of_one_of(1)).pending > 0),
                 None => log.committed().next().is_some(),
             }
         };
@@ -125,13 +136,14 @@ impl Reader {
         }
     }
 
-    fn stats(&self, log: &LogState, now: Timestamp) -> Stats {
-        let mut counter = StatsCounter::default();
+    fn stats(&self, log: &LogState, now: Timestamp, share: Share) -> Stats {
+        let mut counter = StatsCounter::within(share);
         counter.add(EventState::Dispatched, "", self.delivered, None);
         let waits = |since: Timestamp| Some(Duration::try_from(now.duration_since(since)).unwrap_or_default());
         for (seq, commit, event) in log.committed() {
             let state = self.state_of(log, seq, commit, event);
-            let is_counted = state.has_row() || state == EventState::Pending;
+            let is_skipped = state == EventState::Skipped && self.has_passed(seq, commit, event);
+            let is_counted = state.has_row() || state == EventState::Pending || is_skipped;
             if is_counted {
                 let due = self.delivery(seq).filter(|_| state == EventState::Scheduled).and_then(|row| row.due_at);
                 let since =

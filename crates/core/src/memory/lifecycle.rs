@@ -114,7 +114,10 @@ impl Lane {
 
 impl Reader {
     fn takes_everything(&self, beyond: u64) -> bool {
-        self.subscription.filter == Filter::default() && self.passages.iter().all(|it| it.to <= beyond)
+        let is_behind = |lane: &Lane| lane.revision != self.revision() && lane.to > beyond;
+        self.subscription.filter == Filter::default()
+            && self.passages.iter().all(|it| it.to <= beyond)
+            && !self.lanes.iter().any(is_behind)
     }
 
     /// What a reset does that lets it go on after a place.

@@ -70,7 +70,7 @@ impl Server {
                 .unrouted
                 .iter()
                 .filter_map(of)
-                .filter(|(seq, commit, event)| reader.wants(event) && reader.is_judged(*seq, *commit, event))
+                .filter(|(seq, commit, event)| reader.is_given(*seq, *commit, event))
                 .collect();
             let passed = wanted.iter().filter(|(seq, commit, event)| !reader.takes(*seq, *commit, event));
             let rows: Vec<(i64, DeliveryRow)> =
@@ -94,9 +94,10 @@ impl Server {
         let of_log = state.data.log("prune", log)?;
         let readers: Vec<&Reader> =
             state.data.readers.values().filter(|reader| reader.subscription.log == *log).collect();
-        if readers.is_empty() {
+        if readers.is_empty() || prune.limit == Some(0) {
             return Ok(Changed::default());
         }
+        let code = prune.code.as_deref();
         // What nobody took note of yet: whoever only counts takes none.
         let counts_beyond = prune.dry_run && !readers.iter().any(|reader| reader.is_unsure(monotonic));
         let is_unrouted = |seq, commit, event: &Event| {
@@ -112,12 +113,15 @@ impl Server {
             } else if (commit <= of_log.routed || counts_beyond)
                 && prune.which.mean_event(Some(event))
                 && prune.unrouted == is_unrouted(seq, commit, event)
+                // About to be handed over.
+                && !(prune.unrouted && readers.iter().any(|reader| reader.is_given(seq, commit, event)))
                 && readers.iter().all(|reader| reader.is_done_with(seq, commit, event))
+                && (code.is_none() || readers.iter().any(|reader| reader.took_out(seq, code)))
             {
                 gone.push(seq);
             }
             looked += 1;
-            if young == PRUNE_YOUNG_MAX {
+            if young == PRUNE_YOUNG_MAX || prune.limit == Some(gone.len()) {
                 break;
             }
             if looked == PRUNE_ROWS_MAX {
@@ -145,6 +149,16 @@ impl Reader {
     /// Whether this subscription has passed an event and needs it no more.
     fn is_done_with(&self, seq: i64, commit: u64, event: &Event) -> bool {
         self.has_passed(seq, commit, event) && self.delivery(seq).is_none_or(|row| row.state == EventState::Discarded)
+    }
+
+    /// Whether an event was taken out of this subscription, having this code.
+    fn took_out(&self, seq: i64, code: Option<&str>) -> bool {
+        self.delivery(seq).is_some_and(|row| row.state == EventState::Discarded && row.code.as_deref() == code)
+    }
+
+    /// Whether it gets an event that nobody wanted, now that it is asked again.
+    fn is_given(&self, seq: i64, commit: u64, event: &Event) -> bool {
+        self.wants(event) && self.is_judged(seq, commit, event)
     }
 }
 

@@ -270,6 +270,39 @@ pub async fn a_dry_run_counts_and_changes_nothing(fixture: &dyn StoreFixture) {
     assert_eq!(lane.discard(these(&ids)).await, 5);
 }
 
+/// Its age begins with its death. What waits is not meant, and neither is what holds its key: the
+/// others of the key wait for a person.
+pub async fn what_is_dead_for_long_is_given_up(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(
+        fixture,
+        [
+            (keyed("a", "old"), dead()),
+            (keyed("b", "halts"), halted()),
+            (keyed("b", "waits"), Block),
+            (event("retrying"), retry(HOUR)),
+            (event("dies late"), retry_now()),
+        ],
+    )
+    .await;
+    fixture.pass(4 * SHORT).await;
+    let old = |dead_for| Selection { dead_for: Some(dead_for), ..Selection::default() };
+    assert_eq!(lane.discard(old(HOUR)).await, 0);
+    let late = lane.due(10).await;
+    lane.settle_due(&late, vec![dead()]).await;
+    let counted = Selection { dry_run: true, ..old(4 * SHORT) };
+    assert_eq!(lane.store.discard(&named("reader"), &counted).await.expect("counted").count, 1);
+    assert_eq!(lane.discard(old(4 * SHORT)).await, 1);
+    let given_up = record(&lane.store, ids[0]).await;
+    assert_eq!((given_up.state, given_up.code.as_deref()), (State::Discarded, Some("http_422")));
+    let error = given_up.error.expect("it says why");
+    assert!(error.starts_with("given up by retention") && error.ends_with("never"), "{error}");
+    let unread = append(&lane.store, [event("unread")]).await;
+    let named = Selection { dead_for: Some(4 * SHORT), ..these(&[ids[0], ids[1], ids[2], ids[3], unread[0]]) };
+    assert_eq!(lane.discard(named).await, 0, "named or not");
+    assert_eq!(listed(&lane.store, State::Dead).await, ["halts", "dies late"]);
+    assert_eq!(listed(&lane.store, State::Blocked).await, ["waits"]);
+}
+
 pub async fn a_large_dry_run_goes_in_the_same_steps(fixture: &dyn StoreFixture) {
     const EVENTS: usize = CHANGE_EVENTS_MAX + 500;
     let (lane, _) = Lane::settled(fixture, numbered(EVENTS).into_iter().map(|event| (event, dead()))).await;

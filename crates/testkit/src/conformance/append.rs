@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use jiff::Timestamp;
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
 use postbox_core::{Context, Delivery, ErrorKind, Event, EventId, NewEvent, Tenant};
 
@@ -38,6 +39,8 @@ pub async fn one_call_takes_many_events(fixture: &dyn StoreFixture) {
 
 pub async fn every_limit_is_refused_with_its_code_and_nothing_is_written(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
+    let time = |text: &str| text.parse::<Timestamp>().expect("a time");
+    let later = time("2031-02-03T04:05:06.000002Z");
     let with_headers = |count: usize| (0..count).fold(event("x"), |event, n| event.header(format!("h{n}"), "v"));
     for (code, bad) in [
         ("topic_empty", NewEvent::json("", "x")),
@@ -61,6 +64,11 @@ pub async fn every_limit_is_refused_with_its_code_and_nothing_is_written(fixture
         ("header_name_invalid", event("x").header("", "v")),
         ("header_value_invalid", event("x").header("a", "x\r\nb: y")),
         ("header_value_invalid", event("x").header("a", "x\0")),
+        ("occurred_at_invalid", event("x").occurred_at(time("-004000-01-01T00:00:00Z"))),
+        ("deliver_at_invalid", event("x").deliver_at(time("1969-12-31T23:59:59.999999Z"))),
+        ("expires_at_invalid", event("x").expires_at(time("-004000-01-01T00:00:00Z"))),
+        ("expires_too_early", event("x").deliver_at(later).expires_at(later)),
+        ("expires_too_early", event("x").deliver_at(later).expires_at(time("2031-02-03T04:05:06.000001Z"))),
     ] {
         let result = lane.store.append(&outbox(), &[event("fine"), bad, event("fine")]).await;
         refused(result, ErrorKind::Invalid, code);
@@ -69,11 +77,43 @@ pub async fn every_limit_is_refused_with_its_code_and_nothing_is_written(fixture
 }
 
 /// The way to find out whether an append whose answer was lost has happened.
-pub async fn a_taken_id_is_a_conflict_and_nothing_is_written(fixture: &dyn StoreFixture) {
-    let (lane, _) = Lane::unread(fixture, [event("first").id(id(1))]).await;
-    let again = lane.store.append(&outbox(), &[event("new"), event("again").id(id(1))]).await;
-    refused(again, ErrorKind::Conflict, "event_id_taken");
-    let twice = lane.store.append(&outbox(), &[event("one").id(id(2)), event("two").id(id(2))]).await;
+pub async fn an_event_that_is_in_the_log_already_is_known(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let full = || NewEvent::new("t", vec![0, 0xff], "a/b").key("k").tenant("acme").id(id(3));
+    let first = || [event("1").id(id(1)), keyed("k", "2").id(id(2)), full()];
+    assert!(lane.store.append(&outbox(), &first()).await.expect("appended").is_new());
+    let again = lane.store.append(&outbox(), &first()).await.expect("known");
+    assert_eq!((again.ids(), again.known(), again.is_new()), (&[id(1), id(2), id(3)][..], 3, false));
+    for event in first() {
+        // What it was sent with besides may differ: it is as it was.
+        let alone = event.clone().header("traceparent", "another").version(7);
+        let again = lane.store.append(&outbox(), &[alone]).await.expect("known");
+        assert_eq!((Some(again.id()), again.known()), (event.id, 1));
+    }
+    let mixed = [event("4"), event("1").id(id(1)), event("5").id(id(5)), event("5").id(id(5)), event("6")];
+    let mixed = lane.store.append(&outbox(), &mixed).await.expect("appended");
+    assert_eq!((mixed.len(), mixed.known()), (5, 2));
+    let read = lane.drain().await;
+    assert_eq!(payloads(&read)[3..], ["4", "5", "6"]);
+    assert_eq!((read.len(), read[0].event.version, read[0].event.header("traceparent")), (6, None, None));
+}
+
+/// Twice under one id is a mistake of the producer's, and must not be lost in silence.
+pub async fn another_event_under_a_taken_id_is_a_conflict_and_nothing_is_written(fixture: &dyn StoreFixture) {
+    let first = || keyed("k", "first").tenant("acme").id(id(1));
+    let (lane, _) = Lane::unread(fixture, [first()]).await;
+    let topic = NewEvent { topic: "other".into(), ..first() };
+    let no_key = NewEvent { key: None, ..first() };
+    let no_tenant = NewEvent { tenant: None, ..first() };
+    let bytes = NewEvent { payload: vec![0xff].into(), ..first() };
+    let payload = NewEvent { payload: "second".into(), ..first() };
+    for other in [topic, first().key("l"), no_key, first().tenant("other"), no_tenant, payload, bytes] {
+        let alone = lane.store.append(&outbox(), std::slice::from_ref(&other)).await;
+        refused(alone, ErrorKind::Conflict, "event_id_taken");
+        let several = lane.store.append(&outbox(), &[event("new"), event("own").id(id(2)), other, first()]).await;
+        refused(several, ErrorKind::Conflict, "event_id_taken");
+    }
+    let twice = lane.store.append(&outbox(), &[event("one").id(id(3)), event("two").id(id(3))]).await;
     refused(twice, ErrorKind::Conflict, "event_id_taken");
     assert_eq!(payloads(&lane.drain().await), ["first"]);
 }
@@ -92,13 +132,18 @@ pub async fn appending_in_a_transaction_is_the_same(fixture: &dyn StoreFixture) 
     refused(open.append(&outbox(), &[NewEvent::json("", "x")]).await, ErrorKind::Invalid, "topic_empty");
     open.commit().await;
     let mut open = fixture.begin().await;
-    let taken = open.append(&outbox(), &[event("again").id(id(1))]).await;
+    for (again, known) in [(event("1").id(id(1)), 1), (event("3").id(id(3)), 0), (event("3").id(id(3)), 1)] {
+        assert_eq!(open.append(&outbox(), &[again]).await.expect("it goes on").known(), known);
+    }
+    open.commit().await;
+    let mut open = fixture.begin().await;
+    let taken = open.append(&outbox(), &[event("another").id(id(1))]).await;
     refused(taken, ErrorKind::Conflict, "event_id_taken");
     open.rollback().await;
     let mut open = fixture.begin().await;
     refused(open.append(&nowhere(), &[event("x")]).await, ErrorKind::NotFound, "log_unknown");
     open.rollback().await;
-    assert_eq!(payloads(&lane.drain().await), ["1", "2"]);
+    assert_eq!(payloads(&lane.drain().await), ["1", "2", "3"]);
 }
 
 /// A transaction that failed is tried again with the same ids.
@@ -118,16 +163,21 @@ pub async fn a_rolled_back_id_is_free_again(fixture: &dyn StoreFixture) {
 
 pub async fn concurrent_appends_of_one_id_leave_one_event(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let calls = (0..8).map(|n: u32| {
+    let calls = |of: u128, payload: fn(u32) -> u32| {
         let store = lane.store.clone();
-        async move { store.append(&outbox(), &[event(&n.to_string()).id(id(1))]).await }
-    });
-    let (won, lost): (Vec<_>, Vec<_>) = at_once(calls).await.into_iter().partition(Result::is_ok);
+        (0..8).map(move |n| {
+            let (store, event) = (store.clone(), event(&payload(n).to_string()).id(id(of)));
+            async move { store.append(&outbox(), &[event]).await }
+        })
+    };
+    let same = at_once(calls(1, |_| 1)).await.into_iter().map(|answer| answer.expect("appended or known").known());
+    assert_eq!(same.sum::<usize>(), 7);
+    let (won, lost): (Vec<_>, Vec<_>) = at_once(calls(2, |n| n)).await.into_iter().partition(Result::is_ok);
     assert_eq!(won.len(), 1);
     for answer in lost {
         refused(answer, ErrorKind::Conflict, "event_id_taken");
     }
-    assert_eq!(lane.drain().await.len(), 1);
+    assert_eq!(lane.drain().await.len(), 2);
 }
 
 pub async fn events_carry_on_the_context_they_are_appended_in(fixture: &dyn StoreFixture) {

@@ -38,7 +38,8 @@ pub async fn a_panicking_handler_fails_alone(fixture: &dyn ApplyFixture) {
     let lane = Lane::open(fixture).await;
     let batch = read(&lane, vec![keyed("a", "1"), keyed("b", "panic"), keyed("c", "3")]).await;
     let outcomes = apply(fixture, &lane, &batch).await.expect("applied");
-    assert!(outcomes[1].as_ref().is_some_and(|outcome| !outcome.is_delivered()), "{outcomes:?}");
+    let said = outcomes[1].as_ref().and_then(|outcome| outcome.failure());
+    assert!(said.is_some_and(|(code, said)| code == "panic" && said.contains("as asked")), "{outcomes:?}");
     assert_eq!(fixture.effects().await, ["1", "3"]);
     assert_eq!(listed(&lane.store, State::Retrying).await, ["panic"]);
 }

@@ -13,13 +13,14 @@ macro_rules! conformance_suite {
             discarding_a_follower_keeps_the_others_waiting a_replay_is_found_by_the_next_read
             a_large_replay_goes_in_bounded_steps small_steps_discard_all_that_is_named too_many_ids_at_once_are_refused
             key_tenant_and_time_narrow_a_change a_dry_run_counts_and_changes_nothing
-            a_large_dry_run_goes_in_the_same_steps
+            a_large_dry_run_goes_in_the_same_steps what_is_dead_for_long_is_given_up
         }
     };
     (append, $fixture:expr) => {
         $crate::conformance_cases! { append, $fixture,
             ids_come_back_in_the_order_given an_append_of_nothing_gives_nothing one_call_takes_many_events
-            every_limit_is_refused_with_its_code_and_nothing_is_written a_taken_id_is_a_conflict_and_nothing_is_written
+            every_limit_is_refused_with_its_code_and_nothing_is_written an_event_that_is_in_the_log_already_is_known
+            another_event_under_a_taken_id_is_a_conflict_and_nothing_is_written
             an_unknown_log_is_not_found appending_in_a_transaction_is_the_same a_rolled_back_id_is_free_again
             concurrent_appends_of_one_id_leave_one_event events_carry_on_the_context_they_are_appended_in
         }
@@ -85,8 +86,9 @@ macro_rules! conformance_suite {
             stats_follow_the_settled_position pending_topics_are_counted_deepest_first_with_their_age
             delayed_events_do_not_age_before_their_time the_newest_events_are_known_with_their_age
             dispatched_counts_each_delivered_event_once
-            a_deep_backlog_is_near_the_truth every_state_lists_its_own lists_are_paged_in_seq_order lists_narrow_by_topic_and_code
-            lists_narrow_by_key_tenant_and_time lists_narrow_by_conversation
+            a_deep_backlog_is_near_the_truth several_share_what_is_looked_at every_state_lists_its_own
+            lists_are_paged_in_seq_order without_a_state_the_newest_are_listed_first lists_narrow_by_topic_and_code
+            a_list_is_bounded_by_its_payloads lists_narrow_by_key_tenant_and_time lists_narrow_by_conversation
             an_unknown_event_is_none an_id_is_found_by_its_beginning
         }
     };
@@ -187,7 +189,8 @@ macro_rules! conformance_suite {
             a_log_without_subscriptions_is_not_pruned another_logs_subscriptions_have_no_say
             pruning_an_unknown_log_is_not_found an_open_transaction_survives_pruning
             pruning_goes_on_until_nothing_is_left what_stays_does_not_keep_what_follows
-            a_narrowed_prune_takes_what_is_meant
+            a_narrowed_prune_takes_what_is_meant a_limited_prune_takes_the_oldest
+            a_prune_by_code_takes_what_was_taken_out_with_it
         }
     };
     (read, $fixture:expr) => {
@@ -268,6 +271,9 @@ macro_rules! conformance_suite {
             an_open_transaction_is_looked_at_once_it_commits
             what_was_unrouted_waits_for_its_time
             what_is_unrouted_is_kept_until_it_is_given_up an_unknown_log_has_nothing_unrouted
+            what_was_passed_comes_before_the_new_filter_is_taken
+            what_was_passed_comes_to_one_that_takes_everything_now
+            what_was_passed_comes_to_the_last_of_several_filters what_is_wanted_now_is_not_given_up
         }
     };
     (settle, $fixture:expr) => {
@@ -303,6 +309,13 @@ macro_rules! conformance_suite {
             an_acknowledged_message_never_comes_again a_lost_connection_loses_no_message what_is_given_back_comes_again
             what_is_rejected_never_comes_again settling_is_idempotent a_dropped_call_loses_no_message
             closing_ends_a_waiting_call messages_come_in_order_where_that_is_claimed
+        }
+    };
+    (skipped, $fixture:expr) => {
+        $crate::conformance_cases! { skipped, $fixture,
+            what_was_passed_and_not_wanted_is_counted what_nobody_wants_is_not_skipped
+            a_skipped_event_that_is_replayed_is_not_skipped_any_more another_filter_changes_nothing_of_the_past
+            what_lies_before_the_beginning_is_counted many_are_near_the_truth
         }
     };
     (tail, $fixture:expr) => {
@@ -346,7 +359,7 @@ mod tests {
     fn every_case_is_listed_in_its_suite() {
         for (suite, source) in sources! {
             append apply crashes dead_letters fidelity filter hold inspect lanes late lease lifecycle lost migrate order
-            prune read receive receiving replay reset routing settle sink source admin storm tail transact
+            prune read receive receiving replay reset routing settle sink skipped source admin storm tail transact
         } {
             let arm = include_str!("cases.rs").split(&format!("    ({suite}, $fixture:expr)")).nth(1);
             let list = arm.and_then(|arm| arm.split("};").next()).unwrap_or_else(|| panic!("{suite} has no list"));

@@ -3,10 +3,12 @@
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Batch, Disposition::Expired, Replay, State};
+use postbox_core::{Batch, Disposition, Replay, State};
 
 use super::StoreFixture;
 use super::harness::*;
+
+const EXPIRED: Disposition = Disposition::Expired { at: Timestamp::constant(1_774_000_000, 0) };
 
 /// What the store's clock says.
 async fn now(lane: &Lane) -> Timestamp {
@@ -32,9 +34,11 @@ pub async fn what_has_an_end_comes_with_the_time_it_has_left(fixture: &dyn Store
 }
 
 pub async fn an_expired_event_is_dead_without_an_attempt(fixture: &dyn StoreFixture) {
-    let (lane, ids) = Lane::settled(fixture, [(event("1"), Expired), (event("2"), Delivered)]).await;
+    let (lane, ids) = Lane::settled(fixture, [(event("1"), EXPIRED), (event("2"), Delivered)]).await;
     let record = record(&lane.store, ids[0]).await;
     assert_eq!((record.state, record.attempts, record.code.as_deref()), (State::Dead, 0, Some("expired")));
+    let why = record.error.as_deref().unwrap_or_default();
+    assert!(why.contains("2026-03-20T09:46:40Z"), "it says when: {why}");
     let stats = stats(&lane.store).await;
     assert_eq!((stats.dead, stats.dispatched, stats.pending), (1, 1, 0));
     assert!(lane.due(10).await.deliveries.is_empty());
@@ -43,14 +47,14 @@ pub async fn an_expired_event_is_dead_without_an_attempt(fixture: &dyn StoreFixt
 /// Its producer said that it may be left out.
 pub async fn an_expired_event_holds_nobody_back(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    lane.past([(keyed("a", "1"), Expired)]).await;
+    lane.past([(keyed("a", "1"), EXPIRED)]).await;
     append(&lane.store, [keyed("a", "2"), keyed("a", "3")]).await;
     let batch = lane.next(10).await;
     assert!(batch.held.is_empty());
     lane.settle(&batch, vec![(0, retry_now()), (1, Block)]).await;
     let due = lane.due(1).await;
     assert_eq!(payloads(&due.deliveries), ["2"]);
-    lane.settle_due(&due, vec![Expired]).await;
+    lane.settle_due(&due, vec![EXPIRED]).await;
     assert_eq!(payloads(&lane.due(10).await.deliveries), ["3"]);
 }
 
@@ -71,7 +75,7 @@ pub async fn what_has_ended_is_not_sent_again(fixture: &dyn StoreFixture) {
 pub async fn an_expired_row_keeps_its_attempts(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(fixture, [(event("1"), retry_now())]).await;
     let due = lane.due(10).await;
-    lane.settle_due(&due, vec![Expired]).await;
+    lane.settle_due(&due, vec![EXPIRED]).await;
     let record = record(&lane.store, ids[0]).await;
     assert_eq!((record.state, record.attempts, record.code.as_deref()), (State::Dead, 1, Some("expired")));
 }

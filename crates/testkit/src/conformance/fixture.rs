@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Apply, EventId, LogName, NewEvent, RawMessage, Result, Sink, Source, SourceName, State, Store};
+use postbox_core::{Appended, Apply, LogName, NewEvent, RawMessage, Result, Sink, Source, SourceName, State, Store};
 
 use super::faults::CallFaults;
 use crate::inbox::Inbox;
@@ -55,7 +55,7 @@ pub trait StoreFixture: Send + Sync {
 #[async_trait]
 pub trait OpenTransaction: Send {
     /// Appends inside the transaction: [`postbox_core::Postbox::append`].
-    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>>;
+    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Appended>;
     /// Whether a message is applied for the first time: the driver's `once_in`.
     async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool>;
     /// Sets the savepoint; there is at most one.

@@ -80,7 +80,7 @@ pub(super) fn numbered(count: usize) -> Vec<NewEvent> {
 }
 
 pub(super) async fn append(store: &Arc<dyn Store>, events: impl AsRef<[NewEvent]>) -> Vec<EventId> {
-    store.append(&outbox(), events.as_ref()).await.expect("the append succeeds")
+    store.append(&outbox(), events.as_ref()).await.expect("the append succeeds").to_vec()
 }
 
 pub(super) async fn acquire(store: &Arc<dyn Store>, subscription: &str, by: &str, ttl: Duration) -> Acquired {
@@ -122,7 +122,7 @@ pub(super) async fn reset(store: &Arc<dyn Store>, to: ResetTo) -> (u64, u64) {
 pub(super) fn query(state: State) -> ListQuery {
     ListQuery {
         subscription: named("reader"),
-        state,
+        state: Some(state),
         which: Criteria::default(),
         code: None,
         correlation: None,

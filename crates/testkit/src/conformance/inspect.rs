@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
-use postbox_core::kit::LOOK_EVENTS_MAX;
-use postbox_core::{Count, Criteria, ErrorKind, ListQuery, LogName, NewEvent, Pause, Selection, State, Subscription};
+use postbox_core::kit::{LOOK_EVENTS_MAX, LOOK_EVENTS_MIN};
+use postbox_core::limits::{LIST_PAYLOAD_BYTES_MAX, PAYLOAD_BYTES_MAX};
+use postbox_core::{
+    Count, Criteria, ErrorKind, ListQuery, LogName, NewEvent, Pause, Selection, State, Stats, Subscription,
+};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -72,7 +75,7 @@ pub async fn stats_count_every_state(fixture: &dyn StoreFixture) {
 
 pub async fn stats_of_an_empty_log_are_zero(fixture: &dyn StoreFixture) {
     let store = subscribed(fixture, &reader()).await;
-    assert_eq!(stats(&store).await, postbox_core::Stats::default());
+    assert_eq!(stats(&store).await, Stats { share: LOOK_EVENTS_MAX, ..Stats::default() });
 }
 
 pub async fn stats_follow_the_settled_position(fixture: &dyn StoreFixture) {
@@ -190,6 +193,31 @@ pub async fn a_deep_backlog_is_near_the_truth(fixture: &dyn StoreFixture) {
     assert_eq!(left.pending + left.dispatched, DEPTH);
 }
 
+/// Each of several has a part of what one has; one that is not there leaves the others alone.
+pub async fn several_share_what_is_looked_at(fixture: &dyn StoreFixture) {
+    const DEPTH: u64 = LOOK_EVENTS_MAX * 2 / 5;
+    let lane = Lane::open(fixture).await;
+    lane.store.subscribe(&Subscription { name: named("other"), ..reader_of("rare") }).await.expect("new");
+    let event = |n: u64| if n.is_multiple_of(4) { NewEvent::json("rare", "1") } else { event("1") };
+    for from in (0..DEPTH).step_by(1_000) {
+        append(&lane.store, (from..from + 1_000).map(event).collect::<Vec<_>>()).await;
+    }
+    let alone = stats(&lane.store).await;
+    assert_eq!((alone.pending, alone.is_estimate, alone.share), (DEPTH, false, LOOK_EVENTS_MAX));
+    let names = ["other", "nobody", "reader"].map(named);
+    let [other, nobody, reader] =
+        <[_; 3]>::try_from(lane.store.stats_of(&names).await).expect("one for each, in their order");
+    refused(nobody, ErrorKind::NotFound, "subscription_unknown");
+    for (counted, truth) in [(other.expect("counted"), DEPTH / 4), (reader.expect("counted"), DEPTH)] {
+        assert_eq!(counted.share, LOOK_EVENTS_MAX / 3);
+        assert!(counted.pending.abs_diff(truth) * 4 <= truth, "{counted:?}");
+        assert!(counted.is_estimate || counted.pending == truth, "{counted:?}");
+    }
+    let many = vec![named("reader"); 30];
+    assert!(lane.store.stats_of(&many).await.into_iter().all(|it| it.is_ok_and(|it| it.share == LOOK_EVENTS_MIN)));
+    assert!(lane.store.stats_of(&[]).await.is_empty());
+}
+
 pub async fn every_state_lists_its_own(fixture: &dyn StoreFixture) {
     let lane = in_every_state(fixture).await;
     for (state, expected) in [
@@ -224,6 +252,47 @@ pub async fn lists_are_paged_in_seq_order(fixture: &dyn StoreFixture) {
         }
         assert!(seen.windows(2).all(|pair| pair[0] < pair[1]), "{seen:?}");
     }
+}
+
+pub async fn without_a_state_the_newest_are_listed_first(fixture: &dyn StoreFixture) {
+    let lane = in_every_state(fixture).await;
+    let newest = ListQuery { state: None, limit: 3, ..query(State::Dead) };
+    let (mut after, mut all) = (None, Vec::new());
+    loop {
+        let page = lane.store.list(&ListQuery { after, ..newest.clone() }).await.expect("listed");
+        let Some(last) = page.last() else { break };
+        assert!(page.len() <= 3);
+        after = Some(last.seq);
+        all.extend(page);
+    }
+    assert!(all.windows(2).all(|pair| pair[0].seq > pair[1].seq), "{all:?}");
+    for state in State::ALL {
+        let mut of_state: Vec<_> = all.iter().filter(|record| record.state == state).cloned().collect();
+        of_state.reverse();
+        assert_eq!(of_state, lane.store.list(&query(state)).await.expect("listed"), "{state}");
+    }
+    let of_code = ListQuery { code: Some("http_422".into()), ..newest.clone() };
+    let found = lane.store.list(&of_code).await.expect("listed");
+    assert!(!found.is_empty() && found.iter().all(|record| record.code.as_deref() == Some("http_422")), "{found:?}");
+    let of_topic = Criteria { topic: Some(pattern("no.such")), ..Criteria::default() };
+    assert!(lane.store.list(&ListQuery { which: of_topic, ..newest }).await.expect("listed").is_empty());
+}
+
+/// Payloads that do not fit into one list are in the next.
+pub async fn a_list_is_bounded_by_its_payloads(fixture: &dyn StoreFixture) {
+    let large = || NewEvent::new("large", vec![b'x'; PAYLOAD_BYTES_MAX], "text/plain");
+    let fit = LIST_PAYLOAD_BYTES_MAX / PAYLOAD_BYTES_MAX;
+    let (lane, _) = Lane::settled(fixture, [(large(), dead())]).await;
+    for _ in 0..=fit {
+        append(&lane.store, [large()]).await;
+    }
+    let sizes = async |after| {
+        let list = lane.store.list(&ListQuery { after, limit: 100, ..query(State::Pending) }).await.expect("listed");
+        (list.len(), list.last().map(|record| record.seq))
+    };
+    let (first, last) = sizes(None).await;
+    assert_eq!((first, sizes(last).await.0), (fit, 1));
+    assert_eq!(lane.store.list(&query(State::Dead)).await.expect("listed").len(), 1);
 }
 
 pub async fn lists_narrow_by_topic_and_code(fixture: &dyn StoreFixture) {

@@ -114,7 +114,7 @@ async fn twice(
         let (again, meanwhile) = (ask(faults.again()), meanwhile(faults.again()));
         let both = async move {
             let error = again.await;
-            let done = ["event_id_taken", "subscription_changed", "subscription_unknown"];
+            let done = ["subscription_changed", "subscription_unknown"];
             assert!(error.as_ref().is_none_or(|error| done.contains(&error.code())), "asked again: {error:?}");
             meanwhile.await;
         };

@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use postbox_core::{
-    Apply, Error, ErrorKind, EventId, Inspect as _, ListQuery, Log as _, LogName, Maintain as _, MemoryStore,
+    Appended, Apply, Error, ErrorKind, Inspect as _, ListQuery, Log as _, LogName, Maintain as _, MemoryStore,
     MemoryTransaction, NewEvent, Outcome, Result, SourceName, State, Store, Subscription, SubscriptionName, Wire,
 };
 
@@ -217,7 +217,7 @@ struct Open {
 
 #[async_trait]
 impl OpenTransaction for Open {
-    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
         self.transaction.append(log, events)
     }
 

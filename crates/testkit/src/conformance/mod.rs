@@ -76,6 +76,8 @@ pub mod settle;
 #[doc(hidden)]
 pub mod sink;
 #[doc(hidden)]
+pub mod skipped;
+#[doc(hidden)]
 pub mod source;
 #[doc(hidden)]
 pub mod storm;
@@ -101,6 +103,7 @@ macro_rules! store_suite {
         $crate::conformance_suite!(read, $fixture);
         $crate::conformance_suite!(order, $fixture);
         $crate::conformance_suite!(settle, $fixture);
+        $crate::conformance_suite!(skipped, $fixture);
         $crate::conformance_suite!(expiry, $fixture);
         $crate::conformance_suite!(hold, $fixture);
         $crate::conformance_suite!(storm, $fixture);

@@ -176,6 +176,52 @@ pub async fn a_narrowed_prune_takes_what_is_meant(fixture: &dyn StoreFixture) {
     assert_eq!(listed(&lane.store, State::Dead).await, ["b.x 2"]);
 }
 
+/// What has to stay does not count, and what is only counted is the same.
+pub async fn a_limited_prune_takes_the_oldest(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let sent = |payload: &str| (event(payload), Delivered);
+    lane.past([sent("1"), (event("dead"), dead()), sent("2"), sent("3"), sent("4")]).await;
+    fixture.pass(SHORT).await;
+    for (limit, left) in [(0, vec!["1", "2", "3", "4"]), (2, vec!["3", "4"]), (1, vec!["4"])] {
+        for dry_run in [true, false] {
+            let limited = Prune { limit: Some(limit), dry_run, ..Prune::default() };
+            let step = lane.store.prune(&outbox(), &limited).await.expect("pruned");
+            assert_eq!((step.count as usize, step.next), (limit, None), "{limited:?}");
+        }
+        assert_eq!(listed(&lane.store, State::Dispatched).await, left);
+    }
+    let more = Prune { limit: Some(PRUNE_ROWS_MAX + 1), ..Prune::default() };
+    assert_eq!(all_steps(&lane.store, more).await, 1);
+    assert_eq!(listed(&lane.store, State::Dead).await, ["dead"]);
+}
+
+/// It deletes what somebody has decided on, and decides on nothing: what is dead stays, and so does
+/// what another subscription has still to deliver.
+pub async fn a_prune_by_code_takes_what_was_taken_out_with_it(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let slow = Lane::open_as(fixture, &reader_named("slow")).await;
+    let ids = lane
+        .past([
+            (event("sent"), Delivered),
+            (event("dead"), dead_of("x")),
+            (event("other"), dead_of("y")),
+            (event("out"), dead_of("x")),
+            (event("out and unread"), dead_of("x")),
+        ])
+        .await;
+    assert_eq!(lane.discard(these(&ids[2..])).await, 3);
+    let read = slow.next(4).await;
+    slow.settle(&read, vec![]).await;
+    fixture.pass(SHORT).await;
+    let of_code = Prune { code: Some("x".into()), ..Prune::default() };
+    assert_eq!(all_steps(&lane.store, Prune { dry_run: true, ..of_code.clone() }).await, 1);
+    assert_eq!(all_steps(&lane.store, of_code).await, 1);
+    assert_eq!(listed(&lane.store, State::Discarded).await, ["other", "out and unread"]);
+    assert_eq!(listed(&lane.store, State::Dead).await, ["dead"]);
+    assert_eq!(listed(&lane.store, State::Dispatched).await, ["sent"]);
+    assert_eq!(payloads(&slow.drain().await), ["out and unread"]);
+}
+
 /// What is listed in any state.
 async fn everything(store: &Arc<dyn Store>) -> Vec<String> {
     let mut all = Vec::new();

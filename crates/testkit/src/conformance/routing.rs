@@ -285,6 +285,56 @@ pub async fn nothing_is_decided_while_a_lane_has_yet_to_take_its_filter(fixture:
     assert_eq!(unrouted(&lane.store).await, []);
 }
 
+/// A lane that nobody holds has passed `b1` by a filter for `a`, and that was not looked at yet.
+async fn passed_and_given_back(fixture: &dyn StoreFixture) -> (Arc<dyn Store>, EventId) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    let ids = append(&lane.store, [of_topic("b", "b1"), of_topic("a", "a1")]).await;
+    assert_eq!(payloads(&lane.drain().await), ["a1"]);
+    (lane.release().await, ids[0])
+}
+
+/// `b1` is handed over whether the lane takes the filter or not, and never pruned.
+async fn comes_to_the_present_filter(store: &Arc<dyn Store>, b1: EventId) {
+    let_age(store).await;
+    prune_all(store).await;
+    note(store).await;
+    assert_eq!((state(store, "reader", b1).await, unrouted(store).await), (State::Retrying, vec![]));
+    prune_all(store).await;
+    let lane = Lane::take(store, "reader", "two").await;
+    assert_eq!(payloads(&lane.drain().await).len(), 0);
+    assert_eq!(payloads(&lane.drain_due().await), ["b1"]);
+    append(store, [of_topic("b", "b2")]).await;
+    assert_eq!(payloads(&lane.drain().await), ["b2"]);
+    note(store).await;
+    assert_eq!(lane.drain_due().await.len(), 0, "once");
+    assert_eq!(state(store, "reader", b1).await, State::Dispatched);
+}
+
+/// A relay stopped, or its subscription is paused: nobody takes the filter, and it is known by
+/// which one the lane passed what it passed.
+pub async fn what_was_passed_comes_before_the_new_filter_is_taken(fixture: &dyn StoreFixture) {
+    let (store, b1) = passed_and_given_back(fixture).await;
+    wants(&store, "reader", "b").await;
+    comes_to_the_present_filter(&store, b1).await;
+}
+
+/// From its lane's place on it takes everything, and not what lies before.
+pub async fn what_was_passed_comes_to_one_that_takes_everything_now(fixture: &dyn StoreFixture) {
+    let (store, b1) = passed_and_given_back(fixture).await;
+    store.subscribe(&reader()).await.expect("another filter");
+    comes_to_the_present_filter(&store, b1).await;
+}
+
+/// The lane took none of those between.
+pub async fn what_was_passed_comes_to_the_last_of_several_filters(fixture: &dyn StoreFixture) {
+    let (store, b1) = passed_and_given_back(fixture).await;
+    for filter in [reader_of("c"), reader(), reader_of("c"), reader_of("b")] {
+        store.subscribe(&filter).await.expect("another filter");
+        prune_all(&store).await;
+    }
+    comes_to_the_present_filter(&store, b1).await;
+}
+
 /// Its time still counts.
 pub async fn what_was_unrouted_waits_for_its_time(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
@@ -320,10 +370,14 @@ pub async fn what_is_unrouted_is_kept_until_it_is_given_up(fixture: &dyn StoreFi
     fixture.pass(SHORT).await;
     prune_all(&lane.store).await;
     assert_eq!(listed(&lane.store, State::Skipped).await.len() + listed(&lane.store, State::Unrouted).await.len(), 1);
-    while listed(&lane.store, State::Unrouted).await.is_empty() {
+    // What nobody looked at yet stays, and a transaction of anybody's keeps it from being looked
+    // at.
+    while listed(&lane.store, State::Unrouted).await.is_empty()
+        || !listed(&lane.store, State::Dispatched).await.is_empty()
+    {
         note(&lane.store).await;
+        prune_all(&lane.store).await;
     }
-    prune_all(&lane.store).await;
     assert_eq!(unrouted(&lane.store).await, [("b".to_owned(), 1)]);
     let unwanted = |older_than, dry_run| Prune { older_than, unrouted: true, dry_run, ..Prune::default() };
     let pruned = async |prune: Prune| lane.store.prune(&outbox(), &prune).await.expect("pruned").count;
@@ -340,6 +394,38 @@ pub async fn what_is_unrouted_is_kept_until_it_is_given_up(fixture: &dyn StoreFi
     assert_eq!(listed(&lane.store, State::Dispatched).await, ["a3"], "only what nobody wants");
     assert_eq!((unrouted(&lane.store).await, listed(&lane.store, State::Skipped).await.len()), (vec![], 0));
     assert_eq!(note(&lane.store).await, 0);
+}
+
+/// Somebody wants it since, and was not asked yet: the lane that is held has yet to take its
+/// filter, or the look is still to come. What lies before the beginning of the only one goes.
+pub async fn what_is_wanted_now_is_not_given_up(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    let ids = append(&lane.store, [of_topic("b", "b1"), of_topic("c", "c1"), of_topic("a", "a1")]).await;
+    lane.drain().await;
+    find(&lane.store, 2).await;
+    // So it is before every window, and known to be looked at.
+    for payload in ["a2", "a3"] {
+        append(&lane.store, [of_topic("a", payload)]).await;
+        lane.drain().await;
+    }
+    let_age(&lane.store).await;
+    note(&lane.store).await;
+    let late = Subscription { name: named("late"), start: StartAt::Now, ..reader_of("c") };
+    lane.store.subscribe(&late).await.expect("new");
+    wants(&lane.store, "reader", "b").await;
+    let give_up = async |topic: &str, dry_run: bool| {
+        let which = Criteria { topic: Some(pattern(topic)), ..Criteria::default() };
+        let prune = Prune { unrouted: true, dry_run, which, ..Prune::default() };
+        lane.store.prune(&outbox(), &prune).await.expect("pruned").count
+    };
+    assert_eq!((give_up("b", true).await, give_up("b", false).await), (0, 0));
+    lane.store.release(&lane.lease).await.expect("given back");
+    assert_eq!((give_up("b", true).await, give_up("b", false).await), (0, 0));
+    let_age(&lane.store).await;
+    note(&lane.store).await;
+    assert_eq!(state(&lane.store, "reader", ids[0]).await, State::Retrying);
+    assert_eq!((give_up("*", true).await, give_up("*", false).await), (1, 1));
+    assert_eq!(unrouted(&lane.store).await, []);
 }
 
 pub async fn an_unknown_log_has_nothing_unrouted(fixture: &dyn StoreFixture) {

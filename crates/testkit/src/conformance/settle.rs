@@ -252,7 +252,8 @@ pub async fn what_was_not_called_is_no_attempt(fixture: &dyn StoreFixture) {
     )
     .await;
     let due = lane.due(10).await;
-    lane.settle_due(&due, vec![Disposition::Expired, Block, Disposition::NotSent]).await;
+    lane.settle_due(&due, vec![Disposition::Expired { at: jiff::Timestamp::UNIX_EPOCH }, Block, Disposition::NotSent])
+        .await;
     let mut kept = Vec::new();
     for id in ids {
         kept.push(record(&lane.store, id).await.last_attempts.len());

@@ -64,7 +64,8 @@ DECLARE
 BEGIN
   FOR c IN
     SELECT p.oid::regprocedure AS signature, said.text FROM (VALUES
-      ('enqueue', 'appends an event in your transaction and gives its id: topic, payload (text, jsonb or bytea), and by name what else it has'),
+      ('enqueue', 'appends an event in your transaction and gives its id: topic, payload (text, jsonb or bytea), and by name what else it has. With an id that is there already, a notice says so and nothing is appended'),
+      ('event_id', 'the id of an idempotency key, always the same: an event under it is appended once. Name the event: order-42-paid'),
       ('retry', 'sends dead and retrying events of a subscription again now; how many. At most 1000 ids in a call'),
       ('discard', 'takes events out that are not delivered yet, for good, and lets the next of their keys go; how many. At most 1000 ids in a call'),
       ('pause', 'stops a subscription, until a time or until somebody resumes: why, until when, by whom (you)'),
@@ -93,7 +94,9 @@ COMMENT ON COLUMN {s}.stats.scheduled IS 'part of pending: wait for their time';
 COMMENT ON COLUMN {s}.stats.dead IS 'wait for a person';
 COMMENT ON COLUMN {s}.stats.discarded IS 'a person took them out';
 COMMENT ON COLUMN {s}.stats.dispatched IS 'delivered since the subscription began';
-COMMENT ON COLUMN {s}.stats.estimated IS 'whether there was too much to count: of what is unread an estimate, of another state 10001 for that many or more';
+COMMENT ON COLUMN {s}.stats.skipped IS 'passed and never sent, because it was not wanted; of what the log still has';
+COMMENT ON COLUMN {s}.stats.estimated IS 'whether there was too much to count: of what is unread an estimate, of another state that many or more. All subscriptions share 10000 events of each state, 500 at least for each';
+COMMENT ON COLUMN {s}.stats.skipped_estimated IS 'whether skipped is an estimate: more was passed than is counted';
 COMMENT ON COLUMN {s}.stats.oldest_pending_seconds IS 'the lag: for how long the oldest of pending could have been delivered';
 COMMENT ON COLUMN {s}.stats.lanes IS 'how many replicas can work at once';
 COMMENT ON COLUMN {s}.stats.lanes_held IS 'how many a relay holds now; 0: nobody delivers';

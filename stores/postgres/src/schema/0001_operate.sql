@@ -29,7 +29,8 @@ END
 ${tag}$;
 
 -- One step of `retry` or `discard` (`action`), over the events that are meant: see `Admin` in
--- postbox_core. NULL does not narrow.
+-- postbox_core. NULL does not narrow. `dead_micros` means what has been dead for so long, and does
+-- not make its key wait for a person; a discard of it begins its error with `given_up`.
 --
 -- What is meant is found before the lanes are locked, however many rows have to be looked at for
 -- it: under the lock only the step's own rows are written, each if it still is what was found. Ids
@@ -38,7 +39,7 @@ ${tag}$;
 CREATE FUNCTION {s}.change(
   action text, of_name text, of_ids uuid[], topic_like text DEFAULT NULL, of_key text DEFAULT NULL, since timestamptz DEFAULT NULL,
   until timestamptz DEFAULT NULL, of_code text DEFAULT NULL, after_seq bigint DEFAULT 0, most bigint DEFAULT 1000, is_dry boolean DEFAULT false,
-  of_tenant text DEFAULT NULL, OUT changed bigint, OUT next_seq bigint)
+  of_tenant text DEFAULT NULL, dead_micros bigint DEFAULT NULL, given_up text DEFAULT NULL, OUT changed bigint, OUT next_seq bigint)
 LANGUAGE plpgsql VOLATILE {pinned} AS ${tag}$
 DECLARE
   s record;
@@ -56,6 +57,9 @@ BEGIN
   IF cardinality(of_ids) > 1000 THEN
     RAISE EXCEPTION '% ids are too many for one call', cardinality(of_ids) USING ERRCODE = 'check_violation', CONSTRAINT = 'too_many_ids',
       HINT = 'give at most 1000 at a time, and commit each: a relay waits meanwhile';
+  END IF;
+  IF dead_micros IS NOT NULL THEN
+    may := may || format(' AND d.state = ''dead'' AND NOT d.holds AND d.updated_at <= $3 - %s * interval ''1 microsecond''', dead_micros);
   END IF;
   IF of_ids IS NOT NULL AND NOT is_dry THEN
     PERFORM {s}.lock_lanes(s.id);
@@ -94,17 +98,18 @@ BEGIN
           WHERE d.ctid = ANY ({places}) AND {tag}_may RETURNING d.key)
         SELECT count(*), array_agg(DISTINCT c.key) FILTER (WHERE c.key IS NOT NULL) FROM changed AS c
       ${tag}_sql$ ELSE ${tag}_sql$
-        WITH changed AS (UPDATE {s}.delivery AS d SET state = 'discarded', due_at = NULL, updated_at = clock_timestamp()
+        WITH changed AS (UPDATE {s}.delivery AS d SET
+            state = 'discarded', due_at = NULL, updated_at = clock_timestamp(), error = coalesce($4 || coalesce(d.error, ''), d.error)
           WHERE d.ctid = ANY ({places}) AND {tag}_may RETURNING d.key)
         SELECT count(*), array_agg(DISTINCT c.key) FILTER (WHERE c.key IS NOT NULL) FROM changed AS c
       ${tag}_sql$ END, '{tag}_may', may)
-      INTO changed, keys USING s.id, seqs, at;
+      INTO changed, keys USING s.id, seqs, at, given_up;
     EXECUTE CASE action WHEN 'retry' THEN ${tag}_sql${clear_follower_due}${tag}_sql$ ELSE ${tag}_sql${delivery_release}${tag}_sql$ END
       USING s.id, keys;
   END IF;
   -- Unread events have no row and no code; only ids name them. What marks them keeps them from
   -- being sent when they are read.
-  IF action = 'discard' AND of_ids IS NOT NULL AND of_code IS NULL AND next_seq IS NULL THEN
+  IF action = 'discard' AND of_ids IS NOT NULL AND of_code IS NULL AND dead_micros IS NULL AND next_seq IS NULL THEN
     EXECUTE replace(replace(CASE WHEN is_dry THEN 'SELECT count(*) FROM ({tag}_unread) AS u' ELSE ${tag}_sql$
         WITH made AS (INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered) {tag}_unread ON CONFLICT DO NOTHING RETURNING 1)
         SELECT count(*) FROM made

@@ -16,6 +16,23 @@ CREATE FUNCTION {s}.uuid_v7() RETURNS uuid LANGUAGE sql VOLATILE PARALLEL SAFE
 RETURN (overlay(lpad(to_hex(floor(extract(epoch FROM clock_timestamp()) * 4096000)::bigint), 15, '0') PLACING '7' FROM 13 FOR 0)
   || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid;
 
+-- The id that belongs to an idempotency key, as EventId::from_key makes it. NULL would give no id,
+-- and an event without one is appended every time. An empty or blank one is that of every event
+-- whose producer had nothing to put in.
+CREATE FUNCTION {s}.event_id(key text) RETURNS uuid LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog AS ${tag}$
+DECLARE
+  digits text := left(encode(sha256(convert_to(key, 'UTF8')), 'hex'), 32);
+BEGIN
+  IF key IS NULL THEN
+    RAISE EXCEPTION 'the idempotency key is NULL' USING ERRCODE = 'null_value_not_allowed',
+      HINT = 'name the event, e.g. order-42-paid; a text with NULL in it is NULL';
+  ELSIF btrim(key, E' \t\n\f\r') = '' THEN
+    RAISE EXCEPTION 'the idempotency key is blank' USING ERRCODE = 'invalid_parameter_value', HINT = 'name the event, e.g. order-42-paid';
+  END IF;
+  RETURN overlay(overlay(digits PLACING '8' FROM 13) PLACING translate(substr(digits, 17, 1), '0123456789abcdef', '89ab89ab89ab89ab') FROM 17)::uuid;
+END
+${tag}$;
+
 -- The rule that headers break, or NULL. The inbox's note of a sender's id does not count.
 CREATE FUNCTION {s}.headers_fault(headers jsonb) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog AS ${tag}$
 BEGIN
@@ -62,11 +79,14 @@ BEGIN
     WHEN pg_catalog.num_nonnulls(event.payload, event.payload_bytes) {<>} 1 THEN 'payload_missing'
     WHEN coalesce(pg_catalog.octet_length(event.payload), pg_catalog.octet_length(event.payload_bytes)) {>} 16777216 THEN 'payload_too_large'
     WHEN pg_catalog.left(event.payload, 2) {=} E'\\x' THEN 'payload_is_bytes'
-    WHEN event.occurred_at {<=} '-infinity' OR event.occurred_at {>=} '9999-12-30 22:00:01+00' THEN 'occurred_at_invalid'
-    WHEN event.deliver_at {<=} '-infinity' OR event.deliver_at {>=} '9999-12-30 22:00:01+00' THEN 'deliver_at_invalid'
-    WHEN event.expires_at {<=} '-infinity' OR event.expires_at {>=} '9999-12-30 22:00:01+00' THEN 'expires_at_invalid'
+    WHEN event.occurred_at {<} '0001-01-01 00:00:00+00' OR event.occurred_at {>=} '9999-12-30 22:00:01+00' THEN 'occurred_at_invalid'
     WHEN event.key {=} '' THEN 'key_empty'
     WHEN pg_catalog.octet_length(event.key) {>} 1024 THEN 'key_too_long'
+    WHEN event.deliver_at IS NOT NULL OR event.expires_at IS NOT NULL THEN CASE
+      WHEN event.deliver_at {<} '1970-01-01 00:00:00+00' OR event.deliver_at {>=} '9999-12-30 22:00:01+00' THEN 'deliver_at_invalid'
+      WHEN event.expires_at {<} '1970-01-01 00:00:00+00' OR event.expires_at {>=} '9999-12-30 22:00:01+00' THEN 'expires_at_invalid'
+      WHEN event.expires_at {<=} event.deliver_at THEN 'expires_too_early'
+    END
   END;
   IF fault IS NULL AND (event.source IS NOT NULL OR event.content_type IS NOT NULL) THEN
     fault := CASE
@@ -120,7 +140,10 @@ BEGIN
     WHEN fault {=} 'key_empty' OR fault {=} 'tenant_empty' THEN 'leave it out where there is none'
     WHEN fault {=} 'tenant_invalid' THEN 'a tenant has no control characters'
     WHEN fault {=} 'created_at_invalid' THEN 'leave created_at to its default'
-    WHEN fault {=} 'occurred_at_invalid' OR fault {=} 'deliver_at_invalid' OR fault {=} 'expires_at_invalid' THEN 'a time before the last days of the year 9999, and not infinity'
+    WHEN fault {=} 'occurred_at_invalid' THEN 'a time from the year 1 to the last days of 9999, and not infinity'
+    WHEN fault {=} 'deliver_at_invalid' OR fault {=} 'expires_at_invalid' THEN 'a time from 1970 to the last days of 9999, and not infinity'
+    WHEN fault {=} 'expires_too_early' THEN pg_catalog.concat('the event ends at ', event.expires_at, ' and may not go out before ', event.deliver_at,
+      ': nobody would get it; let it end later, or leave one of them out')
     WHEN fault {=} 'source_invalid' THEN pg_catalog.concat('1 to 128 bytes without control characters; the source has ', pg_catalog.octet_length(event.source))
     WHEN fault {=} 'kind_invalid' THEN pg_catalog.concat('1 to 128 bytes without control characters; the kind has ', pg_catalog.octet_length(event.kind))
     WHEN fault {=} 'aggregate_invalid' THEN
@@ -430,7 +453,8 @@ BEGIN
 END
 ${tag}$;
 
--- Appends one event in the caller's transaction, from any language. An untyped literal is text.
+-- Appends one event in the caller's transaction, from any language. An untyped literal is text. One
+-- with an id of its own takes the way of drivers, to be appended once.
 CREATE FUNCTION {s}.enqueue(
   topic text, payload text, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
   kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT NULL,
@@ -442,8 +466,12 @@ DECLARE
   -- A text that looks like bytea's output is a text all the same; only the column cannot tell.
   bytes pg_catalog.bytea := CASE WHEN pg_catalog.left(enqueue.payload, 2) {=} E'\\x' THEN pg_catalog.convert_to(enqueue.payload, 'UTF8') END;
   checked boolean := {s}.check_json(enqueue.payload, enqueue.content_type);
+  known boolean;
 BEGIN
-  IF enqueue.log {=} 'outbox' THEN
+  IF enqueue.topic IS NULL THEN
+    RAISE EXCEPTION 'the event has no topic' USING ERRCODE = 'not_null_violation', COLUMN = 'topic', HINT = 'name what happened, e.g. order.placed';
+  END IF;
+  IF enqueue.log {=} 'outbox' AND enqueue.id IS NULL THEN
     INSERT INTO {s}.outbox (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at, expires_at)
     VALUES (event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
       CASE WHEN bytes IS NULL THEN enqueue.payload END, bytes, enqueue.content_type, CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END,
@@ -452,6 +480,7 @@ BEGIN
     IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name {=} enqueue.log) THEN
       RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
     END IF;
+    {enqueue_own_id}
     EXECUTE 'INSERT INTO ' {||} {schema_literal} {||} '.' {||} pg_catalog.quote_ident(enqueue.log)
       {||} ' (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at, expires_at)'
       {||} ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)'
@@ -482,11 +511,19 @@ CREATE FUNCTION {s}.enqueue(
 ) RETURNS uuid LANGUAGE plpgsql AS ${tag}$
 DECLARE
   event_id pg_catalog.uuid := coalesce(enqueue.id, {s}.uuid_v7());
+  bytes pg_catalog.bytea := enqueue.payload;
   checked boolean := {s}.check_json(CASE WHEN enqueue.content_type {~~} '%json%' THEN pg_catalog.convert_from(enqueue.payload, 'UTF8') END, enqueue.content_type);
+  known boolean;
 BEGIN
+  IF enqueue.topic IS NULL THEN
+    RAISE EXCEPTION 'the event has no topic' USING ERRCODE = 'not_null_violation', COLUMN = 'topic', HINT = 'name what happened, e.g. order.placed';
+  END IF;
+  -- Given as NULL it is what is left out: nothing else was checked.
+  content_type := coalesce(enqueue.content_type, 'application/octet-stream');
   IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name {=} enqueue.log) THEN
     RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
   END IF;
+  {enqueue_own_id}
   EXECUTE 'INSERT INTO ' {||} {schema_literal} {||} '.' {||} pg_catalog.quote_ident(enqueue.log)
     {||} ' (id, topic, key, aggregate, version, kind, source, tenant, payload_bytes, content_type, headers, occurred_at, deliver_at, expires_at)'
     {||} ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)'

@@ -1,16 +1,18 @@
 -- What a person sees without the binary: states, counts and dead events, in the words of `postbox
 -- stats`, `show` and `list`. The views look with the rights of whoever asks.
 
--- Costs the same at any size: see `depth`.
+-- Costs the same at any size: see `depth`. All subscriptions share what is looked at.
 CREATE VIEW {s}.stats WITH (security_invoker = true) AS
 SELECT s.name AS subscription, s.log, c.retrying + c.blocked + c.scheduled + c.unread AS pending, c.retrying, c.blocked, c.scheduled, c.dead, c.discarded,
-  c.dispatched, c.estimated OR greatest(c.retrying, c.blocked, c.scheduled, c.dead, c.discarded) > 10000 AS estimated,
+  c.dispatched, c.skipped, c.estimated OR greatest(c.retrying, c.blocked, c.scheduled, c.dead, c.discarded) > share.events AS estimated,
+  c.skipped_estimated,
   c.oldest_pending_seconds, s.lanes::int AS lanes,
   (SELECT count(*)::int FROM {s}.lane AS n WHERE n.subscription = s.id AND n.lease_until > clock_timestamp()) AS lanes_held,
   CASE WHEN {is_paused} THEN s.paused_by END AS paused_by,
   CASE WHEN {is_paused} THEN s.paused_why END AS paused_why,
   CASE WHEN {is_paused} THEN s.paused_until END AS paused_until
 FROM {s}.subscription AS s
+CROSS JOIN (SELECT greatest(10000 / nullif(count(*), 0), 500) AS events FROM {s}.subscription) AS share
 CROSS JOIN LATERAL (
   SELECT coalesce(sum(d.events) FILTER (WHERE d.state = 'pending'), 0)::bigint AS unread,
     coalesce(sum(d.events) FILTER (WHERE d.state = 'retrying'), 0)::bigint AS retrying,
@@ -19,9 +21,11 @@ CROSS JOIN LATERAL (
     coalesce(sum(d.events) FILTER (WHERE d.state = 'dead'), 0)::bigint AS dead,
     coalesce(sum(d.events) FILTER (WHERE d.state = 'discarded'), 0)::bigint AS discarded,
     coalesce(sum(d.events) FILTER (WHERE d.state = 'dispatched'), 0)::bigint AS dispatched,
-    bool_or(d.is_estimate) AS estimated,
+    coalesce(sum(d.events) FILTER (WHERE d.state = 'skipped'), 0)::bigint AS skipped,
+    bool_or(d.is_estimate AND d.state <> 'skipped') AS estimated,
+    coalesce(bool_or(d.is_estimate) FILTER (WHERE d.state = 'skipped'), false) AS skipped_estimated,
     round(max(CASE WHEN d.age < 0 THEN 0 ELSE d.age END) / 1000000.0, 3)::float8 AS oldest_pending_seconds
-  FROM {s}.depth(s.name) AS d) AS c;
+  FROM {s}.depth(s.name, share.events + 1) AS d) AS c;
 
 -- Makes the views of a log: `<log>_state`, a row for each event and subscription, and `<log>_dead`,
 -- a row for each dead event, which is found without a walk of the log.

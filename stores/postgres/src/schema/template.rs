@@ -17,6 +17,43 @@ pub(super) type Values<'a> = &'a [(&'a str, &'a str)];
 const FRAGMENTS: &[(&str, &str)] = &[
     // The columns of an append, in the order of its parameters.
     ("appended", APPEND_COLUMNS),
+    // How `<log>_append` and `<log>_append_many` insert.
+    (
+        "insert_new",
+        "INSERT INTO {log} ({appended})
+        VALUES (new_id, new_topic, new_key, new_aggregate, new_version, new_kind, new_source, new_tenant, new_payload, new_bytes, new_content_type,
+          new_headers::pg_catalog.jsonb, coalesce(new_occurred_at::pg_catalog.timestamptz, pg_catalog.clock_timestamp()),
+          new_deliver_at::pg_catalog.timestamptz, new_expires_at::pg_catalog.timestamptz)",
+    ),
+    (
+        "insert_several",
+        "INSERT INTO {log} ({appended})
+        SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes, e.content_type,
+          e.headers::pg_catalog.jsonb, coalesce(e.occurred_at::pg_catalog.timestamptz, pg_catalog.clock_timestamp()),
+          e.deliver_at::pg_catalog.timestamptz, e.expires_at::pg_catalog.timestamptz
+        FROM unnest(new_ids, new_topics, new_keys, new_aggregates, new_versions, new_kinds, new_sources, new_tenants, new_payloads, new_bytes,
+            new_content_types, new_headers, new_occurred_at, new_deliver_at, new_expires_at)
+          AS e({appended})",
+    ),
+    // Ends `enqueue` for an event that has an id. Times as texts that mean the same under every
+    // setting.
+    (
+        "enqueue_own_id",
+        "IF enqueue.id IS NOT NULL THEN
+      EXECUTE 'SELECT ' {||} {schema_literal} {||} '.' {||} pg_catalog.quote_ident(enqueue.log {||} '_append')
+        {||} '(true, $1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)'
+        INTO known USING event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
+        (CASE WHEN bytes IS NULL THEN enqueue.payload END)::pg_catalog.text, bytes, enqueue.content_type,
+        (CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END)::pg_catalog.text,
+        pg_catalog.btrim(pg_catalog.to_json(enqueue.occurred_at)::pg_catalog.text, '\"'),
+        pg_catalog.btrim(pg_catalog.to_json(enqueue.deliver_at)::pg_catalog.text, '\"'),
+        pg_catalog.btrim(pg_catalog.to_json(enqueue.expires_at)::pg_catalog.text, '\"');
+      IF known THEN
+        RAISE NOTICE 'event % is in the log % already: not appended again', event_id, enqueue.log;
+      END IF;
+      RETURN event_id;
+    END IF;",
+    ),
     // The lane `l`, while it is held under an epoch. In the functions of a lane.
     (
         "held",
@@ -62,13 +99,56 @@ const FRAGMENTS: &[(&str, &str)] = &[
     ),
     // The columns of a log that its depth is counted from.
     ("looked_at", "l.seq, l.xid, l.slot, l.topic, l.tenant, l.kind, l.aggregate, l.headers, l.created_at, l.deliver_at"),
-    // True where row `l` is wanted, unread by its lane, and not discarded. In the function that
+    // Blocks of 32 places, one from each equal part of what lies between two places: spread as
+    // evenly as chance would, and the same for all subscriptions that stand alike, so that their
+    // pages are read once. In the function that counts.
+    (
+        "sample",
+        "generate_series(0, blocks - 1) AS block
+        CROSS JOIN LATERAL (
+          SELECT first_seq + floor((block + block * 0.618034::float8 - floor(block * 0.618034::float8)) * (last_seq - first_seq + 1) / blocks)::bigint AS seq OFFSET 0) AS place
+        CROSS JOIN LATERAL (
+          SELECT {looked_at} FROM {log} AS l
+          WHERE l.seq >= place.seq AND l.seq < place.seq + 32 AND l.seq <= last_seq OFFSET 0) AS l",
+    ),
+    // True where row `l` is unread by its lane, and, of a row found in a certain place, true only
+    // there. A lane has two snapshots, and most rows are on the same side of those of all lanes,
+    // which is seen without them: half of what a look costs. In the function that counts.
+    (
+        "is_ahead",
+        "(l.xid >= all_ahead OR (NOT pg_visible_in_snapshot(l.xid, tos[1 + l.slot % lane_count]) AND NOT pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) AND l.xid <> ALL (late)))",
+    ),
+    (
+        "is_left_of_window",
+        "(l.seq > settled[1 + l.slot % lane_count] \
+         AND ((l.xid >= passed_before AND l.xid < all_opened) OR (NOT pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) AND pg_visible_in_snapshot(l.xid, tos[1 + l.slot % lane_count]) AND l.xid <> ALL (late))))",
+    ),
+    (
+        "is_left",
+        "(l.xid >= all_ahead OR CASE WHEN l.xid >= passed_before AND l.xid < all_opened THEN l.seq > settled[1 + l.slot % lane_count] \
+         ELSE NOT pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) AND (NOT pg_visible_in_snapshot(l.xid, tos[1 + l.slot % lane_count]) OR l.seq > settled[1 + l.slot % lane_count]) END)",
+    ),
+    // True where row `l` is wanted, and not discarded before it was read. In the function that
     // counts.
     (
-        "is_pending",
-        "NOT pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) \
-         AND (NOT pg_visible_in_snapshot(l.xid, tos[1 + l.slot % lane_count]) OR l.seq > settled[1 + l.slot % lane_count]) \
-         AND {passes} AND NOT (has_marks AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription AND d.seq = l.seq))",
+        "is_meant_to_go",
+        "{passes} AND NOT (has_marks AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription AND d.seq = l.seq OFFSET 0))",
+    ),
+    // True where row `l` was passed by its lane and is `skipped`: see `judged`, `is_taken` and
+    // `state`. In the function that counts, where most subscriptions have had one filter only.
+    (
+        "is_skipped",
+        "(l.xid < all_passed OR pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) \
+         OR (pg_visible_in_snapshot(l.xid, tos[1 + l.slot % lane_count]) AND l.seq <= settled[1 + l.slot % lane_count])) \
+         AND (SELECT CASE WHEN by.revision = of_revision THEN ({passes}) IS NOT TRUE
+             ELSE NOT EXISTS (SELECT FROM {s}.filter AS s WHERE s.subscription = of_subscription AND s.revision = by.revision AND {is_wanted} OFFSET 0) END
+           FROM (SELECT coalesce(CASE WHEN has_passages THEN (SELECT p.revision FROM {s}.passage AS p
+               WHERE p.subscription = of_subscription AND p.lane = l.slot % p.lanes AND l.seq <= p.seq_max
+                 AND (pg_visible_in_snapshot(l.xid, p.from_snap) OR (pg_visible_in_snapshot(l.xid, p.to_snap) AND l.seq <= p.last_seq))
+               ORDER BY p.revision LIMIT 1) END, revisions[1 + l.slot % lane_count]) AS revision OFFSET 0) AS by) \
+         AND NOT (has_rows AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription AND d.seq = l.seq OFFSET 0)) \
+         AND NOT (has_sent AND EXISTS (SELECT FROM {s}.sent AS t WHERE t.subscription = of_subscription AND t.seq = l.seq OFFSET 0)) \
+         AND NOT (has_unrouted AND EXISTS (SELECT FROM {s}.unrouted AS u WHERE u.log = '{name}' AND u.seq = l.seq OFFSET 0))",
     ),
     // How long the rows `r` wait at most, in microseconds.
     (
@@ -119,12 +199,17 @@ const FRAGMENTS: &[(&str, &str)] = &[
     ),
     // When the event `l` is to go out, if that is still to come.
     ("later", "CASE WHEN l.deliver_at > clock_timestamp() AND isfinite(l.deliver_at) THEN l.deliver_at END"),
-    // True where a subscription of the log `g` takes everything that was not looked at yet.
+    // True where subscription `s` takes everything of its log `g` that was not looked at yet: none
+    // of that was passed by a former filter, which a lane that has yet to take this one still may
+    // not say in a passage.
     (
-        "takes_everything",
-        "EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name AND {wants_everything}
-    AND NOT EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = s.id AND pg_snapshot_xmax(p.to_snap) > g.routed_xid))",
+        "takes_all_new",
+        "({wants_everything}
+    AND NOT EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = s.id AND pg_snapshot_xmax(p.to_snap) > g.routed_xid)
+    AND NOT EXISTS (SELECT FROM {s}.lane AS b WHERE b.subscription = s.id AND b.revision <> s.revision AND pg_snapshot_xmax(b.to_snap) > g.routed_xid))",
     ),
+    // True where a subscription of the log `g` takes everything that was not looked at yet.
+    ("takes_everything", "EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name AND {takes_all_new})"),
     // The state of an event `l` with the delivery row `d`, if it has one. `{name}` is its log.
     (
         "state",

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use deadpool_postgres::{Manager, Pool};
 use postbox_core::{
-    Append as _, Delivery, EventId, Inspect as _, Log as _, LogName, NewEvent, Postbox, Subscription, SubscriptionName,
+    Append as _, Delivery, Inspect as _, Log as _, LogName, NewEvent, Postbox, Subscription, SubscriptionName,
     TypedEvent,
 };
 use postbox_engine::{Relay, handler_sink};
@@ -48,9 +48,11 @@ async fn every_transaction_of_the_driver_takes_events_of_every_kind() {
 
     let mut client = fixture.client().await;
     let mut tx = client.transaction().await.expect("begun");
-    let mut kept = postbox.append(&mut tx, Paid { order: 1 }).await.expect("appended");
+    let mut kept = postbox.append(&mut tx, Paid { order: 1 }).await.expect("appended").to_vec();
     let lent = &tx;
-    kept.extend(postbox.append(&mut &*lent, [Paid { order: 2 }, Paid { order: 3 }]).await.expect("appended"));
+    kept.extend_from_slice(
+        &postbox.append(&mut &*lent, [Paid { order: 2 }, Paid { order: 3 }]).await.expect("appended"),
+    );
     let mut savepoint = tx.savepoint("s").await.expect("set");
     let back = postbox.append(&mut savepoint, &Paid { order: 4 }).await.expect("appended");
     savepoint.rollback().await.expect("rolled back");
@@ -142,7 +144,7 @@ async fn what_is_refused_before_it_is_sent_leaves_the_transaction_whole() {
     assert_eq!(postbox.append(&mut tx, unwritable).await.expect_err("refused").code(), "payload_not_encoded");
     let blank = NewEvent::json("no topic", "{}");
     assert_eq!(postbox.append(&mut tx, [blank]).await.expect_err("refused").code(), "topic_invalid");
-    let kept: Vec<EventId> = postbox.append(&mut tx, Paid { order: 1 }).await.expect("appended");
+    let kept = postbox.append(&mut tx, Paid { order: 1 }).await.expect("appended");
     tx.commit().await.expect("committed");
     let count = "SELECT count(*) FROM postbox.outbox";
     assert_eq!(client.query_one(count, &[]).await.expect("counted").get::<_, i64>(0), kept.len() as i64);

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use postbox_core::{Delivery, Event, EventId, Inspect as _, LogName, Subscription, SubscriptionName};
+use postbox_core::{Delivery, Event, EventId, LogName, Store as _, Subscription, SubscriptionName};
 use postbox_engine::{Relay, handler_sink};
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
 use postbox_testkit::hostile;

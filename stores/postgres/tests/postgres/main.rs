@@ -10,6 +10,7 @@ mod cursor;
 mod deferred;
 mod guard;
 mod hostile_producer;
+mod known;
 mod notify;
 mod order;
 mod restart;

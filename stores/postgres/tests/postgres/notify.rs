@@ -56,6 +56,21 @@ async fn until_listening(client: &tokio_postgres::Client) {
     }
 }
 
+/// The trigger has to wait for whoever writes, and whoever comes later would wait behind it.
+#[tokio::test]
+async fn a_writer_that_stays_open_stops_neither_the_subscription_nor_other_writers() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig { notify: true, ..PostgresConfig::new(&url) }).await;
+    let (open, other) = (support::client(&url).await, support::client(&url).await);
+    const WRITE: &str = "INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '{}')";
+    open.batch_execute("BEGIN").await.expect("begun");
+    open.batch_execute(WRITE).await.expect("written");
+    let name = SubscriptionName::new("reader").expect("a name");
+    let reader = Subscription::new(name, LogName::outbox());
+    timeout(LONG, store.subscribe(&reader)).await.expect("it goes on").expect("without notifications");
+    timeout(LONG, other.batch_execute(WRITE)).await.expect("nobody is waited for").expect("written");
+}
+
 #[tokio::test]
 async fn writers_are_silent_while_nobody_sleeps() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;

@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, ErrorKind, Filter, Inspect as _, Lease, Log as _, LogName, Maintain as _,
-    Migrate as _, NewEvent, OwnerId, Receive as _, Seq, Settlement, Subscription, SubscriptionName, Tenant,
-    TopicPattern,
+    Append as _, Batch, BatchLimit, ErrorKind, Filter, Lease, Log as _, LogName, Maintain as _, Migrate as _, NewEvent,
+    OwnerId, Receive as _, Seq, Settlement, Store as _, Subscription, SubscriptionName, Tenant, TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::proxy::{Direction, FaultProxy};

@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Disposition, Entry, Inspect as _, Log as _, LogName, Migrate as _, NewEvent,
-    OwnerId, Selection, Settlement, Subscription, SubscriptionName,
+    Admin as _, Append as _, BatchLimit, Disposition, Entry, Filter, Inspect as _, Log as _, LogName, Maintain as _,
+    Migrate as _, NewEvent, OwnerId, Routed, Selection, Settlement, Store as _, Subscription, SubscriptionName,
 };
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
@@ -55,6 +55,36 @@ async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
     assert_eq!(delivered, EVENTS);
 }
 
+/// A settlement checked its lease before that ended, and commits after: what it passes is judged by
+/// the filter it read with, so nothing is judged before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_is_called_unrouted_while_somebody_writes_to_a_lane_behind_its_filter() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let name = SubscriptionName::new("s").expect("a name");
+    let wants = |topic: &str| {
+        let topics = vec![topic.parse().expect("a pattern")];
+        let filter = Filter { topics, ..Filter::default() };
+        Subscription { lanes: 1, filter, ..Subscription::new(name.clone(), LogName::outbox()) }
+    };
+    store.subscribe(&wants("a")).await.expect("subscribed");
+    store.subscribe(&wants("c")).await.expect("subscribed");
+    // What is unrouted already is handed over under a lock of the lanes.
+    while store.note_unrouted(&LogName::outbox()).await.expect("noted").more {}
+    store.append(&LogName::outbox(), &[NewEvent::json("b", "1")]).await.expect("appended");
+    let mut settling = support::client(&url).await;
+    let transaction = settling.transaction().await.expect("begun");
+    transaction.execute("UPDATE postbox.lane SET delivered = delivered", &[]).await.expect("locked");
+    assert_eq!(store.note_unrouted(&LogName::outbox()).await.expect("noted"), Routed::default());
+    transaction.commit().await.expect("committed");
+    let found = async {
+        while store.note_unrouted(&LogName::outbox()).await.expect("noted").unrouted == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(TTL, found).await.expect("found once nobody writes");
+}
+
 /// What a person means is looked for without a lock: a lease is renewed meanwhile, however long
 /// that takes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -85,6 +115,24 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     assert!(!change.is_finished());
     holder.batch_execute("COMMIT").await.expect("released");
     assert_eq!(change.await.expect("no panic").expect("replayed").count, 1);
+}
+
+/// A log that somebody has locked is counted by nobody; the others are.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_locked_log_keeps_no_other_from_being_counted() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let names = ["in", "out"].map(|name| SubscriptionName::new(name).expect("a name"));
+    for (name, log) in names.iter().zip([LogName::inbox(), LogName::outbox()]) {
+        store.append(&log, &[NewEvent::json("t", "1")]).await.expect("appended");
+        store.subscribe(&Subscription::new(name.clone(), log)).await.expect("subscribed");
+    }
+    let holder = support::client(&url).await;
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.inbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
+    let looked = tokio::time::timeout(Duration::from_secs(5), store.stats_of(&names)).await.expect("no long wait");
+    let [inbox, outbox] = <[_; 2]>::try_from(looked).expect("one for each");
+    assert_eq!(inbox.expect_err("locked").code(), "table_locked");
+    assert_eq!(outbox.expect("counted").pending, 1);
 }
 
 /// Relays wait for a lock on every connection of theirs; whoever looks hears of it all the same.

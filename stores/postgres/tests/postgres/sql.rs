@@ -68,6 +68,7 @@ async fn enqueue_takes_text_jsonb_bytes_and_untyped_literals_as_text() {
             (r"payload => '\x41', content_type => 'text/plain'", br"\x41", "text/plain"),
             (r#"payload => '{"b":1,"a":2}'::jsonb"#, br#"{"a": 2, "b": 1}"#, "application/json"),
             (r"payload => '\x00ff'::bytea", &[0, 0xff], "application/octet-stream"),
+            (r"payload => '\x00ff'::bytea, content_type => NULL", &[0, 0xff], "application/octet-stream"),
             (r"payload => '\x7b7d'::bytea, content_type => 'application/json'", b"{}", "application/json"),
         ] {
             let sql = format!(

@@ -5,7 +5,8 @@ use std::time::Duration;
 use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{
     Admin as _, Append as _, Batch, BatchLimit, Disposition, Entry, EventId, Inbound, Inspect as _, Lease, Log as _,
-    LogName, NewEvent, OwnerId, Pause, Receive as _, Selection, Settlement, SourceName, Subscription, SubscriptionName,
+    LogName, NewEvent, OwnerId, Pause, Receive as _, Selection, Settlement, SourceName, Store as _, Subscription,
+    SubscriptionName,
 };
 use postbox_postgres::PostgresStore;
 use postbox_testkit::servers::Version;
@@ -252,6 +253,9 @@ async fn refusals_say_what_why_and_the_cure() {
         ("postbox.enqueue('t', 'a'::bytea, content_type => 'application/json')", "payload_not_json", "content_type =>"),
         ("postbox.enqueue(repeat('t', 256), '1')", "topic_too_long", "has 256 bytes; at most 255"),
         ("postbox.enqueue('', '1')", "topic_empty", "order.placed"),
+        ("postbox.enqueue(NULL, '1')", "23502", "order.placed"),
+        ("postbox.enqueue(NULL, '1'::bytea)", "23502", "order.placed"),
+        ("postbox.event_id(' ')", "22023", "order-42-paid"),
         ("postbox.enqueue('a b', '1')", "topic_invalid", "no white space"),
         ("postbox.enqueue('t', '1', repeat('k', 1025))", "key_too_long", "has 1025 bytes; at most 1024"),
         ("postbox.enqueue('t', '1', '')", "key_empty", "leave it out"),
@@ -261,6 +265,14 @@ async fn refusals_say_what_why_and_the_cure() {
         ("postbox.enqueue('t', NULL::text)", "payload_missing", "payload_bytes"),
         ("postbox.enqueue('t', '1', deliver_at => 'infinity')", "deliver_at_invalid", "not infinity"),
         ("postbox.enqueue('t', '1', expires_at => '-infinity')", "expires_at_invalid", "not infinity"),
+        ("postbox.enqueue('t', '1', expires_at => '4000-01-01 BC')", "expires_at_invalid", "from 1970 to"),
+        ("postbox.enqueue('t', '1', deliver_at => '1969-12-31 23:59Z')", "deliver_at_invalid", "from 1970 to"),
+        ("postbox.enqueue('t', '1', occurred_at => '0001-12-31 BC')", "occurred_at_invalid", "from the year 1 to"),
+        (
+            "postbox.enqueue('t', '1', deliver_at => '2031-01-01Z', expires_at => '2031-01-01Z')",
+            "expires_too_early",
+            "let it end later",
+        ),
         ("postbox.enqueue('t', '1', kind => repeat('k', 129))", "kind_invalid", "the kind has 129"),
         ("postbox.enqueue('t', '1', source => repeat('k', 130))", "source_invalid", "the source has 130"),
         ("postbox.enqueue('t', '1', aggregate => repeat('k', 131))", "aggregate_invalid", "the aggregate has 131"),
@@ -355,10 +367,10 @@ async fn the_views_say_what_the_store_says() {
             }
             assert_eq!(states.len(), if name == reader() { 6 } else { 1 }, "{states:?}");
             let stats = store.stats(&name).await.expect("counted");
-            let sql = "SELECT pending, retrying, blocked, scheduled, dead, discarded, dispatched, estimated, oldest_pending_seconds, lanes, lanes_held
+            let sql = "SELECT pending, retrying, blocked, scheduled, dead, discarded, dispatched, skipped, estimated, oldest_pending_seconds, lanes, lanes_held, skipped_estimated
                        FROM postbox.stats WHERE subscription = $1";
             let row = client.query_one(sql, &[&name.as_str()]).await.expect("seen");
-            let seen: Vec<u64> = (0..7).map(|at| row.get::<_, i64>(at).unsigned_abs()).collect();
+            let seen: Vec<u64> = (0..8).map(|at| row.get::<_, i64>(at).unsigned_abs()).collect();
             let counts = [
                 stats.pending,
                 stats.retrying,
@@ -367,14 +379,16 @@ async fn the_views_say_what_the_store_says() {
                 stats.dead,
                 stats.discarded,
                 stats.dispatched,
+                stats.skipped,
             ];
-            assert_eq!((seen, row.get(7)), (counts.to_vec(), stats.is_estimate), "{name}");
-            let oldest = row.get::<_, Option<f64>>(8);
+            let estimated = [row.get(8), row.get(12)];
+            assert_eq!((seen, estimated), (counts.to_vec(), [stats.is_estimate, stats.skipped_is_estimate]), "{name}");
+            let oldest = row.get::<_, Option<f64>>(9);
             assert_eq!(oldest.is_some(), stats.oldest_pending.is_some());
             assert!(
                 oldest.zip(stats.oldest_pending).is_none_or(|(a, b)| a >= 0.0 && (a - b.as_secs_f64()).abs() < 60.0)
             );
-            assert_eq!((row.get::<_, i32>(9), row.get::<_, i32>(10)), (1, i32::from(name == reader())));
+            assert_eq!((row.get::<_, i32>(10), row.get::<_, i32>(11)), (1, i32::from(name == reader())));
         }
         let dead = "SELECT id::text, topic, key, attempts, code, error, payload FROM postbox.outbox_dead WHERE subscription = 'reader' ORDER BY id";
         let dead = client.query(dead, &[]).await.expect("seen");

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Postbox, Result, SourceName, Store,
+    Appended, Apply, Delivery, LogName, Migrate as _, NewEvent, Outcome, Postbox, Result, SourceName, Store,
 };
 use postbox_engine::RelayBuilder;
 use postbox_engine::router::{Event, Router, State, Tx};
@@ -213,7 +213,7 @@ impl Open {
 
 #[async_trait]
 impl OpenTransaction for Open {
-    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
         // The driver's transaction type borrows its client; this one only stands for the
         // transaction that is open already (the server warns of the second BEGIN and goes on), and
         // must not roll it back.

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Apply, Batch, BatchLimit, Delivery, EventId, Lease, Log, LogName, Migrate, NewEvent, Outcome, OwnerId, Postbox,
+    Appended, Apply, Batch, BatchLimit, Delivery, Lease, Log, LogName, Migrate, NewEvent, Outcome, OwnerId, Postbox,
     Settlement, SourceName, Store, Subscription, SubscriptionName,
 };
 use postbox_engine::RelayBuilder;
@@ -199,7 +199,7 @@ fn effect(tx: &rusqlite::Transaction<'_>, delivery: &Delivery) -> Outcome {
     match payload.as_str() {
         "retry" => Outcome::retry("not_now", "later"),
         "dead" => Outcome::dead("never", "no"),
-        "panic" => panic!("on purpose"),
+        "panic" => panic!("as asked"),
         _ => Outcome::DELIVERED,
     }
 }
@@ -209,7 +209,7 @@ struct Open(Connection);
 
 #[async_trait]
 impl OpenTransaction for Open {
-    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> postbox_core::Result<Vec<EventId>> {
+    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> postbox_core::Result<Appended> {
         Postbox::new(Sqlite).log(log.clone()).append(&mut self.0, events)
     }
 

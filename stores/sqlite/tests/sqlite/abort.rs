@@ -9,7 +9,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{
     Append as _, Capabilities, Criteria, Delivery, Inspect as _, ListQuery, LogName, NewEvent, Outcome, Sink, State,
-    Subscription,
+    Store as _, Subscription,
 };
 use postbox_engine::{Relay, RelaySettings};
 use postbox_sqlite::SqliteStore;
@@ -113,7 +113,7 @@ async fn only_the_poison_dies(fixture: Fixture, apply: bool) {
     assert_eq!(crashes.await.expect("no panic"), CRASHES_MAX);
     let query = ListQuery {
         subscription: subscription().name,
-        state: State::Dead,
+        state: Some(State::Dead),
         which: Criteria::default(),
         code: None,
         correlation: None,

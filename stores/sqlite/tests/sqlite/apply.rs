@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use postbox_core::{
     Append, Decide, Delivery, Disposition, Inspect, Lease, Log, LogName, NewEvent, Outcome, Postbox, Result,
-    Settlement, SourceName, State,
+    Settlement, SourceName, State, Store as _,
 };
 use postbox_sqlite::{Sqlite, once_in};
 use rusqlite::Transaction;
@@ -178,5 +178,5 @@ async fn an_append_takes_savepoints_and_what_a_connection_has_open() {
     connection.execute_batch("COMMIT").expect("committed");
     let lease = fixture.lane().await;
     let read: Vec<_> = fixture.next(&lease).await.deliveries.iter().map(|it| it.event.id).collect();
-    assert_eq!(read, [kept, open].concat());
+    assert_eq!(read, [kept.ids(), open.ids()].concat());
 }

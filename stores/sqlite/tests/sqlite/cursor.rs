@@ -9,8 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Append as _, BatchLimit, Clock, Disposition, Entry, ErrorKind, Inspect as _, Log as _, LogName, Migrate as _,
-    NewEvent, OwnerId, Settlement, SubscriptionName,
+    Append as _, BatchLimit, Clock, Disposition, Entry, ErrorKind, Log as _, LogName, Migrate as _, NewEvent, OwnerId,
+    Settlement, Store as _, SubscriptionName,
 };
 use postbox_sqlite::SqliteStore;
 

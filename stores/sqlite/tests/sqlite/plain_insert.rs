@@ -3,7 +3,7 @@
 
 use postbox_core::{
     Admin as _, Batch, BatchLimit, Criteria, Disposition, Entry, Inspect, Lease, ListQuery, Log, NewEvent, Selection,
-    Settlement, State, SubscriptionName,
+    Settlement, State, Store as _, SubscriptionName,
 };
 use rusqlite::types::Value;
 use rusqlite::{Connection, params};
@@ -142,7 +142,11 @@ async fn a_constraint_bears_the_code_that_validate_gives() {
         ("deliver_at", text("tomorrow"), "deliver_at_invalid"),
         ("deliver_at", Value::from(i64::MAX), "deliver_at_invalid"),
         ("deliver_at", text("9999-12-31 23:00:00"), "deliver_at_invalid"),
+        ("deliver_at", text("1969-12-31 23:59:59"), "deliver_at_invalid"),
         ("expires_at", text("tomorrow"), "expires_at_invalid"),
+        ("expires_at", text("-4000-01-01 00:00:00"), "expires_at_invalid"),
+        ("expires_at", Value::from(-1), "expires_at_invalid"),
+        ("occurred_at", Value::from(-62_135_596_800_000_001_i64), "occurred_at_invalid"),
         ("occurred_at", Value::from(0.5), "occurred_at_invalid"),
         ("created_at", text("now"), "created_at_invalid"),
         ("created_at", Value::from(i64::MIN), "created_at_invalid"),
@@ -151,6 +155,17 @@ async fn a_constraint_bears_the_code_that_validate_gives() {
     for (column, value, code) in cases {
         let error = insert(&connection, column, value.clone()).expect_err(code);
         assert_eq!(error, format!("CHECK constraint failed: {code}"), "{column} {:?}", short(&value));
+    }
+    // Whichever way the two are written.
+    for (later, ends) in [
+        ("1700000000000000", "1700000000000000"),
+        ("'2023-11-14 22:13:20'", "'2023-11-14 22:13:20'"),
+        ("'2023-11-14 22:13:20'", "1699999999000000"),
+        ("1700000000000000", "'2023-11-14 22:13:19'"),
+    ] {
+        let columns = "INSERT INTO postbox_outbox (topic, payload, deliver_at, expires_at)";
+        let error = connection.execute_batch(&format!("{columns} VALUES ('t', '', {later}, {ends})")).expect_err(ends);
+        assert_eq!(error.to_string(), "CHECK constraint failed: expires_too_early", "{later} {ends}");
     }
     // What only looks forbidden.
     insert(&connection, "headers", text("{\"path\":\"C:\\\\new\\\\table\", \"t\":\"a\\tb\"}"))
@@ -216,7 +231,7 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
     let name = SubscriptionName::new("reader").expect("valid");
     let query = ListQuery {
         subscription: name.clone(),
-        state: State::Dead,
+        state: Some(State::Dead),
         which: Criteria::default(),
         code: None,
         correlation: None,

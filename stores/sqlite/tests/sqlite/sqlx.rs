@@ -38,7 +38,7 @@ async fn events_commit_or_roll_back_with_the_change() {
         }
         fixture.settle(&lease, &batch).await;
     }
-    assert_eq!(read, ids);
+    assert_eq!(read, *ids);
 }
 
 #[tokio::test]
@@ -65,8 +65,13 @@ async fn refusals_have_the_same_codes() {
     let pool = pool(&fixture).await;
     let mut tx = pool.begin().await.expect("begun");
     let id = Postbox::new(Sqlite).append(&mut *tx, NewEvent::json("t", "1")).await.expect("appended")[0];
-    let again = NewEvent::json("t", "1").id(id);
-    let error = Postbox::new(Sqlite).append(&mut tx, again).await.expect_err("taken");
+    for events in
+        [vec![NewEvent::json("t", "1").id(id)], vec![NewEvent::json("t", "2"), NewEvent::json("t", "1").id(id)]]
+    {
+        assert_eq!(Postbox::new(Sqlite).append(&mut tx, events).await.expect("known").known(), 1);
+    }
+    let another = NewEvent::json("t", "2").id(id);
+    let error = Postbox::new(Sqlite).append(&mut tx, another).await.expect_err("taken");
     assert_eq!(error.code(), "event_id_taken");
     let unknown = LogName::new("nowhere").expect("valid");
     let error = Postbox::new(Sqlite).log(unknown).append(&mut tx, NewEvent::json("t", "1")).await.expect_err("unknown");

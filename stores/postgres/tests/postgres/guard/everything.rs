@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Admin as _, Append as _, Batch, BatchLimit, Criteria, Delivery, Diagnose as _, Disposition, Entry, Inbound,
-    Inspect as _, Lease, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, Outcome, OwnerId, Pause,
-    Prune, Receive as _, Received, Selection, Settlement, SourceName, State, Subscription, SubscriptionName,
+    Admin as _, Append as _, Batch, BatchLimit, Criteria, Delivery, Diagnose as _, Disposition, Entry, EventId,
+    Inbound, Inspect as _, Lease, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, Outcome,
+    OwnerId, Pause, Prune, Receive as _, Received, Selection, Settlement, SourceName, State, Store as _, Subscription,
+    SubscriptionName,
 };
 use postbox_postgres::{PostgresStore, TxHandler};
 use tokio_postgres::{Client, Transaction};
@@ -101,12 +102,19 @@ pub(crate) async fn by_hand(client: &Client, schema: &str) {
 /// Eight events: two of key `k` first. And the rules, where they are kept by the database.
 async fn append(writer: &PostgresStore, client: &Client, schema: &str) {
     let events = [NewEvent::json("t.a", "1").key("k").header("a", "b"), NewEvent::json("t.a", "2").key("k")];
-    writer.append(&LogName::outbox(), &events).await.expect("appended");
+    let events = events.map(|event| event.id(EventId::now_v7()));
+    for known in [0, 2] {
+        assert_eq!(writer.append(&LogName::outbox(), &events).await.expect("appended").known(), known);
+        let alone = writer.append(&LogName::outbox(), &events[..1]).await.expect("it is known");
+        assert!(!alone.is_new());
+    }
     let in_sql = format!(
         "SELECT {schema}.enqueue('t.b', '{{\"n\":3}}', key => 'x', headers => '{{\"a\":\"b\"}}');
          SELECT {schema}.enqueue('t.b', E'\\\\x41', log => 'outbox', content_type => 'text/plain');
-         SELECT {schema}.enqueue('t.b', '{{\"n\":4}}'::pg_catalog.jsonb);
-         SELECT {schema}.enqueue('t.b', pg_catalog.decode('00ff', 'hex'));
+         SELECT {schema}.enqueue('t.b', '{{\"n\":4}}'::pg_catalog.jsonb, id => {schema}.event_id('four'));
+         SELECT {schema}.enqueue('t.b', '{{\"n\":4}}'::pg_catalog.jsonb, id => {schema}.event_id('four'));
+         SELECT {schema}.enqueue('t.b', pg_catalog.decode('00ff', 'hex'), id => {schema}.event_id('five'));
+         SELECT {schema}.enqueue('t.b', pg_catalog.decode('00ff', 'hex'), id => {schema}.event_id('five'));
          INSERT INTO {schema}.outbox (topic, payload, headers, tenant, kind) VALUES ('t.c', '5', '{{\"a\":\"b\"}}', 'acme', 'k');
          INSERT INTO {schema}.outbox (topic, payload, headers) VALUES ('t.c', '6', E'{{\"a\":\"\u{e9} \\\\u0022\"}}');"
     );
@@ -135,7 +143,7 @@ async fn operate(relay: &PostgresStore, batch: &Batch) {
     for state in State::ALL {
         let query = ListQuery {
             subscription: name.clone(),
-            state,
+            state: Some(state),
             which: Criteria::default(),
             code: None,
             correlation: None,

@@ -42,7 +42,8 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
         // A reader sees, and changes nothing.
         let looking = store(&reader).await;
         use postbox_core::{
-            Admin as _, Diagnose as _, Inspect as _, Maintain as _, Migrate as _, SubscriptionName, Tail as _,
+            Admin as _, Diagnose as _, Inspect as _, Maintain as _, Migrate as _, Store as _, SubscriptionName,
+            Tail as _,
         };
         looking.validate().await.expect("valid");
         let name = SubscriptionName::new("reader").expect("a name");
@@ -87,6 +88,12 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
                 assert_eq!(refused.code().map(|state| state.code()), Some("42501"), "{sql}");
             }
         }
+        let has = "SELECT postbox.outbox_has(gen_random_uuid(), 't', NULL, NULL, '1', NULL)";
+        client.batch_execute(has).await.expect("a writer may ask");
+        let refused = reading.batch_execute(has).await.expect_err("whoever does not append, may not");
+        assert_eq!(refused.code().map(|state| state.code()), Some("42501"));
+        let refused = client.batch_execute(&has.replace("outbox", "inbox")).await.expect_err("not of every log");
+        assert_eq!(refused.code().map(|state| state.code()), Some("42501"));
         // A consumer's role needs one right.
         let once = format!(
             "REVOKE ALL ON ALL TABLES IN SCHEMA postbox FROM {reader}; GRANT INSERT ON postbox.once TO {reader}"

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 
 use postbox_core::{
     Admin as _, Append as _, BatchLimit, Criteria, Diagnose as _, EventId, Inspect as _, ListQuery, Log as _, LogName,
-    Maintain as _, NewEvent, Prune, Receive as _, Received, Replay, Selection, State, Subscription, Tail as _,
+    Maintain as _, NewEvent, Prune, Receive as _, Received, Replay, Selection, State, Store as _, Subscription,
+    Tail as _,
 };
 use postbox_postgres::PostgresStore;
 use postbox_testkit::servers::Version;
@@ -112,7 +113,7 @@ async fn a_writer_appends_for_the_tenant_it_names_and_for_no_other() {
         let of = |tenant: &str| NewEvent::json("t", "1").tenant(tenant);
         let (log, many) = (
             LogName::outbox(),
-            "SELECT postbox.outbox_append_many(ARRAY[gen_random_uuid()], '{t}', \
+            "SELECT postbox.outbox_append_many(false, ARRAY[gen_random_uuid()], '{t}', \
             '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{acme}', '{1}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}')",
         );
         let mine = [
@@ -148,6 +149,50 @@ async fn a_writer_appends_for_the_tenant_it_names_and_for_no_other() {
         relay.append(&log, &[of("acme"), NewEvent::json("t", "1")]).await.expect("for all");
         let count: i64 = world.owner.query_one("SELECT count(*) FROM postbox.outbox", &[]).await.expect("asked").get(0);
         assert_eq!(count, 8);
+        world.end().await;
+    }
+}
+
+/// One tenant's event appended again is known; that of another, under its id, is a conflict that
+/// says no more than that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_event_is_known_to_its_tenant_and_to_no_other() {
+    for version in Version::ALL {
+        let mut world = World::new(version).await;
+        let log = LogName::outbox();
+        let paid = |tenant: &str| {
+            NewEvent::json("t", "1").tenant(tenant).id(EventId::from_key("order-42-paid").expect("a key"))
+        };
+        let [mine, other] = TENANTS;
+        let pooled = world.pooled(&world.writer.clone(), Some(mine)).await;
+        for (n, writer) in [world.store(&world.writer, Some(mine)).await, pooled].iter().enumerate() {
+            for (m, events) in
+                [vec![paid(mine)], vec![NewEvent::json("t", "2").tenant(mine), paid(mine)]].iter().enumerate()
+            {
+                assert_eq!(writer.append(&log, events).await.expect("appended").known(), usize::from(n + m > 0));
+            }
+        }
+        let theirs = world.store(&world.writer, Some(other)).await;
+        for events in [vec![paid(other)], vec![paid(other), NewEvent::json("t", "2").tenant(other)]] {
+            assert_eq!(theirs.append(&log, &events).await.expect_err("it is not theirs").code(), "event_id_taken");
+        }
+        assert_eq!(theirs.append(&log, &[paid(mine)]).await.expect_err("it is not theirs").code(), "tenant_denied");
+        let relay = world.store(&world.relay, None).await;
+        let nobodys = NewEvent::json("t", "1").id(EventId::from_key("of nobody").expect("a key"));
+        for known in [1, 2] {
+            assert_eq!(relay.append(&log, &[paid(mine), nobodys.clone()]).await.expect("for all").known(), known);
+        }
+        // Whoever asked works for the same tenant as before.
+        let client = world.client(&world.relay).await;
+        let again = "SELECT postbox.enqueue('t', '1', tenant => 'acme', id => postbox.event_id('order-42-paid'))";
+        let asked =
+            format!("{again}; SELECT pg_catalog.set_config('test.named', current_setting('postbox.tenant'), false)");
+        client
+            .batch_execute(&format!("BEGIN; SELECT set_config('postbox.tenant', 'third', true); {asked}; COMMIT"))
+            .await
+            .expect("asked");
+        let named: String = client.query_one("SELECT current_setting('test.named')", &[]).await.expect("asked").get(0);
+        assert_eq!(named, "third");
         world.end().await;
     }
 }
@@ -195,7 +240,7 @@ async fn looks(reader: &PostgresStore, others: &[EventId]) {
     for state in State::ALL {
         let mut query = ListQuery {
             subscription: mine.clone(),
-            state,
+            state: Some(state),
             which: Criteria::default(),
             code: None,
             correlation: None,

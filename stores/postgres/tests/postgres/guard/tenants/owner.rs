@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Delivery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Subscription,
+    Append as _, Delivery, EventId, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Subscription,
 };
 use postbox_engine::{Relay, handler_sink};
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
@@ -41,7 +41,11 @@ async fn an_owner_that_is_bound_rebases_and_removes_everything() {
             .subscribe(&Subscription { lanes: 1, ..Subscription::new(named("out"), LogName::outbox()) })
             .await
             .expect("made");
-        working.append(&LogName::outbox(), &[NewEvent::json("t", "1").tenant("acme")]).await.expect("appended");
+        let event = NewEvent::json("t", "1").tenant("acme").id(EventId::from_key("once").expect("a key"));
+        for known in [0, 1] {
+            let appended = working.append(&LogName::outbox(), std::slice::from_ref(&event)).await.expect("appended");
+            assert_eq!(appended.known(), known, "its owner looks for it, bound as it is");
+        }
         let count = async || {
             client.query_one("SELECT count(*) FROM postbox.outbox", &[]).await.expect("asked").get::<_, i64>(0)
         };
