@@ -73,9 +73,10 @@ pub(crate) fn worst(outcomes: Vec<Outcome>) -> Outcome {
         Outcome::Gone { .. } => 2,
         Outcome::Dead { .. } => 3,
         Outcome::Retry { .. } => 4,
-        Outcome::Ambiguous { .. } => 5,
-        Outcome::Throttled { .. } => 6,
-        Outcome::Unavailable { .. } => 7,
+        Outcome::ServerError { .. } => 5,
+        Outcome::Ambiguous { .. } => 6,
+        Outcome::Throttled { .. } => 7,
+        Outcome::Unavailable { .. } => 8,
     };
     outcomes.into_iter().max_by_key(rank).unwrap_or(Outcome::DELIVERED)
 }

@@ -11,6 +11,8 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use tokio::time::Instant;
 
+use crate::lock::lock;
+
 /// The clock of a program that runs on tokio.
 ///
 /// Waits and margins follow `tokio::time`, so that a test with paused time drives them.
@@ -82,7 +84,7 @@ impl SeededRandom {
 
 impl Random for SeededRandom {
     fn unit(&self) -> f64 {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).random()
+        lock(&self.0).random()
     }
 }
 

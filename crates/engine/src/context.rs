@@ -16,6 +16,7 @@ use crate::limiter::Limiter;
 use crate::lock::lock;
 use crate::log_lines::LogLines;
 use crate::metrics::Metrics;
+use crate::poll::Siblings;
 use crate::settings::RelaySettings;
 
 /// First and longest wait before a failed call of the store is repeated. The cap keeps a relay
@@ -55,6 +56,7 @@ pub(crate) struct RelayContext {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) health: Health,
     pub(crate) limiter: Limiter,
+    pub(crate) siblings: Siblings,
     pub(crate) apply: ApplyState,
     pub(crate) log_lines: LogLines,
 }
@@ -120,6 +122,7 @@ impl RelayContext {
             metrics,
             health,
             limiter,
+            siblings: Siblings::default(),
             apply,
             log_lines,
         }

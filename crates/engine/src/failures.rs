@@ -15,8 +15,13 @@ use crate::lock::lock;
 /// In so many closed periods of the breaker one event may find the destination down before it is
 /// the event's own failure. An outage alone never gets there: the breaker does not close in it.
 const PERIODS_MAX: u32 = 5;
+/// So many events in a row that the destination failed at, and it is down. Of as many that fail
+/// each on its own account, with others between, two are seldom neighbours: where one of twenty
+/// fails, five are once in three million. That counts each event once: those that failed before
+/// while others were accepted come again and again.
+const SERVER_ERRORS_MAX: usize = 5;
 /// Most events that are remembered to have failed; beyond it all are forgotten.
-const SUSPECTS_MAX: usize = 1_000;
+const SUSPECTS_MAX: usize = 10_000;
 
 /// Evidence of one destination, over all lanes of a relay.
 #[derive(Debug)]
@@ -33,6 +38,11 @@ struct Evidence {
     accepted: Option<Seq>,
     /// Whether an event was accepted since one was throttled.
     accepted_since_throttled: bool,
+    /// The events that the destination failed at since it last took or refused one, up to
+    /// [`SERVER_ERRORS_MAX`].
+    server_errors: Vec<Seq>,
+    /// How often it took or refused one.
+    answered: u64,
     /// How often the breaker closed.
     periods: u64,
     suspects: HashMap<Seq, Suspect>,
@@ -47,6 +57,8 @@ struct Suspect {
     count: u32,
     /// How often it was made to wait alone.
     throttled: u32,
+    /// How often another was taken or refused when the destination first failed at it.
+    answered: u64,
 }
 
 /// When a call was made. A call from before the last ambiguous failure that is accepted does not
@@ -79,9 +91,15 @@ impl FailureTracker {
     pub(crate) fn accepted(&self, seq: Seq, sent: Sent) {
         let mut evidence = self.evidence();
         evidence.accepted_since_throttled = true;
+        evidence.answered(seq);
         if sent.0 == evidence.ambiguous {
             evidence.accepted = Some(seq);
         }
+    }
+
+    /// An event was refused for good: the destination works.
+    pub(crate) fn refused(&self, seq: Seq) {
+        self.evidence().answered(seq);
     }
 
     /// The breaker closed.
@@ -97,6 +115,26 @@ impl FailureTracker {
         match evidence.accepted.take() {
             Some(other) if other != seq => Failure::OfEvent,
             _ => self.classify(&mut evidence, seq, after),
+        }
+    }
+
+    /// The destination failed at this event. It is the event's, unless the destination fails at
+    /// whatever it gets. An event that it failed at before, and then took another, says nothing of
+    /// it: while it is down, such an event waits alone, and costs no attempt.
+    pub(crate) fn server_error(&self, seq: Seq) -> Failure {
+        let mut evidence = self.evidence();
+        let (answered, policy) = (evidence.answered, &self.policy);
+        let is_down = evidence.server_errors.len() >= SERVER_ERRORS_MAX;
+        let suspect = evidence.suspect(seq);
+        if suspect.answered < answered {
+            return if is_down { suspect.wait_alone(policy, Duration::ZERO) } else { Failure::OfEvent };
+        }
+        if !is_down && !evidence.server_errors.contains(&seq) {
+            evidence.server_errors.push(seq);
+        }
+        match evidence.server_errors.len() < SERVER_ERRORS_MAX {
+            true => Failure::OfEvent,
+            false => self.classify(&mut evidence, seq, None),
         }
     }
 
@@ -116,22 +154,14 @@ impl FailureTracker {
     fn classify(&self, evidence: &mut Evidence, seq: Seq, after: Option<Duration>) -> Failure {
         let alone = after.is_some() && std::mem::take(&mut evidence.accepted_since_throttled);
         let period = evidence.periods;
-        let suspects = &mut evidence.suspects;
-        if suspects.len() >= SUSPECTS_MAX {
-            suspects.clear();
-        }
-        let suspect = suspects.entry(seq).or_insert(Suspect { period, count: 1, throttled: 0 });
+        let suspect = evidence.suspect(seq);
         if suspect.period != period {
             (suspect.period, suspect.count) = (period, suspect.count.saturating_add(1));
         }
         match after {
-            Some(after) if alone || suspect.count >= PERIODS_MAX => {
-                let wait = self.policy.wait_max(suspect.throttled);
-                suspect.throttled = suspect.throttled.saturating_add(1);
-                Failure::Throttled(wait.max(BreakerPolicy::named_wait(after)))
-            }
+            Some(after) if alone || suspect.count >= PERIODS_MAX => suspect.wait_alone(&self.policy, after),
             None if suspect.count >= PERIODS_MAX => {
-                suspects.remove(&seq);
+                evidence.suspects.remove(&seq);
                 Failure::OfEvent
             }
             _ => Failure::Outage,
@@ -140,6 +170,32 @@ impl FailureTracker {
 
     fn evidence(&self) -> MutexGuard<'_, Evidence> {
         lock(&self.evidence)
+    }
+}
+
+impl Evidence {
+    /// The destination took this event, or refused it for good.
+    fn answered(&mut self, seq: Seq) {
+        self.server_errors.clear();
+        self.suspects.remove(&seq);
+        self.answered += 1;
+    }
+
+    fn suspect(&mut self, seq: Seq) -> &mut Suspect {
+        if self.suspects.len() >= SUSPECTS_MAX {
+            self.suspects.clear();
+        }
+        let (period, answered) = (self.periods, self.answered);
+        self.suspects.entry(seq).or_insert(Suspect { period, count: 1, throttled: 0, answered })
+    }
+}
+
+impl Suspect {
+    /// Longer each time, and as long as the destination said.
+    fn wait_alone(&mut self, policy: &BreakerPolicy, after: Duration) -> Failure {
+        let wait = policy.wait_max(self.throttled);
+        self.throttled = self.throttled.saturating_add(1);
+        Failure::Throttled(wait.max(BreakerPolicy::named_wait(after)))
     }
 }
 
@@ -205,6 +261,46 @@ mod tests {
             tracker.unavailable(Seq(1)) == Failure::OfEvent
         });
         assert_eq!(of_event.count(), 1);
+    }
+
+    #[test]
+    fn the_fifth_event_in_a_row_that_a_destination_fails_at_finds_it_down() {
+        let tracker = tracker();
+        for _ in 0..10 {
+            for seq in 1..=4 {
+                assert_eq!(tracker.server_error(Seq(seq)), Failure::OfEvent, "there may be four such events");
+            }
+        }
+        assert_eq!(tracker.server_error(Seq(5)), Failure::Outage);
+        assert_eq!(tracker.server_error(Seq(1)), Failure::Outage, "also those before");
+        let before = tracker.sent();
+        tracker.fail(9);
+        tracker.accepted(Seq(6), before);
+        assert_eq!(tracker.server_error(Seq(7)), Failure::OfEvent, "it took one");
+        (11..=13).for_each(|seq| _ = tracker.server_error(Seq(seq)));
+        assert_eq!(tracker.server_error(Seq(14)), Failure::Outage);
+        tracker.refused(Seq(8));
+        assert_eq!(tracker.server_error(Seq(15)), Failure::OfEvent, "it read one");
+    }
+
+    #[test]
+    fn an_event_that_failed_while_others_went_says_nothing_of_the_destination() {
+        let tracker = tracker();
+        (1..=4).for_each(|seq| _ = tracker.server_error(Seq(seq)));
+        tracker.accept(9);
+        for seq in [1, 2, 3, 4, 1, 2, 3, 4] {
+            assert_eq!(tracker.server_error(Seq(seq)), Failure::OfEvent, "however many of them come again");
+        }
+        let others = (11..=15).map(|seq| tracker.server_error(Seq(seq)));
+        assert_eq!(others.filter(|failure| *failure == Failure::Outage).count(), 1, "of others, the fifth");
+        for wait in [1, 2, 4] {
+            assert_eq!(tracker.server_error(Seq(1)), Failure::Throttled(wait * S), "not charged while it is down");
+        }
+        tracker.accept(11);
+        assert_eq!(tracker.server_error(Seq(1)), Failure::OfEvent);
+        tracker.accept(1);
+        assert_eq!(tracker.server_error(Seq(1)), Failure::OfEvent, "it went once, so it is like any other");
+        (12..=15).for_each(|seq| assert_eq!(tracker.server_error(Seq(seq)), Failure::OfEvent, "known by now"));
     }
 
     #[test]

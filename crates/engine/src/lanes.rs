@@ -62,8 +62,14 @@ impl Lanes {
             }
         };
         self.lanes.retain(|_, (task, _)| *task != id);
-        self.context.limiter.share(self.lanes.len(), self.of);
+        self.note_held();
         ended
+    }
+
+    /// Each lane that is held has its part of the rate, and of the reads.
+    fn note_held(&self) {
+        self.context.limiter.share(self.lanes.len(), self.of);
+        self.context.siblings.set_lanes(self.lanes.len());
     }
 
     /// Asks the store for a lane, and gives up what is beyond our share. Gives the wait until the
@@ -88,7 +94,7 @@ impl Lanes {
         self.failures = 0;
         self.note_pause(acquired.paused.as_ref());
         self.of = acquired.lanes;
-        context.limiter.share(held.len(), self.of);
+        self.note_held();
         let share = usize::from(acquired.lanes.div_ceil(acquired.replicas.max(1)));
         let active = self.lanes.values().filter(|(_, halt)| !halt.is_cancelled()).count();
         if active > share {
@@ -114,7 +120,7 @@ impl Lanes {
         let guard = LeaseGuard::new(lease, asked_at, ttl, halt.clone(), self.abandon.child_token());
         let task = self.tasks.spawn(Lane::new(context, guard).run().in_current_span());
         self.lanes.insert(lane, (task.id(), halt));
-        self.context.limiter.share(self.lanes.len(), self.of);
+        self.note_held();
         Ok(match active + 1 < share {
             true => Duration::ZERO,
             false => self.next_ask(active + 1, usize::from(acquired.lanes), ask_max),

@@ -1,5 +1,6 @@
 //! How long to wait when there was nothing to read: from about 1 ms up to the idle interval.
 
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Longest wait in which hints are ignored: with a store that hints for nothing an idle relay reads
@@ -9,23 +10,47 @@ const HINTLESS_MAX: Duration = Duration::from_millis(10);
 /// the read that saw its event.
 const HINTS_FALSE_MAX: u32 = 3;
 
+/// What the lanes of one relay know of each other: an event goes to any of them.
+#[derive(Debug, Default)]
+pub(crate) struct Siblings {
+    /// Reads that brought something.
+    reads: AtomicU64,
+    lanes: AtomicU32,
+}
+
+impl Siblings {
+    /// So many lanes are held.
+    pub(crate) fn set_lanes(&self, held: usize) {
+        self.lanes.store(u32::try_from(held).unwrap_or(u32::MAX), Ordering::Relaxed);
+    }
+
+    /// A read brought something.
+    pub(crate) fn note_read(&self) {
+        self.reads.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
 /// Adaptive polling of one lane.
 ///
 /// Growing by half instead of doubling keeps the wait after a gap of `g` below `g / 2`: at 500
 /// events/s the tail stays under 10 ms, and an idle lane still reaches its idle interval within a
-/// third of a second.
+/// third of a second. While another lane of the relay reads something, the wait stays short too: an
+/// event waits as long as it would if one lane had them all. The more lanes ask so, the longer each
+/// waits.
 #[derive(Debug)]
 pub(crate) struct Poll {
     min: Duration,
     max: Duration,
     next: Duration,
+    /// Reads of all lanes that brought something, when it last waited.
+    reads: u64,
     /// Hints in a row that led to an empty read.
     false_hints: u32,
 }
 
 impl Poll {
     pub(crate) fn new(min: Duration, max: Duration) -> Self {
-        Self { min, max: max.max(min), next: min, false_hints: 0 }
+        Self { min, max: max.max(min), next: min, reads: 0, false_hints: 0 }
     }
 
     /// Something was read: the next wait is short again.
@@ -35,7 +60,13 @@ impl Poll {
     }
 
     /// The wait after another empty read.
-    pub(crate) fn pause(&mut self) -> Duration {
+    pub(crate) fn pause(&mut self, siblings: &Siblings) -> Duration {
+        let reads = siblings.reads.load(Ordering::Relaxed);
+        if reads != self.reads {
+            self.reads = reads;
+            let lanes = siblings.lanes.load(Ordering::Relaxed);
+            self.next = self.next.min(self.min * lanes.div_ceil(2).max(1));
+        }
         let pause = self.next;
         self.next = self.next.mul_f64(1.5).clamp(self.min, self.max);
         if self.ignores_hints() { pause.min(HINTLESS_MAX) } else { pause }
@@ -60,14 +91,29 @@ mod tests {
     #[test]
     fn an_idle_lane_slows_down_to_its_idle_interval_and_wakes_up_at_once() {
         let mut poll = Poll::new(Duration::from_millis(1), Duration::from_millis(100));
-        let waits: Vec<Duration> = (0..20).map(|_| poll.pause()).collect();
+        let alone = Siblings::default();
+        let waits: Vec<Duration> = (0..20).map(|_| poll.pause(&alone)).collect();
         assert_eq!(waits[0], Duration::from_millis(1));
         assert!(waits.windows(2).all(|pair| pair[0] <= pair[1]));
         assert_eq!(waits[19], Duration::from_millis(100));
         let until_idle: Duration = waits.iter().take_while(|wait| wait.as_millis() < 100).sum();
         assert!(until_idle < Duration::from_millis(350), "{until_idle:?}");
         poll.reset();
-        assert_eq!(poll.pause(), Duration::from_millis(1));
+        assert_eq!(poll.pause(&alone), Duration::from_millis(1));
+    }
+
+    #[test]
+    fn a_lane_asks_more_often_while_another_reads_something() {
+        let siblings = Siblings::default();
+        siblings.set_lanes(8);
+        let mut poll = Poll::new(Duration::from_millis(1), Duration::from_millis(100));
+        let mut wait = || poll.pause(&siblings);
+        while wait() < Duration::from_millis(100) {}
+        siblings.note_read();
+        assert_eq!([wait(), wait()], [4, 6].map(Duration::from_millis), "eight lanes ask no more than two would");
+        siblings.set_lanes(2);
+        siblings.note_read();
+        assert_eq!(wait(), Duration::from_millis(1));
     }
 
     #[test]
@@ -78,7 +124,8 @@ mod tests {
             poll.woken_by_hint(true);
         }
         assert!(poll.ignores_hints());
-        assert!((0..20).map(|_| poll.pause()).all(|pause| pause <= HINTLESS_MAX));
+        let alone = Siblings::default();
+        assert!((0..20).map(|_| poll.pause(&alone)).all(|pause| pause <= HINTLESS_MAX));
         poll.woken_by_hint(false);
         assert!(!poll.ignores_hints(), "after one wait without it, a hint counts again");
     }

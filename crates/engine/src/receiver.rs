@@ -7,7 +7,7 @@ mod log_throttle;
 mod metrics;
 mod pull;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use postbox_core::{
@@ -21,6 +21,7 @@ pub use log_throttle::{LogThrottle, log_excerpt};
 pub use metrics::{ReceiverMetrics, ReceiverSnapshot};
 
 use crate::clock::TokioClock;
+use crate::lock::lock;
 use crate::metrics::Outage;
 use duplicate_rate::DuplicateRate;
 use group_commit::GroupCommit;
@@ -194,7 +195,7 @@ impl Receiver {
     pub fn note_arrival(&self, repeat: bool) {
         let warning = self.watch().duplicates.observe(self.clock.monotonic(), repeat);
         if let Some(Storm { repeats, arrivals }) = warning {
-            warn!(source = %self.source, repeats, arrivals, "replay storm; repeated messages are kept out");
+            warn!(source = %self.source, repeats, arrivals, "replay storm");
         }
     }
 
@@ -242,18 +243,18 @@ impl Receiver {
         match failure.kind() {
             ErrorKind::Invalid => {
                 let message_id = log_excerpt(message_id);
-                warn!(%source, code, message_id, failures, "message refused by the store: {failure}");
+                warn!(%source, code, message_id, error = %failure, failures, "message refused");
             }
             ErrorKind::Unavailable | ErrorKind::RateLimited => {
-                warn!(%source, code, failures, "store unavailable; messages are not received: {failure}");
+                warn!(%source, code, error = %failure, failures, "store unavailable");
             }
             // A wrong log, a wrong schema: a person can mend it, and the repetition then succeeds.
-            _ => error!(%source, code, failures, "store failed; messages are not received: {failure}"),
+            _ => error!(%source, code, error = %failure, failures, "store failed"),
         }
     }
 
     fn watch(&self) -> MutexGuard<'_, Watch> {
-        self.watch.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.watch)
     }
 }
 

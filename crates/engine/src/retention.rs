@@ -1,14 +1,15 @@
 //! Retention: a sweep that removes what every subscription has passed.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
-use postbox_core::{Changed, Clock, Error, LogName, Maintain, Prune, Receive, Result, Seq};
+use postbox_core::limits::{DEAD_AGE_MIN, MESSAGE_IDS_AGE_MIN};
+use postbox_core::{Changed, Clock, Error, LogName, Maintain, Prune, Receive, Result, Selection, Seq, Store};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::lock::lock;
 use crate::schedule::{Every, Schedule, until};
 
 /// Least pause between two bounded deletes of one sweep.
@@ -33,19 +34,23 @@ pub fn step_pause(took: Duration) -> Duration {
 pub struct Swept {
     /// Events.
     pub events: u64,
+    /// Dead events that were given up: discarded, to be removed when they are old enough.
+    pub dead: u64,
     /// Remembered ids of inbound messages.
     pub message_ids: u64,
 }
 
 /// Removes delivered events older than an age ([7 days](Self::EVENTS_AGE)), and forgets old inbound
-/// ids if it is [asked to](Self::message_ids_older_than). Dead and pending events are never
-/// removed. Several replicas may sweep at once.
+/// ids and gives up old dead events if it is asked to
+/// ([`message_ids_older_than`](Self::message_ids_older_than),
+/// [`dead_older_than`](Self::dead_older_than)). Dead and pending events are never removed. Several replicas may sweep at once.
 pub struct Sweeper {
     store: Arc<dyn Maintain>,
     receive: Option<Arc<dyn Receive>>,
     logs: Vec<LogName>,
     events_age: Duration,
     message_ids_age: Duration,
+    dead: Option<(Arc<dyn Store>, Duration)>,
     schedule: Box<dyn Schedule>,
     clock: Arc<dyn Clock>,
     /// When the last sweep of a log from its start began, and after which place the last step of
@@ -68,6 +73,7 @@ impl Sweeper {
             logs,
             events_age: Self::EVENTS_AGE,
             message_ids_age: Self::MESSAGE_IDS_AGE,
+            dead: None,
             schedule: Box::new(Every(Duration::from_secs(3_600))),
             clock,
             places: Mutex::default(),
@@ -97,6 +103,20 @@ impl Sweeper {
         Ok(self)
     }
 
+    /// Also gives up what has been dead for longer than `age`, a day ([`DEAD_AGE_MIN`]) or more,
+    /// which is checked: discards it, so that it goes when it is old enough. Not what holds its key
+    /// (`on_dead = "halt"`): the others of the key wait for a person, not for a time.
+    pub fn dead_older_than(mut self, store: Arc<dyn Store>, age: Duration) -> Result<Self> {
+        if age < DEAD_AGE_MIN {
+            let (age, least) = (age.as_secs(), DEAD_AGE_MIN.as_secs());
+            let text =
+                format!("dead events must be kept for {least} s (a day) or longer, not {age} s: nobody would see them");
+            return Err(Error::invalid("configure", "dead_age_too_short", text));
+        }
+        self.dead = Some((store, age));
+        Ok(self)
+    }
+
     /// When to sweep.
     #[must_use]
     pub fn schedule(mut self, schedule: impl Schedule) -> Self {
@@ -116,7 +136,7 @@ impl Sweeper {
                 return;
             }
             match self.sweep(&stop).await {
-                Ok(swept) => info!(events = swept.events, message_ids = swept.message_ids, "retention sweep"),
+                Ok(Swept { events, dead, message_ids }) => info!(events, dead, message_ids, "retention sweep"),
                 Err(error) => warn!(code = error.code(), error = %error, "retention sweep failed"),
             }
         }
@@ -125,6 +145,9 @@ impl Sweeper {
     /// Sweeps once, in bounded steps, until nothing is left to remove or `stop`.
     pub async fn sweep(&self, stop: &CancellationToken) -> Result<Swept> {
         let mut swept = Swept::default();
+        if let Some((store, age)) = &self.dead {
+            swept.dead = self.give_up(&**store, *age, stop).await?;
+        }
         for log in &self.logs {
             swept.events += self.sweep_log(log, stop).await?;
         }
@@ -138,8 +161,20 @@ impl Sweeper {
         Ok(swept)
     }
 
+    async fn give_up(&self, store: &dyn Store, age: Duration, stop: &CancellationToken) -> Result<u64> {
+        let mut given_up = 0;
+        for info in store.subscriptions().await?.iter().filter(|info| self.logs.contains(&info.log)) {
+            let discard = |after| async move {
+                let selection = Selection { dead_for: Some(age), after, ..Selection::default() };
+                store.discard(&info.name, &selection).await
+            };
+            given_up += self.steps(stop, &mut None, discard).await?;
+        }
+        Ok(given_up)
+    }
+
     async fn sweep_log(&self, log: &LogName, stop: &CancellationToken) -> Result<u64> {
-        let places = || self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let places = || lock(&self.places);
         let now = self.clock.monotonic();
         let known = places().get(log).copied().filter(|(began, _)| now.saturating_sub(*began) < ANEW_EVERY);
         let (began, mut after) = known.unwrap_or((now, None));

@@ -25,7 +25,7 @@ pub async fn wait_for_store<T, F: Future<Output = Result<T>>>(
             answer => return answer,
         };
         if error.code() != last || tries % TRIES_PER_LINE == 0 {
-            warn!(code = error.code(), why = error.message(), "store is away; waiting for it");
+            warn!(code = error.code(), why = error.message(), "store away");
             (tries, last) = (0, error.code().to_owned());
         }
         tries += 1;

@@ -1,7 +1,7 @@
 //! One subscription at work in a program, and what keeps it at work.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use postbox_core::{Clock, Error, Result, SubscriptionName};
@@ -9,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::error;
 
 use crate::context::SUBSCRIPTION_REMOVED;
+use crate::lock::lock;
 use crate::metrics::{FailingLane, Outage};
 use crate::relay::Relay;
 use crate::schedule::Schedule;
@@ -79,7 +80,7 @@ impl SupervisedRelay {
     /// What keeps its events from flowing, if something does. Where the store is down, that is why
     /// its lanes fail, and whoever asks knows it.
     pub fn fault(&self, store_is_up: bool) -> Option<RelayFault> {
-        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let ended = lock(&self.ended).clone();
         let lane = || store_is_up.then(|| self.relay.failing_lanes().into_iter().next()).flatten();
         ended
             .map(RelayFault::Ended)
@@ -88,7 +89,7 @@ impl SupervisedRelay {
     }
 
     fn set_ended(&self, ended: Option<Arc<Error>>) {
-        *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = ended;
+        *lock(&self.ended) = ended;
     }
 
     async fn run(self: Arc<Self>, stop: CancellationToken) -> Result<()> {
@@ -104,7 +105,7 @@ impl SupervisedRelay {
         let ended = |ended: Option<(Error, Option<Duration>)>| {
             match &ended {
                 Some((error, Some(wait))) => {
-                    error!(subscription = %self.name(), %error, restart_in = ?wait, "relay failed; restarting");
+                    error!(subscription = %self.name(), %error, restart_in = ?wait, "relay failed");
                 }
                 Some((error, None)) => error!(subscription = %self.name(), %error, "relay ended"),
                 None => {}

@@ -10,6 +10,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Mutex;
 
 use futures::FutureExt;
+use postbox_core::kit::panic_text;
 use postbox_core::{
     Apply, Batch, Delivery, Disposition, Entry, Error, ErrorKind, Key, Outcome, Result, Seq, Settlement,
 };
@@ -17,7 +18,6 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::Lane;
-use super::call::panic_text;
 use super::judge::Verdict;
 use super::verdicts::{Verdicts, holds};
 use crate::failures::Sent;

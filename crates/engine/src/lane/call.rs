@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
+use postbox_core::kit::panic_text;
 use postbox_core::trace::{self, Traced};
 use postbox_core::{Batch, Delivery, Outcome, Sink};
 use tokio::sync::OwnedSemaphorePermit;
@@ -38,7 +39,7 @@ pub(super) fn call(
     permit: OwnedSemaphorePermit,
 ) -> Call {
     let sent = context.health.failures.sent();
-    let in_flight = InFlight::begin(context.clone(), places.len());
+    let in_flight = CallMeter::begin(context.clone(), places.len());
     Box::pin(async move {
         let deliveries: Vec<&Delivery> = places.iter().map(|place| &batch.deliveries[*place]).collect();
         let outcomes = guarded(&context, &*sink, &deliveries).await;
@@ -51,13 +52,13 @@ pub(super) fn call(
 }
 
 /// A call under way, until it ends or is dropped.
-struct InFlight {
+struct CallMeter {
     context: Arc<RelayContext>,
     begun: Duration,
     events: usize,
 }
 
-impl InFlight {
+impl CallMeter {
     fn begin(context: Arc<RelayContext>, events: usize) -> Self {
         let begun = context.clock.monotonic();
         context.metrics.pace.begin(begun);
@@ -66,7 +67,7 @@ impl InFlight {
     }
 }
 
-impl Drop for InFlight {
+impl Drop for CallMeter {
     fn drop(&mut self) {
         let (now, metrics) = (self.context.clock.monotonic(), &self.context.metrics);
         metrics.pace.end(self.begun, now, self.events);
@@ -136,13 +137,4 @@ fn one_each(context: &RelayContext, outcomes: Vec<Outcome>, count: usize) -> Vec
     let text = format!("the sink gave {} outcomes for {count} deliveries", outcomes.len());
     error!(subscription = context.name(), error = text, "sink contract broken");
     vec![Outcome::retry("sink_contract", text); count]
-}
-
-/// What a panic said, if it said it in text.
-pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
-    panic
-        .downcast_ref::<&str>()
-        .copied()
-        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("the handler panicked")
 }

@@ -139,6 +139,7 @@ impl Lane {
             Outcome::Unavailable { code, error } => (code, error, takes_others.then_some(PUT_OFF)),
             Outcome::Throttled { code, error, .. } => (code, error, None),
             Outcome::Retry { code, error, .. }
+            | Outcome::ServerError { code, error, .. }
             | Outcome::Ambiguous { code, error, .. }
             | Outcome::Dead { code, error }
             | Outcome::Gone { code, error } => (code, error, Some(PUT_OFF)),

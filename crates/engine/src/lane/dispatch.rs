@@ -38,7 +38,7 @@ pub(super) struct DispatchLimits {
 }
 
 /// What ended a wait.
-enum Event {
+enum Wake {
     Returned(Returned),
     Permit(OwnedSemaphorePermit),
     RateAllows,
@@ -138,37 +138,37 @@ impl Lane {
             let event = tokio::select! {
                 biased;
                 event = self.next_event(&mut calls, starved, rate_wait, detach_after, round) => event,
-                Some(settled) = OptionFuture::from(settling.as_mut()) => Event::Settled(settled),
-                () = &mut settle_time, if settling.is_none() => Event::SettleTime,
+                Some(settled) = OptionFuture::from(settling.as_mut()) => Wake::Settled(settled),
+                () = &mut settle_time, if settling.is_none() => Wake::SettleTime,
             };
             match event {
-                Event::Returned(returned) => {
+                Wake::Returned(returned) => {
                     queue.returned();
                     returned.places.iter().for_each(|place| _ = out.remove(place));
                     self.take_outcomes(returned, &mut queue, verdicts, round);
                 }
-                Event::Permit(permit) => spare = Some(permit),
+                Wake::Permit(permit) => spare = Some(permit),
                 // What may be sent is looked at again, the lease too: it may have ended meanwhile.
-                Event::RateAllows => {}
-                Event::SettleTime => {
+                Wake::RateAllows => {}
+                Wake::SettleTime => {
                     settle_time = context.clock.sleep(SETTLE_EVERY);
                     *settling = verdicts.settle_decided(batch, context.holds_keys()).map(|(end, settlement)| {
                         let settled = async move { self.settle(settlement).await.map(|()| end) };
                         Box::pin(settled) as Settling<'_>
                     });
                 }
-                Event::Settled(settled) => {
+                Wake::Settled(settled) => {
                     *settling = None;
                     verdicts.settled(settled?);
                 }
-                Event::Slow => {
+                Wake::Slow => {
                     for place in out {
                         verdicts.failed(place, self.in_flight());
                         queue.hold(place, deliveries, verdicts);
                     }
                     return Ok(calls.into_iter().collect());
                 }
-                Event::Ended => return Ok(Vec::new()),
+                Wake::Ended => return Ok(Vec::new()),
             }
         }
     }
@@ -180,17 +180,17 @@ impl Lane {
         rate_wait: Option<Duration>,
         detach_after: Option<Duration>,
         round: &CancellationToken,
-    ) -> Event {
+    ) -> Wake {
         let clock = &self.context.clock;
         tokio::select! {
             biased;
-            () = self.lease.abandon.cancelled() => Event::Ended,
-            Some(returned) = calls.next(), if !calls.is_empty() => Event::Returned(returned),
-            () = round.cancelled(), if calls.is_empty() => Event::Ended,
-            Some(permit) = self.context.limiter.permit(), if starved => Event::Permit(permit),
-            () = clock.sleep(rate_wait.unwrap_or_default()), if rate_wait.is_some() => Event::RateAllows,
-            () = clock.sleep(detach_after.unwrap_or_default()), if detach_after.is_some() => Event::Slow,
-            else => Event::Ended,
+            () = self.lease.abandon.cancelled() => Wake::Ended,
+            Some(returned) = calls.next(), if !calls.is_empty() => Wake::Returned(returned),
+            () = round.cancelled(), if calls.is_empty() => Wake::Ended,
+            Some(permit) = self.context.limiter.permit(), if starved => Wake::Permit(permit),
+            () = clock.sleep(rate_wait.unwrap_or_default()), if rate_wait.is_some() => Wake::RateAllows,
+            () = clock.sleep(detach_after.unwrap_or_default()), if detach_after.is_some() => Wake::Slow,
+            else => Wake::Ended,
         }
     }
 

@@ -30,8 +30,10 @@ impl Lane {
     }
 
     pub(super) fn give_up_expired(&self, verdicts: &mut Verdicts, index: usize, delivery: &Delivery) {
-        self.context.record_failure(delivery, &Disposition::Expired);
-        verdicts.defer(index, Disposition::Expired);
+        // What has no end is not in `Batch::expires`.
+        let expired = Disposition::Expired { at: delivery.event.expires_at.unwrap_or_default() };
+        self.context.record_failure(delivery, &expired);
+        verdicts.defer(index, expired);
     }
 
     /// The places of the next call without what has expired meanwhile; empty if nothing may go out

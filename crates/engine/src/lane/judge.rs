@@ -56,12 +56,21 @@ impl RelayContext {
                 failures.accepted(seq, sent);
                 return Verdict::Delivered { duplicate };
             }
-            Outcome::Dead { code, error } => return Verdict::Refused(self.dead(delivery, code, &error, took)),
+            Outcome::Dead { code, error } => {
+                failures.refused(seq);
+                return Verdict::Refused(self.dead(delivery, code, &error, took));
+            }
             Outcome::Gone { code, error } => {
                 let why = format!("{code}: {error}");
                 return Verdict::Gone { disposition: self.dead(delivery, code, &error, took), why };
             }
             Outcome::Retry { code, error, after } => (Failure::OfEvent, code, error, after),
+            Outcome::ServerError { code, error, after } => {
+                let failure = failures.server_error(seq);
+                // It named a wait for this event only.
+                let after = after.filter(|_| failure != Failure::Outage);
+                (failure, code, error, after)
+            }
             Outcome::Ambiguous { code, error, after } => (failures.ambiguous(seq, after), code, error, after),
             Outcome::Throttled { code, error, after } => (failures.throttled(seq, after), code, error, after),
             Outcome::Unavailable { code, error } => (failures.unavailable(seq), code, error, None),
@@ -136,13 +145,13 @@ impl RelayContext {
                     );
                 }
             }
-            Disposition::Expired => {
+            Disposition::Expired { at } => {
                 metrics.failure(&event.topic, Disposition::EXPIRED);
                 metrics.add(&metrics.dead, 1);
                 if let Some(left_out) = self.log_line("event expired", Disposition::EXPIRED) {
                     warn!(
                         subscription = self.name(), id = %event.id, seq = %delivery.seq, topic = %event.topic,
-                        expires_at = event.expires_at.map(tracing::field::display), left_out, "event expired"
+                        expires_at = %at, left_out, "event expired"
                     );
                 }
             }

@@ -12,6 +12,10 @@ use super::call::Call;
 use super::dispatch::DispatchLimits;
 use super::verdicts::{Verdicts, count, earliest_retry, span};
 
+/// Failed probes in a row that leave no row behind. They take 8 seconds at least, with default
+/// waits, and by then a probe is any of the events of a page.
+const PROBES_MAX: u32 = 6;
+
 /// A settlement under way; how many of the batch going out are written once it is over, from the
 /// start.
 pub(super) type Settling<'a> = BoxFuture<'a, Result<usize>>;
@@ -92,7 +96,7 @@ impl Lane {
     /// Settles a stream batch that was cut short; what was not answered for is read again.
     ///
     /// An outage leaves one row that tells of it. A probe leaves none, or each probe of a long
-    /// outage would leave another.
+    /// outage would leave another; unless it is [stuck](Self::is_stuck).
     pub(super) async fn settle_short(
         &self,
         batch: &Batch,
@@ -103,9 +107,17 @@ impl Lane {
         if self.lease.is_lost() {
             return Ok(());
         }
-        self.settle(verdicts.settle_stream(batch, self.context.holds_keys(), !limits.probe)).await?;
+        let leaves_row = !limits.probe || self.is_stuck(batch);
+        self.settle(verdicts.settle_stream(batch, self.context.holds_keys(), leaves_row)).await?;
         self.detach(batch, verdicts, calls);
         Ok(())
+    }
+
+    /// Whether what was probed must leave the stream, or nothing later would ever be tried: no
+    /// window opens behind an unsettled one, and all that is left of this may be events that the
+    /// destination never takes.
+    fn is_stuck(&self, batch: &Batch) -> bool {
+        !batch.more && self.context.health.breaker.failures() >= PROBES_MAX
     }
 
     /// Drops what was read ahead: the next read starts after the last settled position.

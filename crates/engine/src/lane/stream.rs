@@ -72,6 +72,7 @@ impl Lane {
                 continue;
             }
             poll.reset();
+            self.context.siblings.note_read();
             self.due_timer.set_busy(true);
             count += batch.deliveries.len();
             if ahead.is_free() && ready.back().unwrap_or(&batch).more {
@@ -192,7 +193,7 @@ impl Lane {
         self.context.metrics.add(&self.context.metrics.polls_empty, 1);
         self.due_timer.set_busy(false);
         let ignores_hints = poll.ignores_hints();
-        let wait = poll.pause();
+        let wait = poll.pause(&self.context.siblings);
         let hinted = tokio::select! {
             biased;
             () = round.cancelled() => false,

@@ -187,7 +187,7 @@ pub(super) fn earliest_retry(settlement: &Settlement<'_>) -> Option<Duration> {
         // The store knows the time on its clock; asking once tells how long it is.
         Disposition::Schedule { .. } => Some(Duration::ZERO),
         // The next of its key is released.
-        Disposition::Dead { halt: false, .. } | Disposition::Expired => Some(Duration::ZERO),
+        Disposition::Dead { halt: false, .. } | Disposition::Expired { .. } => Some(Duration::ZERO),
         disposition => disposition.retrying().map(|row| row.after),
     };
     settlement.entries.iter().filter_map(wait).min()

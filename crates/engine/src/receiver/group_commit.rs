@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -18,6 +18,8 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use super::Committed;
+
+use crate::lock::lock;
 
 /// Commits at once: while one waits for the disk, the next is worked on.
 pub(super) const COMMITS_MAX: usize = 2;
@@ -77,14 +79,17 @@ impl GroupCommit {
             (Queued { inbound, answer }, committed)
         };
         let (queued, answers): (Vec<_>, Vec<_>) = inbound.into_iter().map(channel).unzip();
+        let deadline = self.clock.sleep(self.timeout).shared();
         match self.enqueue(queued) {
             Start::Queued => {}
-            // The commit has its own deadline.
-            Start::Inline(worker) => DetachOnDrop::new(worker.run_once()).await,
+            Start::Inline(worker) => tokio::select! {
+                biased;
+                () = DetachOnDrop::new(worker.run_once()) => {}
+                () = deadline.clone() => {}
+            },
             // A task of its own: the others must not depend on this sender's patience.
             Start::Spawned(worker) => drop(tokio::spawn(worker.run())),
         }
-        let deadline = self.clock.sleep(self.timeout).shared();
         let mut committed = Vec::with_capacity(answers.len());
         for answer in answers {
             committed.push(tokio::select! {
@@ -116,7 +121,7 @@ impl GroupCommit {
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queue)
     }
 
     async fn store_all(&self, messages: Vec<Queued>) {
@@ -134,7 +139,6 @@ impl GroupCommit {
             Err(failure) => Arc::new(failure),
         };
         let alone = inbound.len() > 1 && is_of_one(&failure);
-        // In order, nothing is stored past a message that may still be.
         let mut failed = (!alone).then_some(failure);
         for (inbound, answer) in inbound.chunks(1).zip(answers) {
             if let Some(failure) = &failed {
@@ -142,7 +146,10 @@ impl GroupCommit {
             } else if !answer.is_closed() {
                 let stored = self.store(inbound).await.map(|received| received[0]).map_err(Arc::new);
                 if let Err(failure) = &stored {
-                    failed = (self.ordered && failure.kind() != ErrorKind::Invalid).then(|| Arc::clone(failure));
+                    // In order, nothing is stored past a message that may still be. And a store
+                    // that went away is not waited for once for each of them.
+                    let is_last = !is_of_one(failure) || (self.ordered && failure.kind() != ErrorKind::Invalid);
+                    failed = is_last.then(|| Arc::clone(failure));
                 }
                 let _ = answer.send(stored);
             }
@@ -164,7 +171,8 @@ impl GroupCommit {
 }
 
 fn too_slow() -> Error {
-    Error::new(ErrorKind::Unavailable, "receive", "store_timeout", "the store did not answer in time")
+    let message = "the store did not answer in time; postbox doctor names the locks it may wait for";
+    Error::new(ErrorKind::Unavailable, "receive", "store_timeout", message)
 }
 
 /// The commit that had the message panicked.

@@ -50,7 +50,7 @@ type Decoded = (Pending, Option<Inbound>);
 
 /// How messages are settled.
 #[derive(Default)]
-struct Settlement {
+struct Acks {
     ack: Vec<AckToken>,
     nak: Vec<AckToken>,
     reject: Vec<AckToken>,
@@ -58,7 +58,7 @@ struct Settlement {
     reported: usize,
 }
 
-impl Settlement {
+impl Acks {
     fn len(&self) -> usize {
         self.ack.len() + self.nak.len() + self.reject.len() + self.reported
     }
@@ -90,10 +90,10 @@ impl Receiver {
         // A share for each that is stored, for what is read and for what is acknowledged meanwhile.
         let batch_max = NEXT_MAX.min(in_flight_max / (batches_max + 2)).max(1);
         let (mut storing, mut settling) = (FuturesUnordered::new(), FuturesUnordered::new());
-        let (mut in_flight, mut backoff) = (0, None::<Backoff>);
+        let (mut in_flight, mut backoff, mut not_before) = (0, None::<Backoff>, Duration::ZERO);
         // They came while others are stored. Closing the source gives them back.
         let mut ready = Vec::<Decoded>::new();
-        let mut ended = Settlement::default();
+        let mut ended = Acks::default();
         loop {
             if storing.len() < batches_max && !ready.is_empty() {
                 storing.push(self.store_batch(source, std::mem::take(&mut ready), &stop));
@@ -106,8 +106,8 @@ impl Receiver {
             let wanted = batch_max.saturating_sub(ready.len());
             let has_room = 2 * wanted >= batch_max && wanted <= in_flight_max.saturating_sub(in_flight);
             let next = async {
-                if let Some(backoff) = &mut backoff {
-                    self.clock.sleep(backoff.next()).await;
+                if let Some(wait) = not_before.checked_sub(self.clock.monotonic()) {
+                    self.clock.sleep(wait).await;
                 }
                 source.next(wanted).await
             };
@@ -138,7 +138,7 @@ impl Receiver {
                         ready.extend(self.decode_all(messages.into_iter().map(pending)));
                     }
                     Err(failure) => {
-                        backoff.get_or_insert_with(Backoff::new);
+                        not_before = self.clock.monotonic() + backoff.get_or_insert_with(Backoff::new).next();
                         self.observe_source(&failure);
                     }
                 },
@@ -162,13 +162,8 @@ impl Receiver {
     }
 
     /// Stores messages; how they are to be settled.
-    async fn store_batch(
-        &self,
-        source: &dyn Source,
-        mut messages: Vec<Decoded>,
-        stop: &CancellationToken,
-    ) -> Settlement {
-        let (mut settlement, mut backoff) = (Settlement::default(), Backoff::new());
+    async fn store_batch(&self, source: &dyn Source, mut messages: Vec<Decoded>, stop: &CancellationToken) -> Acks {
+        let (mut settlement, mut backoff) = (Acks::default(), Backoff::new());
         loop {
             let (round, kept, away) = self.store_round(source, messages).await;
             settlement.extend(round);
@@ -178,7 +173,7 @@ impl Receiver {
             if away {
                 // The store may be away for long.
                 let ack = std::mem::take(&mut settlement.ack);
-                settlement.reported += self.settle(source, Settlement { ack, ..Settlement::default() }).await;
+                settlement.reported += self.settle(source, Acks { ack, ..Acks::default() }).await;
                 tokio::select! {
                     // Closing the source gives them back.
                     () = stop.cancelled() => return settlement,
@@ -191,8 +186,8 @@ impl Receiver {
 
     /// Tries to store each; how those that are done are settled, what is to be tried again, and
     /// whether the store is away.
-    async fn store_round(&self, source: &dyn Source, messages: Vec<Decoded>) -> (Settlement, Vec<Pending>, bool) {
-        let (mut settlement, mut kept, mut away) = (Settlement::default(), Vec::new(), false);
+    async fn store_round(&self, source: &dyn Source, messages: Vec<Decoded>) -> (Acks, Vec<Pending>, bool) {
+        let (mut settlement, mut kept, mut away) = (Acks::default(), Vec::new(), false);
         let (mut inbound, mut sent) = (Vec::with_capacity(messages.len()), Vec::with_capacity(messages.len()));
         for (pending, decoded) in messages {
             match decoded {
@@ -277,9 +272,9 @@ impl Receiver {
     }
 
     /// Tells the source; of how many. What it does not hear comes again, and is a duplicate then.
-    async fn settle(&self, source: &dyn Source, settlement: Settlement) -> usize {
+    async fn settle(&self, source: &dyn Source, settlement: Acks) -> usize {
         let count = settlement.len();
-        let Settlement { ack, nak, reject, reported: _ } = settlement;
+        let Acks { ack, nak, reject, reported: _ } = settlement;
         self.metrics.add(&self.metrics.rejected, reject.len());
         self.metrics.add(&self.metrics.returned, nak.len());
         let mut settled: Vec<Result<()>> = Vec::with_capacity(3);
@@ -303,7 +298,7 @@ impl Receiver {
         let outage = Outage { since, code: failure.code().to_owned() };
         self.watch().failing = Some((outage, self.clock.monotonic()));
         if let Some(failures) = self.watch().source_failures.observe(self.clock.monotonic()) {
-            warn!(source = %self.source, code = failure.code(), failures, "source failed; it is asked again: {failure}");
+            warn!(source = %self.source, code = failure.code(), error = %failure, failures, "source failed");
         }
     }
 }

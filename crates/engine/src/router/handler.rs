@@ -36,6 +36,7 @@ impl Judge<'_> {
         match &mut outcome {
             Outcome::Delivered { .. } => {}
             Outcome::Retry { error, .. }
+            | Outcome::ServerError { error, .. }
             | Outcome::Ambiguous { error, .. }
             | Outcome::Throttled { error, .. }
             | Outcome::Dead { error, .. }

@@ -115,8 +115,15 @@ async fn what_is_appended_names_its_cause_unless_its_task_has_left_the_context()
     let reader = Subscription::new("reader".parse().expect("a name"), LogName::outbox());
     env.store.subscribe(&reader).await.expect("subscribed");
     let (state, which) = (postbox_core::State::Pending, Criteria::default());
-    let query =
-        ListQuery { subscription: reader.name, state, which, code: None, correlation: None, after: None, limit: 10 };
+    let query = ListQuery {
+        subscription: reader.name,
+        state: Some(state),
+        which,
+        code: None,
+        correlation: None,
+        after: None,
+        limit: 10,
+    };
     let records = env.store.list(&query).await.expect("listed").split_off(1);
     let said = |it: &Record| {
         let (correlation, causation) = (it.event.correlation_id(), it.event.causation_id());

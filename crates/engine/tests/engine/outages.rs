@@ -48,7 +48,8 @@ async fn an_outage_costs_no_attempts_and_everything_is_delivered_after_it() {
 async fn an_outage_leaves_one_row_with_its_reason() {
     for capabilities in support::all_capabilities() {
         let (env, _, relay) = dead_destination(capabilities).await;
-        env.run_for(&relay, 3_600 * S).await;
+        // A while later, what was probed could be at fault.
+        env.run_for(&relay, 7 * S).await;
         let stats = env.stats().await;
         assert_eq!(stats.retrying, 1, "{capabilities:?}: {stats:?}");
         let row = &env.list(State::Retrying).await[0];
@@ -195,6 +196,50 @@ async fn an_ambiguous_outage_costs_one_attempt_of_one_event() {
         let charged: Vec<u32> = sink.arrivals().iter().map(|it| it.attempt - 1).filter(|it| *it > 0).collect();
         assert_eq!(charged, [1], "{capabilities:?}");
         sink.assert_in_order();
+    }
+}
+
+/// A destination that answers nothing but 500 is down: that costs four events an attempt.
+#[tokio::test(start_paused = true)]
+async fn a_destination_that_fails_at_all_it_gets_is_an_outage() {
+    for capabilities in support::all_capabilities() {
+        let env = TestEnv::new().await;
+        let (sink, relay) = env.recorded(capabilities, fast());
+        env.run_while(&relay, async {
+            env.append((0..100).map(|n| event(n % 20, n))).await;
+            sink.wait_for(100).await;
+            sink.script(|_| Outcome::server_error("http_500", "down"));
+            env.append((100..200).map(|n| event(n % 20, n))).await;
+            tokio::time::sleep(3_600 * S).await;
+            sink.script(|_| Outcome::DELIVERED);
+            sink.wait_for(200).await;
+        })
+        .await;
+        let charged: Vec<u32> = sink.arrivals().iter().map(|it| it.attempt - 1).filter(|it| *it > 0).collect();
+        assert_eq!(charged, [1; 4], "{capabilities:?}");
+        assert_eq!(env.stats().await.dead, 0);
+        sink.assert_in_order();
+    }
+}
+
+/// Events that the destination fails at die of their attempts and keep the others for a short time
+/// only, also where they are the first that it gets.
+#[tokio::test(start_paused = true)]
+async fn events_that_a_destination_fails_at_die_while_others_succeed() {
+    for capabilities in support::all_capabilities() {
+        let env = TestEnv::with((0..8).map(|n| event(n, n))).await;
+        let (sink, relay) = env.recorded(capabilities, fast());
+        sink.script(|delivery| match support::version(delivery) {
+            0..8 => Outcome::server_error("http_500", "it crashed"),
+            _ => Outcome::DELIVERED,
+        });
+        env.run_while(&relay, async {
+            env.append_each(8..700, 40, S).await;
+        })
+        .await;
+        let stats = env.stats().await;
+        assert_eq!((stats.dead, stats.dispatched), (8, 692), "{capabilities:?}");
+        assert!(env.list(State::Dead).await.iter().all(|it| it.attempts == fast().retry.attempts_max));
     }
 }
 

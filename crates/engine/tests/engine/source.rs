@@ -229,7 +229,7 @@ async fn poison_does_not_use_up_its_id() {
     settle(&way, "1", "mended").await;
     way.stop().await;
     let ids: Vec<String> = way.inbox.all().into_iter().map(|stored| stored.message_id).collect();
-    assert_eq!(ids, ["poison:1", "1"]);
+    assert!(ids.len() == 2 && ids[0].starts_with("poison:1:") && ids[1] == "1", "{ids:?}");
 }
 
 /// An inbox whose first call waits, then fails for a reason that a person must mend.
@@ -326,7 +326,7 @@ async fn a_relay_never_sends_poison_and_an_operator_sees_its_bytes() {
     assert_eq!(*sent.lock().expect("no panic while held"), ["plain"]);
     let query = ListQuery {
         subscription: subscription.name,
-        state: State::Dead,
+        state: Some(State::Dead),
         which: Criteria::default(),
         code: Some("body_broken".into()),
         correlation: None,

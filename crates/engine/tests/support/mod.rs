@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
     Append, Call, Capabilities, Clock, Criteria, Delivery, Error, ErrorKind, Inspect, ListQuery, Log, LogName,
-    MemoryStore, NewEvent, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Subscription, Wire,
+    MemoryStore, NewEvent, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Store as _, Subscription, Wire,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings, SystemRandom, TokioClock};
 use tokio::sync::Notify;
@@ -158,7 +158,7 @@ impl TestEnv {
         let subscription = self.subscription().name;
         let query = ListQuery {
             subscription,
-            state,
+            state: Some(state),
             which: Criteria::default(),
             code: None,
             correlation: None,

@@ -29,7 +29,7 @@ impl Receive for Gated {
         self.leave.acquire().await.expect("never closed").forget();
         let has = |word: &str| ids.iter().any(|id| id == word);
         assert!(!has("panic"), "on purpose");
-        if has("away") {
+        if has("away") || ids == ["gone"] {
             return Err(Error::new(ErrorKind::Unavailable, "receive", "store_unreachable", "it is away"));
         }
         if has("broken") {
@@ -202,6 +202,40 @@ async fn a_store_that_is_away_is_asked_once_for_a_whole_commit() {
     store.leave.add_permits(100);
     assert_eq!(codes(sent).await[1..], ["store_unreachable"; 4]);
     assert_eq!(store.calls(2).await.len(), 2, "the first, and the others");
+}
+
+/// It refuses one of several, and goes away while each is tried alone.
+#[tokio::test]
+async fn a_store_that_goes_away_midway_is_not_waited_for_by_each() {
+    let (store, group) = group();
+    store.leave.add_permits(100);
+    let many = ["1", "bad", "gone", "4", "5"].map(|id| message(id, 10)).to_vec();
+    let committed = group.commit(many).await;
+    let codes: Vec<_> =
+        committed.iter().map(|it| it.as_ref().map_or_else(|error| error.code(), |_| "accepted")).collect();
+    assert_eq!(codes, ["accepted", "text_invalid", "store_unreachable", "store_unreachable", "store_unreachable"]);
+    assert_eq!(store.calls(4).await[1..], [["1"], ["bad"], ["gone"]], "nobody else was tried");
+}
+
+#[tokio::test]
+async fn who_commits_many_waits_no_longer_than_a_commit_may_take() {
+    let clock = Arc::new(ManualClock::default());
+    let (store, group) = group_by(Arc::clone(&clock), false);
+    let many = ["1", "bad", "3"].map(|id| message(id, 10)).to_vec();
+    let committing = Arc::clone(&group);
+    let sent = tokio::spawn(async move { committing.commit(many).await });
+    store.calls(1).await;
+    clock.advance(TIMEOUT / 2);
+    store.leave.add_permits(2);
+    store.calls(3).await;
+    clock.advance(TIMEOUT / 2);
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+    assert!(sent.is_finished(), "the first was stored, and the second hangs");
+    let codes: Vec<_> =
+        sent.await.expect("no panic").into_iter().map(|it| it.map_err(|it| it.code().to_owned())).collect();
+    assert!(matches!(&codes[..], [Ok(_), Err(second), Err(_)] if second == "store_timeout"), "{codes:?}");
 }
 
 #[tokio::test]
