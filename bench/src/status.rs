@@ -85,8 +85,9 @@ impl Options {
 
 /// What a scrape asks.
 async fn look(store: &dyn Inspect, subscriptions: usize) -> anyhow::Result<()> {
-    for info in store.subscriptions().await?.iter().take(subscriptions) {
-        store.stats(&info.name).await?;
+    let names: Vec<_> = store.subscriptions().await?.into_iter().take(subscriptions).map(|info| info.name).collect();
+    for counted in store.stats_of(&names).await {
+        counted?;
     }
     Ok(())
 }

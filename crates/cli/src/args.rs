@@ -114,12 +114,13 @@ pub(crate) enum Command {
     },
     /// Count events; prints pending=N dispatched=N dead=N total=N
     Stats,
-    /// List events in one state, oldest first; or messages that were kept out, the latest first
+    /// List events: the newest first, or those in one state, oldest first; or messages that were
+    /// kept out, the latest first
     List {
-        /// pending, retrying, blocked, scheduled, dead, discarded, dispatched, skipped or unrouted;
-        /// or conflict: came with a known id and another body
+        /// Only in this state: pending, retrying, blocked, scheduled, dead, discarded, dispatched,
+        /// skipped or unrouted; or conflict: came with a known id and another body
         #[arg(long, value_parser = listed)]
-        state: Listed,
+        state: Option<Listed>,
         /// At most this many
         #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=100_000))]
         limit: u64,
@@ -195,6 +196,12 @@ pub(crate) enum Command {
         /// Events that no subscription wants, which are kept otherwise, and no others
         #[arg(long)]
         unrouted: bool,
+        /// Of those that were discarded, only those with this reason code, and nothing else
+        #[arg(long, conflicts_with = "unrouted")]
+        code: Option<String>,
+        /// At most this many, log by log, oldest first
+        #[arg(long, value_name = "N", value_parser = count)]
+        limit: Option<usize>,
         /// Only count them: delete nothing
         #[arg(long)]
         dry_run: bool,
@@ -251,9 +258,12 @@ pub(crate) struct SendArgs {
     /// Not delivered any more after this time, e.g. 15m
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) expires_in: Option<Duration>,
-    /// Its id: where the log has it already, nothing is done
+    /// Its id: where the log has this very event already, it is not appended again
     #[arg(long, value_parser = plain::<EventId>)]
     pub(crate) id: Option<EventId>,
+    /// Makes its id, always the same of one key: it names this event, e.g. order-42-paid
+    #[arg(long, value_name = "KEY", conflicts_with = "id")]
+    pub(crate) idempotency_key: Option<String>,
 }
 
 fn header(text: &str) -> Result<(String, String), String> {
@@ -401,6 +411,16 @@ pub(crate) enum Listed {
     Events(State),
     /// Messages whose id was known with another body. They are no events: they never came in.
     Conflicts,
+}
+
+impl Listed {
+    /// In which state, of events.
+    pub(crate) fn state(self) -> Option<State> {
+        match self {
+            Self::Events(state) => Some(state),
+            Self::Conflicts => None,
+        }
+    }
 }
 
 fn listed(text: &str) -> Result<Listed, String> {

@@ -125,13 +125,27 @@ impl Context {
         found.dedup();
         match &found[..] {
             [id] => Ok(*id),
-            [] => Err(Failure::failed(format!(
-                "no log has an event whose id begins with {prefix}; it was never committed, or was pruned"
-            ))),
+            [] => Err(self.no_event(self.log.as_ref(), &format!("whose id begins with {prefix}"))),
             [first, second, ..] => Err(Failure::usage(format!(
                 "{prefix} is the beginning of several ids, {first} and {second} among them: give more of it"
             ))),
         }
+    }
+
+    /// There is no such event in what was looked at: this log, or all.
+    pub(crate) fn no_event(&self, looked_at: Option<&LogName>, which: &str) -> Failure {
+        let narrowed = match (&self.only, &self.log) {
+            (Some(_), _) => "--subscription",
+            (None, Some(_)) => "--log",
+            (None, None) => "",
+        };
+        Failure::failed(match looked_at {
+            Some(log) if !narrowed.is_empty() => format!(
+                "the {log} has no event {which}; it was never committed, was pruned, or is in another log: leave \
+                 {narrowed} out"
+            ),
+            _ => format!("no log has an event {which}; it was never committed, or was pruned"),
+        })
     }
 
     /// Refuses a `--log` that neither the store nor the configuration has.
@@ -294,7 +308,7 @@ pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Config, Failure>
     if purpose != Purpose::Inspect {
         for (name, share) in config.per_store() {
             if let Some(risk) = share.store.risk() {
-                warn!(store = name.as_ref().map(StoreName::as_str), code = "store_unverified", "{risk}");
+                warn!(store = name.as_ref().map(StoreName::as_str), code = "store_unverified", why = %risk, "store unverified");
             }
         }
     }

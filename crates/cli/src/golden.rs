@@ -90,6 +90,9 @@ fn info(of: &str, topics: &[&str], lanes: u16) -> SubscriptionInfo {
 
 fn subscriptions() -> Vec<(SubscriptionInfo, StatsJson)> {
     let busy = Stats {
+        share: 10_000,
+        skipped: 54_321,
+        skipped_is_estimate: true,
         pending: 1_234_567,
         retrying: 17,
         blocked: 1_204,
@@ -124,7 +127,14 @@ fn stats() {
 #[test]
 fn subscription_list() {
     let all = subscriptions().into_iter().map(|(info, stats)| SubscriptionJson::new(&info, Some(stats)));
-    let rows: Vec<_> = all.map(|one| subscription::row(&one)).collect();
+    let filter = Filter {
+        kinds: vec!["integration".to_owned()],
+        aggregates: vec!["order".to_owned(), "invoice".to_owned()],
+        headers: [("region", "eu"), ("tier", "gold")].map(|(name, value)| (name.to_owned(), value.to_owned())).into(),
+        ..Filter::default()
+    };
+    let narrow = SubscriptionJson::new(&SubscriptionInfo { filter, ..info("partners", &[], 1) }, None);
+    let rows: Vec<_> = all.chain([narrow]).map(|one| subscription::row(&one)).collect();
     golden("subscription-list", |width| layout::rows(&subscription::HEAD, &rows, width));
 }
 

@@ -155,5 +155,7 @@ mod tests {
             assert!(parses(&[&["prune"], &bound[..], &["--topic", "a", "--dry-run", "--unrouted"]].concat()));
         }
         assert!(!parses(&["prune", "--older-than", "7d", "--until", "2h"]));
+        assert!(parses(&["prune", "--older-than", "7d", "--code", "http_422", "--limit", "5"]));
+        assert!(!parses(&["prune", "--older-than", "7d", "--code", "x", "--unrouted"]), "what nobody wants has none");
     }
 }

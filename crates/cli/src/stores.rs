@@ -19,6 +19,14 @@ pub(crate) struct Asked<'a, T> {
     pub(crate) ended: Result<(), Failure>,
 }
 
+impl<T> Asked<'_, T> {
+    /// Whether there is a list to print: of what answered, be it nothing. Where no store did, an
+    /// empty list would say that there is nothing.
+    pub(crate) fn is_answered(&self) -> bool {
+        !self.answers.is_empty()
+    }
+}
+
 /// Asks every store that is meant. One that fails keeps no other from its answer; the failure says
 /// which.
 pub(crate) async fn ask_each<'a, T, F>(contexts: &'a [Context], ask: impl Fn(&'a Context) -> F) -> Asked<'a, T>

@@ -13,6 +13,7 @@ use toml::de::DeValue;
 use crate::document;
 use crate::faults::suggestion;
 use crate::reader::Place;
+use crate::secret::is_variable;
 use crate::table::{Key, Table};
 use crate::units::{parse_duration, parse_size};
 
@@ -95,6 +96,26 @@ impl<T: 'static> Kind<T> {
     }
 }
 
+impl<T: 'static> Kind<Vec<T>> {
+    /// Refuses what is written and empty, where nothing written means all: it looks as if it meant
+    /// none. `wanted` says what to name.
+    pub fn not_empty(self, wanted: &'static str) -> Self {
+        let Self { mut shape, read } = self;
+        let least = if shape.schema["type"] == "array" { "minItems" } else { "minProperties" };
+        shape.schema[least] = 1.into();
+        let filled = move |place: &Place<'_>| {
+            let is_empty = match place.value {
+                DeValue::Array(items) => items.is_empty(),
+                DeValue::Table(table) => table.is_empty(),
+                _ => false,
+            };
+            let fault = || place.fault(format!("{} is empty; name {wanted}, or leave it out for all", place.name));
+            if is_empty { fault() } else { read(place) }
+        };
+        Self { shape, read: Box::new(filled) }
+    }
+}
+
 /// `true` or `false`.
 pub fn boolean() -> Kind<bool> {
     Kind::new(json!({ "type": "boolean" }), |place| match place.value {
@@ -134,9 +155,15 @@ pub fn fraction() -> Kind<f64> {
 }
 
 /// Text that `parse` understands. Its message says what is wrong and how to write it; it may repeat
-/// the text, which is taken out again where it may be a secret.
+/// the text, which is taken out again where it may be a secret. The name of a variable is refused:
+/// only a [`secret`](crate::secret()) is looked up, and whoever wrote it thinks that this is, too.
 pub fn text<T: 'static>(parse: impl Fn(&str) -> Result<T, String> + 'static) -> Kind<T> {
-    Kind::new(json!({ "type": "string" }), move |place| place.parsed(&parse))
+    Kind::new(json!({ "type": "string" }), move |place| {
+        place.parsed(|text| match text.strip_prefix("env:") {
+            Some(name) if is_variable(name) => Err(format!("{text:?} is not looked up here; write the value itself")),
+            _ => parse(text),
+        })
+    })
 }
 
 /// What core understands, for [`text`] and [`entries`]: names, topics, rates.

@@ -58,16 +58,16 @@ pub struct Reader<'a> {
     pub options: ReadOptions<'a>,
     /// Where the service listens, once that was read: no sink may call that.
     pub listening: Cell<Option<SocketAddr>>,
-    text: &'a str,
+    lines: Lines,
     faults: RefCell<Vec<Fault>>,
     warnings: RefCell<Vec<Fault>>,
 }
 
 impl<'a> Reader<'a> {
     /// A reader of this text that has found nothing yet.
-    pub fn new(text: &'a str, options: ReadOptions<'a>) -> Self {
+    pub fn new(text: &str, options: ReadOptions<'a>) -> Self {
         let (faults, warnings) = Default::default();
-        Self { options, listening: Cell::default(), text, faults, warnings }
+        Self { options, listening: Cell::default(), lines: Lines::of(text), faults, warnings }
     }
 
     /// Writes a fault down.
@@ -86,8 +86,24 @@ impl<'a> Reader<'a> {
 
     /// The line of a place in the text, from 1.
     fn line(&self, start: usize) -> usize {
-        let before = &self.text.as_bytes()[..start.min(self.text.len())];
-        1 + before.iter().filter(|byte| **byte == b'\n').count()
+        self.lines.at(start)
+    }
+}
+
+/// Where the lines of a text end. It has no text: who asks for the line of each element of a long
+/// list must not have it read again for each.
+struct Lines {
+    ends: Vec<usize>,
+}
+
+impl Lines {
+    fn of(text: &str) -> Self {
+        Self { ends: text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at).collect() }
+    }
+
+    /// The line of a place, from 1. A line end belongs to the line it ends.
+    fn at(&self, place: usize) -> usize {
+        1 + self.ends.partition_point(|end| *end < place)
     }
 }
 
@@ -280,5 +296,25 @@ impl<'r> Section<'r> {
     /// Refuses these keys as unknown, because of what another key says.
     pub fn forbid(&self, keys: &[&str]) {
         self.known.borrow_mut().retain(|known| !keys.contains(known));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_place_has_its_line() {
+        for text in ["", "\n", "a", "a\nb", "\n\na\n", "ä\r\nb\n\nc"] {
+            let lines = Lines::of(text);
+            for place in 0..text.len() + 2 {
+                let before = &text.as_bytes()[..place.min(text.len())];
+                assert_eq!(
+                    lines.at(place),
+                    1 + before.iter().filter(|byte| **byte == b'\n').count(),
+                    "{text:?} {place}"
+                );
+            }
+        }
     }
 }

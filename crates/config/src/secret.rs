@@ -60,7 +60,7 @@ fn read(place: &Place<'_>, is_needed: bool) -> Option<Secret> {
 }
 
 /// Whether this looks like the name of a variable, so that it can be repeated.
-fn is_variable(name: &str) -> bool {
+pub(crate) fn is_variable(name: &str) -> bool {
     let usual = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
     !name.is_empty() && name.len() <= 64 && name.chars().all(usual) && (name.contains('_') || name.len() <= 12)
 }

@@ -49,7 +49,7 @@ impl Convert {
             Ok(Ok(Some(event))) => Ok(event),
             Ok(Ok(None)) => Err(Answer::Ignored),
             Ok(Err(failure)) => {
-                warn!(%source, message_id = message.message_id, "webhook rejected: conversion failed: {failure}");
+                warn!(%source, message_id = message.message_id, error = %failure, "webhook conversion failed");
                 Err(Answer::Unmapped("convert_failed"))
             }
             Err(_) => {

@@ -121,7 +121,7 @@ impl SourceState {
             return Err(Error::invalid("configure", "tenant_unsigned", format!("source {}: {fault}", source.name)));
         }
         if let Some(risk) = source.mapping.risk(scheme) {
-            warn!(source = %source.name, code = "id_unsigned", "{risk}");
+            warn!(source = %source.name, code = "id_unsigned", why = %risk, "message id unsigned");
         }
         let fault = |text: &str| {
             Error::invalid("configure", "source_limits_invalid", format!("source {}: {text}", source.name))

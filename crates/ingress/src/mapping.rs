@@ -197,7 +197,7 @@ impl MappingFailure {
 
     pub(crate) fn log(&self, source: &SourceName) {
         let Self { message_id, code, field, rule, why } = self;
-        warn!(%source, code, field, rule, message_id, "webhook rejected: mapping failed: {why}");
+        warn!(%source, code, field, rule, message_id, why, "webhook mapping failed");
     }
 }
 

@@ -50,7 +50,7 @@ impl Ingress {
             Answer::BodyPushedOut => {
                 if let Some(times) = state.logging().pushed_out.observe(self.clock.monotonic()) {
                     let (source, code) = (&state.source.name, answer.code());
-                    warn!(%source, code, times, "body buffer full; dropped the oldest unfinished bodies");
+                    warn!(%source, code, times, "body buffer full");
                 }
             }
             _ => {}
@@ -120,7 +120,7 @@ impl Ingress {
             // that a clock is off, so the body is read; but it is not waited for long.
             Err(refusal) if refusal.is_stale() => Ok(timeout.min(STALE_TIMEOUT)),
             Err(refusal) => {
-                debug!(source = %state.source.name, code = refusal.code(), "webhook refused: {refusal}");
+                debug!(source = %state.source.name, code = refusal.code(), why = %refusal, "webhook refused");
                 Err(Answer::Refused(refusal))
             }
         }

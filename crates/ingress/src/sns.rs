@@ -79,7 +79,7 @@ impl Sns {
     async fn confirm(&self, asked: &Confirmation, clock: &dyn Clock) -> Answer {
         let topic = &asked.topic_arn;
         if !self.confirm {
-            warn!(%topic, "SNS subscription unconfirmed; set confirm = true, or confirm it in AWS");
+            warn!(%topic, cure = "set confirm = true, or confirm it in AWS", "SNS subscription unconfirmed");
             return Answer::Unconfirmed;
         }
         let fetched = tokio::select! {
@@ -92,7 +92,7 @@ impl Sns {
                 Answer::Confirmed
             }
             Fetched::Refused(why) | Fetched::Failed(why) => {
-                warn!(%topic, why, "failed to confirm SNS subscription; SNS asks again");
+                warn!(%topic, why, "SNS confirmation failed");
                 Answer::ConfirmationFailed
             }
         }

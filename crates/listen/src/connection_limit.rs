@@ -105,7 +105,7 @@ impl ConnectionLimiter {
             let count = std::mem::take(&mut slots.evicted);
             slots.logged_at = Some(now);
             let limit = self.limits.connections;
-            warn!(count, limit, "connection limit reached; closed {count} idle connections");
+            warn!(closed = count, limit, "connection limit reached");
         }
     }
 

@@ -154,7 +154,7 @@ async fn accept(
                 Ok((stream, _)) => newcomer = Some(stream),
                 Err(error) if is_client_abort(&error) => {}
                 Err(error) => {
-                    warn!(%error, "accept failed; are there too few file descriptors?");
+                    warn!(%error, cure = "raise the limit of open files (ulimit -n)", "accept failed");
                     clock.sleep(ACCEPT_PAUSE).await;
                 }
             },

@@ -36,7 +36,7 @@ impl Client {
     fn failed(&self, error: &str) {
         let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(failures) = failures.observe(Instant::now()) {
-            warn!(code = "spans_lost", failures, "collector of traces: {error}; spans are lost, and nothing else");
+            warn!(code = "spans_lost", failures, error, "spans lost");
         }
     }
 }

@@ -116,16 +116,20 @@ struct Guide;
 mod service;
 pub mod test;
 
+/// What an `impl` of a layer, a sink or a source is marked with.
+pub use postbox_core::async_trait;
 pub use postbox_core::{
-    Aggregate, Append, Clock, Context, Delivery, Error, ErrorKind, EventId, Headers, IntoEvents, LogName, MemoryStore,
-    Migrate, NewEvent, Ordering, Outcome, Postbox, Recorded, Result, RetryPolicy, SourceName, Subscription,
-    SubscriptionName, TypedEvent,
+    Aggregate, Append, Appended, Clock, Context, Delivery, Error, ErrorKind, EventId, Headers, IntoEvents, LogName,
+    MemoryStore, Migrate, NewEvent, Ordering, Outcome, Postbox, Recorded, Result, RetryPolicy, SourceName,
+    Subscription, SubscriptionName, TypedEvent,
 };
 pub use postbox_derive::Event;
 pub use postbox_engine::{
     InProcessBus, JsonLines, OnDead, Relay, RelayBuilder, RelaySettings, TokioClock, handler_sink, router,
 };
 pub use service::{Service, ServiceBuilder};
+/// What ends [`Relay::run`].
+pub use tokio_util::sync::CancellationToken;
 
 /// What a service names most, for `use postbox::prelude::*`.
 ///

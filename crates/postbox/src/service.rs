@@ -98,6 +98,7 @@ impl Service {
             received: BTreeSet::new(),
             events_age: Sweeper::EVENTS_AGE,
             message_ids_age: Sweeper::MESSAGE_IDS_AGE,
+            dead_age: None,
         }
     }
 
@@ -241,6 +242,7 @@ pub struct ServiceBuilder {
     received: BTreeSet<LogName>,
     events_age: Duration,
     message_ids_age: Duration,
+    dead_age: Option<Duration>,
 }
 
 impl ServiceBuilder {
@@ -290,6 +292,13 @@ impl ServiceBuilder {
         self
     }
 
+    /// How long dead events wait for a person before they are given up (discarded), a day at least.
+    /// One that halts its key waits for ever, as all of them do by default.
+    pub fn keep_dead(mut self, age: Duration) -> Self {
+        self.dead_age = Some(age);
+        self
+    }
+
     /// How long ids of messages from outside are remembered: as long as your senders go on
     /// repeating a message, 7 days at least. Default: 30 days.
     pub fn remember_ids(mut self, age: Duration) -> Self {
@@ -300,7 +309,7 @@ impl ServiceBuilder {
     /// Checks everything and builds. Touches no store.
     ///
     /// Errors (`Invalid`): those of names, routers and sources, `subscription_twice`,
-    /// `message_ids_age_too_short`.
+    /// `message_ids_age_too_short`, `dead_age_too_short`.
     pub fn build(self) -> Result<Service> {
         let (store, relays) = (self.store, self.relays?);
         let mut names = BTreeSet::new();
@@ -314,14 +323,18 @@ impl ServiceBuilder {
         logs.extend([LogName::outbox(), LogName::inbox()]);
         logs.extend(relays.iter().map(|relay| relay.subscription().log.clone()));
         let logs: Vec<_> = logs.into_iter().collect();
+        let mut sweeper = Sweeper::new(store.clone(), logs.clone(), clock.clone())
+            .events_older_than(self.events_age)
+            .message_ids_older_than(store.clone(), self.message_ids_age)?;
+        if let Some(age) = self.dead_age {
+            sweeper = sweeper.dead_older_than(store.clone(), age)?;
+        }
         Ok(Service(Arc::new(Inner {
             relays: relays.into_iter().map(|relay| SupervisedRelay::new(relay, None)).collect(),
             #[cfg(feature = "http")]
             ingress: Ingress::new(self.sources, store.clone(), clock.clone())?,
             receives,
-            sweeper: Sweeper::new(store.clone(), logs.clone(), clock.clone())
-                .events_older_than(self.events_age)
-                .message_ids_older_than(store.clone(), self.message_ids_age)?,
+            sweeper,
             finder: UnroutedFinder::new(store.clone(), logs, clock.clone()),
             store,
             clock,

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox::contract::{Admin as _, Call, Inspect as _, Maintain as _, Wire};
+use postbox::contract::{Admin as _, Call, Inspect as _, Maintain as _, Store as _, Wire};
 use postbox::postgres::{PostgresConfig, PostgresStore};
 use postbox::router::{Event, Router, State};
 use postbox::{
@@ -260,6 +260,34 @@ async fn delivered_events_go_after_their_time_without_being_asked_to() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn dead_events_are_given_up_only_where_that_was_asked_for() {
+    const DAY: Duration = Duration::from_secs(86_400);
+    let runs_for = async |builder: postbox::ServiceBuilder, time: Duration| {
+        let service = builder.outbox("mails", reporting().0).build().expect("built");
+        let serving = running(&service);
+        tokio::time::sleep(time).await;
+        service.stop();
+        soon(serving).await.expect("no panic").expect("stopped");
+    };
+    let (store, name): (_, SubscriptionName) = (store(), "mails".parse().expect("a name"));
+    let builder = || Service::builder(store.clone());
+    let counts = async || {
+        let stats = store.stats(&name).await.expect("counted");
+        (stats.dead, stats.discarded)
+    };
+    store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await.expect("appended");
+    runs_for(builder(), PATIENCE).await;
+    tokio::time::sleep(DAY).await;
+    // A sweep each.
+    let hour = Duration::from_secs(3_700);
+    runs_for(builder(), hour).await;
+    runs_for(builder().keep_dead(2 * DAY), hour).await;
+    assert_eq!(counts().await, (1, 0));
+    runs_for(builder().keep_dead(DAY), hour).await;
+    assert_eq!(counts().await, (0, 1));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_builder_refuses_what_cannot_work() {
     let built = |builder: postbox::ServiceBuilder| code(builder.build());
     let builder = || Service::builder(store());
@@ -267,6 +295,7 @@ async fn a_builder_refuses_what_cannot_work() {
     assert_eq!(built(builder().outbox("mails", Router::new())), "router_empty");
     assert_eq!(built(builder().outbox("mails", reporting().0).inbox("mails", reporting().0)), "subscription_twice");
     assert_eq!(built(builder().remember_ids(Duration::from_secs(60))), "message_ids_age_too_short");
+    assert_eq!(built(builder().keep_dead(Duration::from_secs(3_600))), "dead_age_too_short");
     let name = "own".parse().expect("a name");
     let idle = Relay::builder(Arc::new(store()), Subscription::new(name, LogName::outbox())).build().expect("built");
     assert_eq!(built(builder().relay(idle)), "ok");

@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use postbox_bus::BusSink;
 use postbox_config::{Key, Secret, Section, SinkConfig, SinkContext, Table, from_core, secret_always, table, text};
 use postbox_core::kit::log_unknown;
-use postbox_core::{Inbound, LogName, Receive, Received, Result, Sink, SourceName, Store};
+use postbox_core::{Error, Inbound, LogName, Receive, Received, Result, Sink, SourceName, Store};
 use tokio::sync::OnceCell;
 
 use crate::stores::{StoreConfig, check_store_url, open_store};
@@ -75,7 +75,16 @@ struct OtherStore {
 
 impl OtherStore {
     async fn store(&self) -> Result<&Arc<dyn Store>> {
-        self.store.get_or_try_init(|| open_store(&self.config)).await
+        let open = async || {
+            let store = open_store(&self.config).await?;
+            // One that is too old or too new takes events all the same, and keeps them wrongly.
+            store.validate().await?;
+            Ok(store)
+        };
+        self.store.get_or_try_init(open).await.map_err(|error: Error| {
+            let message = format!("the other store, of the sink's url: {}", error.message());
+            Error::new(error.kind(), error.operation(), error.code().to_owned(), message)
+        })
     }
 }
 

@@ -165,10 +165,14 @@ impl ServedStore {
 
     fn sweeper(&self, store: &Arc<dyn Store>) -> Result<Sweeper> {
         let retention = &self.config.retention;
-        Ok(Sweeper::new(Arc::clone(store) as _, logs(&self.config), Arc::clone(&self.clock))
+        let sweeper = Sweeper::new(Arc::clone(store) as _, logs(&self.config), Arc::clone(&self.clock))
             .events_older_than(retention.older_than)
             .message_ids_older_than(Arc::clone(store) as _, retention.remember_ids)?
-            .schedule(retention.schedule.clone()))
+            .schedule(retention.schedule.clone());
+        match retention.dead {
+            Some(age) => sweeper.dead_older_than(Arc::clone(store), age),
+            None => Ok(sweeper),
+        }
     }
 
     /// The store, if it is taken up.

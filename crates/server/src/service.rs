@@ -69,7 +69,7 @@ impl Service {
     async fn serve(config: Config, store: Option<Arc<dyn Store>>) -> Result<Self> {
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         if let Some(risk) = config.server.risk() {
-            warn!(code = "listens_everywhere", "{risk}");
+            warn!(code = "listens_everywhere", why = %risk, "listener open to all");
         }
         // First of what can fail, because a port in use is what fails most, and subscriptions would
         // be left behind in the store.

@@ -67,7 +67,7 @@ impl SupervisedReceiver {
         };
         let ended = |ended| {
             if let Some((error, Some(wait))) = ended {
-                error!(source = %self.name, %error, restart_in = ?wait, "receiver failed; restarting");
+                error!(source = %self.name, %error, restart_in = ?wait, "receiver failed");
             }
         };
         supervise("receiver", run, ended, &[], clock.as_ref(), &stop).await;

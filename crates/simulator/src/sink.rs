@@ -121,7 +121,7 @@ impl World {
         };
         match &outcome {
             Outcome::Delivered { .. } => ledger.arrive(number, delivery.replay),
-            Outcome::Retry { .. } | Outcome::Ambiguous { .. } => ledger.failed(number),
+            Outcome::Retry { .. } | Outcome::ServerError { .. } | Outcome::Ambiguous { .. } => ledger.failed(number),
             Outcome::Throttled { .. } | Outcome::Unavailable { .. } => ledger.found_down(number),
             Outcome::Dead { .. } | Outcome::Gone { .. } => ledger.refused(number),
         }
@@ -167,7 +167,7 @@ impl World {
             _ => Outcome::DELIVERED,
         };
         match &outcome {
-            Outcome::Retry { .. } | Outcome::Ambiguous { .. } => ledger.failed(number),
+            Outcome::Retry { .. } | Outcome::ServerError { .. } | Outcome::Ambiguous { .. } => ledger.failed(number),
             Outcome::Throttled { .. } | Outcome::Unavailable { .. } => ledger.found_down(number),
             Outcome::Dead { .. } | Outcome::Gone { .. } => ledger.refused(number),
             Outcome::Delivered { .. } => {

@@ -4,7 +4,7 @@ mod apply;
 
 pub use apply::DieselAsync;
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
-use postbox_core::{AppendFuture, EventId, LogName, NewEvent, Result, Transaction};
+use postbox_core::{AppendFuture, Appended, LogName, NewEvent, Result, Transaction};
 use postbox_postgres::Postgres;
 use postbox_postgres::driver::{AppendStatement, no_transaction};
 
@@ -21,13 +21,13 @@ async fn append_in(
     to: &Postgres,
     log: &LogName,
     events: Result<Vec<NewEvent>>,
-) -> Result<Vec<EventId>> {
+) -> Result<Appended> {
     type Transactions = <AsyncPgConnection as AsyncConnection>::TransactionManager;
     if !matches!(Transactions::transaction_manager_status_mut(connection).transaction_depth(), Ok(Some(_))) {
         return Err(no_transaction("append"));
     }
-    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
+    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Appended::default()) };
     let executed = postbox_diesel::query(statement.sql, statement.texts).execute(connection).await;
-    executed.map_err(|error| postbox_diesel::classify("append", &error, Some(log)))?;
-    Ok(statement.ids)
+    let known = executed.map_err(|error| postbox_diesel::classify("append", &error, Some(log)))?;
+    Ok(Appended::new(statement.ids, known))
 }

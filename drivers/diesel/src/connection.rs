@@ -2,7 +2,7 @@
 
 use diesel::connection::{AnsiTransactionManager, TransactionManager as _};
 use diesel::{PgConnection, RunQueryDsl as _};
-use postbox_core::{EventId, LogName, NewEvent, Result, Transaction};
+use postbox_core::{Appended, LogName, NewEvent, Result, Transaction};
 use postbox_postgres::Postgres;
 use postbox_postgres::driver::{AppendStatement, no_transaction};
 
@@ -11,16 +11,16 @@ use postbox_postgres::driver::{AppendStatement, no_transaction};
 pub enum Diesel {}
 
 impl<'a> Transaction<'a, Postgres, Diesel> for PgConnection {
-    type Appended = Result<Vec<EventId>>;
+    type Appended = Result<Appended>;
 
     fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> Self::Appended {
         let depth = AnsiTransactionManager::transaction_manager_status_mut(self).transaction_depth();
         if !matches!(depth, Ok(Some(_))) {
             return Err(no_transaction("append"));
         }
-        let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
+        let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Appended::default()) };
         let executed = crate::query(statement.sql, statement.texts).execute(self);
-        executed.map_err(|error| crate::classify("append", &error, Some(log)))?;
-        Ok(statement.ids)
+        let known = executed.map_err(|error| crate::classify("append", &error, Some(log)))?;
+        Ok(Appended::new(statement.ids, known))
     }
 }

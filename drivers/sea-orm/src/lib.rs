@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 
-use postbox_core::{AppendFuture, Error, ErrorKind, EventId, LogName, NewEvent, Result, Transaction};
+use postbox_core::{AppendFuture, Appended, Error, ErrorKind, LogName, NewEvent, Result, Transaction};
 use postbox_postgres::Postgres;
 use postbox_postgres::driver::AppendStatement;
 use sea_orm::{ConnectionTrait as _, DatabaseTransaction, DbErr, RuntimeErr, Statement};
@@ -30,12 +30,12 @@ async fn append_in(
     to: &Postgres,
     log: &LogName,
     events: Result<Vec<NewEvent>>,
-) -> Result<Vec<EventId>> {
-    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
+) -> Result<Appended> {
+    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Appended::default()) };
     let texts = statement.texts.into_iter().map(Into::into);
     let sql = Statement::from_sql_and_values(tx.get_database_backend(), statement.sql, texts);
-    tx.execute_raw(sql).await.map_err(|error| classify(log, &error))?;
-    Ok(statement.ids)
+    let done = tx.execute_raw(sql).await.map_err(|error| classify(log, &error))?;
+    Ok(Appended::new(statement.ids, done.rows_affected() as usize))
 }
 
 fn classify(log: &LogName, error: &DbErr) -> Error {

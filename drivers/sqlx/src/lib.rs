@@ -4,7 +4,7 @@ mod apply;
 
 pub use apply::Sqlx;
 use postbox_core::kit::check_message_id;
-use postbox_core::{AppendFuture, Error, EventId, LogName, NewEvent, Result, SourceName, Transaction};
+use postbox_core::{AppendFuture, Appended, Error, LogName, NewEvent, Result, SourceName, Transaction};
 use postbox_postgres::driver::{AppendStatement, Refusal, no_transaction, once_statement, unreachable};
 use postbox_postgres::{Postgres, SchemaName};
 use sqlx::postgres::{PgConnection, PgDatabaseError};
@@ -31,15 +31,15 @@ async fn append_in(
     to: &Postgres,
     log: &LogName,
     events: Result<Vec<NewEvent>>,
-) -> Result<Vec<EventId>> {
+) -> Result<Appended> {
     if !connection.is_in_transaction() {
         return Err(no_transaction("append"));
     }
-    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
+    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Appended::default()) };
     let query = sqlx::query(AssertSqlSafe(statement.sql)).persistent(to.prepared);
     let query = statement.texts.into_iter().fold(query, |query, text| query.bind(text));
-    connection.execute(query).await.map_err(|error| classify("append", &error, Some(log)))?;
-    Ok(statement.ids)
+    let done = connection.execute(query).await.map_err(|error| classify("append", &error, Some(log)))?;
+    Ok(Appended::new(statement.ids, done.rows_affected() as usize))
 }
 
 /// Whether this is the first time that `message_id` of `source` is seen, decided in your

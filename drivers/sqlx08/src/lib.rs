@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 
-use postbox_core::{AppendFuture, Error, EventId, LogName, NewEvent, Result, Transaction};
+use postbox_core::{AppendFuture, Appended, Error, LogName, NewEvent, Result, Transaction};
 use postbox_postgres::Postgres;
 use postbox_postgres::driver::{AppendStatement, Refusal, no_transaction, unreachable};
 use sqlx08::postgres::{PgConnection, PgDatabaseError};
@@ -31,15 +31,15 @@ async fn append_in(
     to: &Postgres,
     log: &LogName,
     events: Result<Vec<NewEvent>>,
-) -> Result<Vec<EventId>> {
+) -> Result<Appended> {
     if !connection.is_in_transaction() {
         return Err(no_transaction("append"));
     }
-    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
+    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Appended::default()) };
     let query = sqlx08::query(&statement.sql).persistent(to.prepared);
     let query = statement.texts.into_iter().fold(query, |query, text| query.bind(text));
-    connection.execute(query).await.map_err(|error| classify(&error, log))?;
-    Ok(statement.ids)
+    let done = connection.execute(query).await.map_err(|error| classify(&error, log))?;
+    Ok(Appended::new(statement.ids, done.rows_affected() as usize))
 }
 
 /// What a statement's failure means.

@@ -3,11 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use postbox::postgres::{PostgresConfig, PostgresStore, TxHandler};
-use postbox::{Delivery, LogName, Outcome, Relay, RelaySettings, Subscription};
+use postbox::{CancellationToken, Delivery, LogName, Outcome, Relay, RelaySettings, Subscription, async_trait};
 use tokio_postgres::Transaction;
-use tokio_util::sync::CancellationToken;
 
 /// What is shipped, as often as it is. No constraint keeps an order from being there twice.
 pub const TABLES: &str = "CREATE TABLE shipped (place bigserial, order_id bigint NOT NULL, customer text NOT NULL); \

@@ -204,6 +204,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
         "sha2",
         &[
             "postbox-bus",
+            "postbox-core",
             "postbox-ingress",
             "postbox-kafka",
             "postbox-mqtt",

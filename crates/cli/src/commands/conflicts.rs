@@ -26,6 +26,7 @@ pub(super) async fn list(contexts: &[Context], limit: usize, json: bool) -> Resu
         Some(log) => of_log(context, log, limit).await,
     };
     let asked = ask_each(contexts, latest).await;
+    let is_answered = asked.is_answered();
     let mut conflicts: Vec<(&Context, Conflict)> = Vec::new();
     for (context, of_store) in asked.answers {
         conflicts.extend(of_store.into_iter().map(|conflict| (context, conflict)));
@@ -35,7 +36,7 @@ pub(super) async fn list(contexts: &[Context], limit: usize, json: bool) -> Resu
         conflicts.truncate(limit);
     }
     if json {
-        if asked.ended.is_ok() || contexts.len() > 1 {
+        if is_answered {
             let all = conflicts.iter().map(|(context, conflict)| OfStore::new(context, ConflictJson::from(conflict)));
             output::json(&all.collect::<Vec<_>>())?;
         }

@@ -1,12 +1,12 @@
 //! `postbox discard ID…` and `postbox discard --all`.
 
-use postbox_core::Selection;
 use postbox_core::limits::CHANGE_EVENTS_MAX;
+use postbox_core::{Record, Selection, State};
 
+use super::named::{Named, Stand};
 use super::steps::Steps;
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::output;
 
 pub(super) async fn run(context: &Context, selection: Selection, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
@@ -26,7 +26,7 @@ pub(super) async fn run(context: &Context, selection: Selection, json: bool) -> 
         let ended = steps.take(selection, &discard).await;
         return steps.end(ended);
     };
-    let wanted = ids.len() as u64;
+    let named = Named::look(store.as_ref(), &infos, &ids, stand).await?;
     let ended = async {
         for ids in ids.chunks(CHANGE_EVENTS_MAX) {
             steps.take(Selection { ids: Some(ids.to_vec()), ..selection.clone() }, &discard).await?;
@@ -34,12 +34,24 @@ pub(super) async fn run(context: &Context, selection: Selection, json: bool) -> 
         Ok(())
     };
     let ended = ended.await;
-    let discarded = steps.count();
-    if ended.is_ok() && discarded < wanted {
-        output::note(&format!(
-            "{} of {wanted} changed nothing: unknown, delivered already or taken out before (see `postbox show ID`)",
-            wanted - discarded
-        ));
+    let nothing = ended.is_ok() && steps.count() == 0;
+    if ended.is_ok() {
+        named.explain(nothing);
     }
-    steps.end(ended)
+    if nothing && !named.are_known() {
+        return named.known(context, &infos);
+    }
+    steps.end(ended)?;
+    named.known(context, &infos)
+}
+
+/// What a discard can do.
+fn stand(record: &Record) -> Stand {
+    let why = match record.state {
+        State::Dispatched => "it was delivered already",
+        State::Skipped | State::Unrouted => "it was never meant to go out",
+        State::Discarded => "it was taken out before",
+        State::Dead | State::Retrying | State::Blocked | State::Pending | State::Scheduled => return Stand::Moves,
+    };
+    Stand::Stays(why.to_owned())
 }

@@ -79,7 +79,7 @@ impl Drain<'_> {
     async fn store(&self, context: &Context) -> Result<(Drained, Result<(), Failure>), Failure> {
         let store = context.store().await?;
         store.validate().await?;
-        let relays = relays(context, &store, self.sinks, self.clock).await?;
+        let relays = relays(context, &store, self.sinks, self.clock)?;
         let ended = self.relays(context, &store, &relays).await;
         // Of the metrics, not of the rounds: what was done by a run that failed midway is in there,
         // too.
@@ -92,8 +92,17 @@ impl Drain<'_> {
 
     async fn relays(&self, context: &Context, store: &Arc<dyn Store>, relays: &[Relay]) -> Result<(), Failure> {
         let Self { stop, until_empty, .. } = *self;
+        let configs = context.configured()?;
+        // What nobody wanted is handed over by the filters as they are written now.
+        for config in &configs {
+            store.subscribe(&config.subscription).await?;
+        }
+        let logs = configs.into_iter().map(|config| config.subscription.log).collect();
+        let finder = UnroutedFinder::new(Arc::clone(store) as _, logs, Arc::clone(self.clock));
         let (mut limit, mut stuck) = (self.limit, None);
         let lanes_lost = loop {
+            // Before the round, which then sends what was handed over.
+            finder.find(stop).await?;
             let mut round = Drained::default();
             for relay in relays {
                 if limit == Some(0) || stop.is_cancelled() {
@@ -123,9 +132,6 @@ impl Drain<'_> {
                 () = self.clock.sleep(IDLE) => {}
             }
         };
-        // What a relay that runs finds every second. It says nothing of what was delivered.
-        let logs = context.configured()?.iter().map(|config| config.subscription.log.clone()).collect();
-        UnroutedFinder::new(Arc::clone(store) as _, logs, Arc::clone(self.clock)).find(stop).await?;
         if let Some(stuck) = stuck {
             return Err(Failure::failed(stuck));
         }
@@ -172,7 +178,7 @@ async fn left(context: &Context, store: &dyn Store) -> postbox_core::Result<Left
     Ok(left)
 }
 
-async fn relays(
+fn relays(
     context: &Context,
     store: &Arc<dyn Store>,
     sinks: &Sinks,
@@ -182,7 +188,6 @@ async fn relays(
     let mut relays = Vec::with_capacity(configs.len());
     for config in &configs {
         if config.sink.is_none() {
-            store.subscribe(&config.subscription).await?;
             context.note(&format!("{} has no sink; its events stay pending", config.subscription.name));
             continue;
         }

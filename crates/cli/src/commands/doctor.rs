@@ -15,7 +15,7 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
     let asked = ask_each(contexts, |context| examine(context, service.as_ref())).await;
     let findings = || asked.answers.iter().flat_map(|(context, of)| of.iter().map(move |finding| (*context, finding)));
     if json {
-        if asked.ended.is_ok() || contexts.len() > 1 {
+        if asked.is_answered() {
             output::json(&findings().map(|(context, finding)| OfStore::new(context, finding)).collect::<Vec<_>>())?;
         }
     } else {

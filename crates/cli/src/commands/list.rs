@@ -1,4 +1,6 @@
-//! `postbox list --state STATE`.
+//! `postbox list`, and `postbox list --state STATE`.
+
+use std::cmp::Reverse;
 
 use postbox_core::{Criteria, ListQuery, Record, State, SubscriptionName};
 use postbox_server::status::RecordJson;
@@ -7,7 +9,7 @@ use postbox_server::text::{cut, estimated};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
-use crate::stores::{self, Note, OfStore, ask_each};
+use crate::stores::{self, OfStore, ask_each};
 
 /// Most records in one read of the store: bounds the memory of a long list.
 const PAGE: usize = 500;
@@ -16,7 +18,7 @@ const ERROR_CHARS: usize = 80;
 
 /// What to list.
 pub(super) struct Wanted {
-    pub(super) state: State,
+    pub(super) state: Option<State>,
     pub(super) limit: usize,
     pub(super) which: Criteria,
     pub(super) code: Option<String>,
@@ -25,14 +27,20 @@ pub(super) struct Wanted {
 
 pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Result<(), Failure> {
     let asked = ask_each(contexts, |context| records(context, wanted)).await;
+    let is_answered = asked.is_answered();
     let mut records: Vec<(&Context, SubscriptionName, Record)> = Vec::new();
+    let mut is_noted = false;
     for (context, (of_store, notes)) in asked.answers {
-        notes.iter().filter(|note| !json || note.in_json).for_each(|note| context.note(&note.text));
+        is_noted |= !notes.is_empty();
+        notes.iter().for_each(|note| context.note(note));
         records.extend(of_store.into_iter().map(|(name, record)| (context, name, record)));
+    }
+    if wanted.state.is_none() {
+        records.sort_by_key(|(_, _, record)| Reverse(record.event.created_at));
     }
     records.truncate(wanted.limit);
     if json {
-        if asked.ended.is_ok() || contexts.len() > 1 {
+        if is_answered {
             let all = records.iter();
             let all = all.map(|(context, name, record)| OfStore::new(context, RecordJson::new(name, record)));
             output::json(&all.collect::<Vec<_>>())?;
@@ -41,7 +49,13 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
     }
     if records.is_empty() {
         asked.ended?;
-        output::note(&format!("nothing is {}", wanted.state));
+        // Not of what nobody reads, which a note has named.
+        if !is_noted {
+            output::note(&match wanted.state {
+                Some(state) => format!("nothing is {state}"),
+                None => "nothing is there".to_owned(),
+            });
+        }
         return Ok(());
     }
     let terminal = output::is_terminal();
@@ -55,12 +69,12 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
     asked.ended
 }
 
-type Found = (Vec<(SubscriptionName, Record)>, Vec<Note>);
+type Found = (Vec<(SubscriptionName, Record)>, Vec<String>);
 
 /// What one store has of it, and remarks.
 async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
     let store = context.store().await?;
-    let infos = context.some_registered(store.as_ref()).await?;
+    let infos = context.registered(store.as_ref()).await?;
     let mut records: Vec<(SubscriptionName, Record)> = Vec::new();
     for info in &infos {
         let mut query = ListQuery {
@@ -72,8 +86,10 @@ async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
             after: None,
             limit: 0,
         };
-        while records.len() < wanted.limit {
-            query.limit = (wanted.limit - records.len()).min(PAGE);
+        // The newest of all are among the newest of each.
+        let before = if wanted.state.is_none() { records.len() } else { 0 };
+        while records.len() - before < wanted.limit {
+            query.limit = (wanted.limit + before - records.len()).min(PAGE);
             let page = store.list(&query).await?;
             // A page may be short because its payloads are large; only an empty one is the end.
             let Some(last) = page.last() else { break };
@@ -81,15 +97,14 @@ async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
             records.extend(page.into_iter().map(|record| (info.name.clone(), record)));
         }
     }
-    let never_run = context.never_run(&infos).map(|name| Note::always(context.why_unread(name, &infos)));
-    let mut notes: Vec<Note> = never_run.collect();
-    if wanted.state == State::Pending {
+    let mut notes: Vec<String> = context.never_run(&infos).map(|name| context.why_unread(name, &infos)).collect();
+    if wanted.state.is_none_or(|state| state == State::Pending) {
         for (log, count) in context.unread(store.as_ref()).await? {
-            notes.push(Note::for_people(format!(
+            notes.push(format!(
                 "nobody reads the {log}, so its {} event(s) are not shown: {}",
                 estimated(count.events, count.is_estimate),
                 context.reader_wanted(&log)
-            )));
+            ));
         }
     }
     Ok((records, notes))

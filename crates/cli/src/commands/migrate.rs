@@ -13,7 +13,9 @@ pub(super) async fn up(contexts: &[Context], json: bool) -> Result<(), Failure> 
     let asked = ask_each(contexts, up).await;
     if json {
         let all = asked.answers.iter().map(|(context, applied)| OfStore::new(context, json!({ "applied": applied })));
-        output::json(&all.collect::<Vec<_>>())?;
+        if asked.is_answered() {
+            output::json(&all.collect::<Vec<_>>())?;
+        }
         return asked.ended;
     }
     for (context, applied) in &asked.answers {
@@ -50,7 +52,9 @@ pub(super) async fn validate(contexts: &[Context], json: bool) -> Result<(), Fai
     let asked = ask_each(contexts, validate).await;
     if json {
         let all = asked.answers.iter().map(|(context, ())| OfStore::new(context, json!({ "right": true })));
-        output::json(&all.collect::<Vec<_>>())?;
+        if asked.is_answered() {
+            output::json(&all.collect::<Vec<_>>())?;
+        }
         return asked.ended;
     }
     for (context, ()) in &asked.answers {

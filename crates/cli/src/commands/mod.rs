@@ -20,6 +20,7 @@ mod init;
 pub(crate) mod list;
 mod migrate;
 pub(crate) mod migration_files;
+mod named;
 pub(crate) mod new;
 mod pause;
 mod prune;
@@ -71,13 +72,16 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             dispatch::run(&Context::load_each(global, Purpose::Deliver)?, limit, until_empty, json).await
         }
         Command::Stats => stats::run(&inspect_each()?, json).await,
-        Command::List { state: Listed::Conflicts, limit, which, code: None, correlation: None } if which.are_none() => {
+        Command::List { state: Some(Listed::Conflicts), limit, which, code: None, correlation: None }
+            if which.are_none() =>
+        {
             conflicts::list(&inspect_each()?, limit as usize, json).await
         }
-        Command::List { state: Listed::Conflicts, .. } => Err(Failure::usage(
+        Command::List { state: Some(Listed::Conflicts), .. } => Err(Failure::usage(
             "conflicts cannot be narrowed: one never became an event with a topic, a key, a time and a code; leave everything but --limit and --json out",
         )),
-        Command::List { state: Listed::Events(state), limit, which, code, correlation } => {
+        Command::List { state, limit, which, code, correlation } => {
+            let state = state.and_then(Listed::state);
             let wanted = list::Wanted { state, limit: limit as usize, which: which.criteria()?, code, correlation };
             list::run(&inspect_each()?, &wanted, json).await
         }
@@ -106,9 +110,10 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             let replay = Replay { ids, which, after, through, limit, dry_run };
             replay::run(&context, replay, rate, json).await
         }
-        Command::Prune { which, unrouted, dry_run } => {
+        Command::Prune { which, unrouted, code, limit, dry_run } => {
             let (which, age) = which.criteria_and_age();
-            let prune = Prune { older_than: age.unwrap_or_default(), which, unrouted, after: None, dry_run };
+            let older_than = age.unwrap_or_default();
+            let prune = Prune { older_than, which, code, unrouted, limit, after: None, dry_run };
             prune::run(&inspect()?, prune, json).await
         }
         Command::Pause { name, why, span } => pause::pause(&inspect()?, &name, why, span, json).await,
@@ -130,7 +135,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
 async fn selection(context: &Context, meant: Meant, code: Option<String>) -> Result<Selection, Failure> {
     let Chosen { ids, which, limit, dry_run } = meant.chosen()?;
     let ids = known(context, ids).await?;
-    Ok(Selection { ids, which, code, after: None, limit, dry_run })
+    Ok(Selection { ids, which, code, limit, dry_run, ..Selection::default() })
 }
 
 async fn known(context: &Context, typed: Option<Vec<IdPrefix>>) -> Result<Option<Vec<EventId>>, Failure> {

@@ -31,10 +31,13 @@ pub(super) async fn run(context: &Context, mut prune: Prune, json: bool) -> Resu
     let (mut pruned, mut noted) = (0, Instant::now());
     for log in &logs {
         prune.after = None;
-        loop {
+        while prune.limit != Some(0) {
             let began = Instant::now();
             let step = store.prune(log, &prune).await?;
             pruned += step.count;
+            if let Some(limit) = &mut prune.limit {
+                *limit = limit.saturating_sub(usize::try_from(step.count).unwrap_or(usize::MAX));
+            }
             prune.after = step.next;
             if step.next.is_none() {
                 break;

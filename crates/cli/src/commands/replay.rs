@@ -4,11 +4,12 @@ use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
-use postbox_core::{Rate, Replay, Seq};
+use postbox_core::{Rate, Record, Replay, Seq, State};
 use postbox_server::text::grouped;
 use tokio::select;
 
-use super::steps::{all_known, counted};
+use super::named::{Named, Stand};
+use super::steps::counted;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
@@ -30,12 +31,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
     if replay.ids.as_ref().is_some_and(|ids| ids.len() > CHANGE_EVENTS_MAX) {
         return Err(Failure::usage(format!("give at most {CHANGE_EVENTS_MAX} ids at a time")));
     }
-    let mut unknown = Vec::new();
-    for id in replay.ids.iter().flatten() {
-        if store.get(&info.name, *id).await?.is_none() {
-            unknown.push(*id);
-        }
-    }
+    let named = Named::look(store.as_ref(), &infos, replay.ids.as_deref().unwrap_or_default(), stand).await?;
     // A step is as large as what may go out in a second.
     let step_max = rate.map_or(CHANGE_EVENTS_MAX, |rate| {
         usize::try_from(1_000_000 / rate.interval().as_micros().max(1))
@@ -66,19 +62,40 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
             () = tokio::time::sleep(pause) => {}
         }
     };
-    if ended.is_ok() && count == 0 {
-        all_known(&unknown)?;
+    let nothing = ended.is_ok() && count == 0;
+    if ended.is_ok() {
+        named.explain(nothing);
+    }
+    if nothing && !named.are_known() {
+        return named.known(context, &infos);
     }
     if ended.is_ok() || count > 0 {
         counted("replayed", count, replay.dry_run, json)?;
     }
-    if ended.is_ok() && count == 0 {
+    if nothing && replay.ids.is_none() {
         output::note(
             "nothing that is meant went out or was skipped; what is pending goes out by itself, what is dead by \
              `postbox retry`, and what has its `expires_at` behind it not at all",
         );
     }
-    ended.and_then(|()| all_known(&unknown))
+    ended.and_then(|()| named.known(context, &infos))
+}
+
+/// What a replay can do.
+fn stand(record: &Record) -> Stand {
+    let why = match (record.state, record.event.expires_at) {
+        // By the store's clock, which alone knows whether it is over.
+        (State::Dispatched | State::Skipped | State::Unrouted, Some(end)) => {
+            return Stand::MayMove(format!("its expires_at, {end}, is over; append anew what is wanted all the same"));
+        }
+        (State::Dispatched | State::Skipped | State::Unrouted, None) => return Stand::Moves,
+        (State::Dead, _) => "a replay is for what went out; `postbox retry` sends it",
+        (State::Discarded, _) => "it was taken out",
+        (State::Retrying | State::Blocked | State::Pending | State::Scheduled, _) => {
+            "it is on its way, and goes out by itself"
+        }
+    };
+    Stand::Stays(why.to_owned())
 }
 
 /// The same command would begin again.

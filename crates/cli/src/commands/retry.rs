@@ -5,10 +5,10 @@ use std::collections::VecDeque;
 use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo};
 
-use super::steps::{Steps, all_known};
+use super::named::{Named, Stand};
+use super::steps::Steps;
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::output;
 
 /// Most events read ahead of one subscription and state, to find the oldest of all.
 const PAGE: usize = 100;
@@ -17,10 +17,7 @@ pub(super) async fn run(context: &Context, wanted: Selection, json: bool) -> Res
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let mut steps = Steps::begin("retried", wanted.dry_run, json);
-    let lookup = match &wanted.ids {
-        Some(ids) => IdLookup::look(store.as_ref(), &infos, ids).await?,
-        None => IdLookup::default(),
-    };
+    let named = Named::look(store.as_ref(), &infos, wanted.ids.as_deref().unwrap_or_default(), stand).await?;
     let ended = match (&wanted.ids, wanted.limit) {
         (Some(ids), _) => by_id(store.as_ref(), &infos, ids, &wanted, &mut steps).await,
         (None, Some(limit)) if infos.len() > 1 => {
@@ -30,13 +27,13 @@ pub(super) async fn run(context: &Context, wanted: Selection, json: bool) -> Res
     };
     let nothing = ended.is_ok() && steps.count() == 0;
     if ended.is_ok() {
-        lookup.explain(nothing);
+        named.explain(nothing);
     }
-    if nothing && !lookup.unknown.is_empty() {
-        return lookup.known();
+    if nothing && !named.are_known() {
+        return named.known(context, &infos);
     }
     steps.end(ended)?;
-    lookup.known()
+    named.known(context, &infos)
 }
 
 async fn by_id(
@@ -81,7 +78,7 @@ async fn oldest_of_all(
             let limit = limit.min(PAGE);
             let query = ListQuery {
                 subscription: info.name.clone(),
-                state,
+                state: Some(state),
                 which,
                 code,
                 correlation: None,
@@ -149,61 +146,17 @@ impl Ahead {
     }
 }
 
-/// How the named events stood before anything was changed.
-#[derive(Default)]
-struct IdLookup {
-    unknown: Vec<EventId>,
-    /// Why there is nothing to send again.
-    idle: Vec<String>,
-    /// On its way: it may be due already, and then naming it changes nothing.
-    waiting: Vec<String>,
-}
-
-impl IdLookup {
-    async fn look(store: &dyn Store, infos: &[SubscriptionInfo], ids: &[EventId]) -> Result<Self, Failure> {
-        let mut lookup = Self::default();
-        for id in ids {
-            let (mut known, mut moves, mut idle) = (false, false, Vec::new());
-            for info in infos {
-                let Some(record) = store.get(&info.name, *id).await? else { continue };
-                known = true;
-                let why = match record.state {
-                    State::Dead => "",
-                    State::Dispatched => "it was delivered already; `postbox replay` sends it again",
-                    State::Skipped | State::Unrouted => "it was never meant to go out; `postbox replay` sends it",
-                    State::Discarded => "it was taken out",
-                    State::Blocked => "it waits behind an earlier event of its key; retry that one",
-                    _ => "it is on its way",
-                };
-                let text = format!("{id} is {} in {}: {why}", record.state, info.name);
-                match record.state {
-                    State::Dead => moves = true,
-                    State::Retrying => {
-                        moves = true;
-                        lookup.waiting.push(text);
-                    }
-                    _ => idle.push(text),
-                }
-            }
-            match (known, moves) {
-                (false, _) => lookup.unknown.push(*id),
-                (true, false) => lookup.idle.append(&mut idle),
-                (true, true) => {}
-            }
-        }
-        Ok(lookup)
-    }
-
-    /// Why naming an event changed nothing: it is not dead, which is no failure.
-    fn explain(&self, nothing: bool) {
-        self.idle.iter().for_each(|text| output::note(text));
-        if nothing {
-            self.waiting.iter().for_each(|text| output::note(text));
-        }
-    }
-
-    /// An event that is not there is a failure.
-    fn known(&self) -> Result<(), Failure> {
-        all_known(&self.unknown)
-    }
+/// What a retry can do.
+fn stand(record: &Record) -> Stand {
+    let why = match record.state {
+        State::Dead => return Stand::Moves,
+        // It may be due already, and then naming it changes nothing.
+        State::Retrying => return Stand::MayMove("it is on its way".to_owned()),
+        State::Dispatched => "it was delivered already; `postbox replay` sends it again",
+        State::Skipped | State::Unrouted => "it was never meant to go out; `postbox replay` sends it",
+        State::Discarded => "it was taken out",
+        State::Blocked => "it waits behind an earlier event of its key; retry that one",
+        State::Pending | State::Scheduled => "it is on its way",
+    };
+    Stand::Stays(why.to_owned())
 }

@@ -4,7 +4,7 @@ use std::io::Read;
 
 use jiff::Timestamp;
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
-use postbox_core::{EventId, LogName, NewEvent};
+use postbox_core::{Error, EventId, LogName, NewEvent};
 
 use crate::args::SendArgs;
 use crate::context::Context;
@@ -16,27 +16,26 @@ pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result
         return Err(Failure::usage("an event goes into a log, for whoever reads it; leave --subscription out"));
     }
     let event = event(send)?;
-    let (id, log) = (event.id, context.log.clone().unwrap_or_else(LogName::outbox));
-    let store = context.store().await?;
-    let said = |id: &EventId, appended: bool| {
-        output::done(json, &serde_json::json!({ "id": id, "log": log, "appended": appended }), &id.to_string())
-    };
-    match (store.append(&log, &[event]).await, id) {
-        (Ok(ids), _) => ids.iter().try_for_each(|id| said(id, true)),
-        // Another tenant's event is not shown to this one, and nothing says that it is the same.
-        (Err(error), Some(id)) if error.code() == "event_id_taken" => {
-            if store.ids(&log, &id.into(), 1).await.is_ok_and(|seen| seen.is_empty()) {
-                return Err(error.into());
-            }
-            output::note(&format!("the {log} has an event {id} already; it stays as it is"));
-            said(&id, false)
-        }
-        (Err(error), _) => Err(error.into()),
+    let log = context.log.clone().unwrap_or_else(LogName::outbox);
+    let appended = context.store().await?.append(&log, &[event]).await?;
+    let id = appended.id();
+    if !appended.is_new() {
+        output::note(&format!("the {log} has this event {id} already; it was not appended again"));
     }
+    let said = serde_json::json!({ "id": id, "log": log, "appended": appended.is_new() });
+    // Who hears that it failed, and not what is done, sends it again.
+    output::done(json, &said, &id.to_string()).map_err(|failure| match failure {
+        Failure::Failed(text) => Failure::failed(format!("{text}; event {id} is in the {log} all the same")),
+        other => other,
+    })
+}
+
+fn refused(error: Error) -> Failure {
+    Failure::usage(format!("{} ({})", error.message(), error.code()))
 }
 
 fn event(send: SendArgs) -> Result<NewEvent, Failure> {
-    let SendArgs { topic, payload, key, tenant, headers, content_type, expires_in, id } = send;
+    let SendArgs { topic, payload, key, tenant, headers, content_type, expires_in, id, idempotency_key } = send;
     let payload = match payload.as_str() {
         "-" => read("standard input", std::io::stdin().lock())?,
         text => match text.strip_prefix('@') {
@@ -48,12 +47,13 @@ fn event(send: SendArgs) -> Result<NewEvent, Failure> {
         },
     };
     let mut event = NewEvent::new(topic, payload, content_type);
-    event.id = id;
+    let of_key = idempotency_key.map(EventId::from_key).transpose().map_err(refused)?;
+    event.id = id.or(of_key);
     event.key = key;
     event.tenant = tenant;
     event.expires_at = expires_in.map(|time| Timestamp::now().checked_add(time)).transpose().map_err(too_late)?;
     event.headers.extend(headers);
-    event.validate().map_err(|error| Failure::usage(format!("{} ({})", error.message(), error.code())))?;
+    event.validate().map_err(refused)?;
     // As whoever gets it will judge: by what the content type says.
     let preview = event.clone().into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);
     if preview.is_json()

@@ -11,20 +11,22 @@ use crate::output;
 pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let mut found: Vec<(SubscriptionInfo, Record)> = Vec::new();
-    for info in context.some_registered(store.as_ref()).await? {
+    let infos = context.some_registered(store.as_ref()).await?;
+    let log = infos.first().map(|info| info.log.clone());
+    for info in infos {
         if let Some(record) = store.get(&info.name, id).await? {
             found.push((info, record));
         }
     }
     let Some((_, first)) = found.first() else {
         let unread = context.unread(store.as_ref()).await?;
-        return Err(Failure::failed(match unread.first() {
-            None => format!("no log has an event {id}; it was never committed, or was pruned"),
-            Some((log, _)) => format!(
+        return Err(match unread.first() {
+            None => context.no_event(log.as_ref(), &id.to_string()),
+            Some((log, _)) => Failure::failed(format!(
                 "no subscription has an event {id}; it was never committed, was pruned, or is in the {log}, which nobody reads: {}",
                 context.reader_wanted(log)
-            ),
-        }));
+            )),
+        });
     };
     if json {
         return output::json(&ShowJson::new(&found));

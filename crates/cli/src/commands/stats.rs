@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use postbox_core::kit::LOOK_EVENTS_MAX;
 use postbox_server::status::{self, StatsJson};
 use postbox_server::text::{estimated, grouped, span};
 use tokio::time::{Instant, timeout_at};
@@ -14,6 +13,7 @@ use crate::stores::{self, Note, OfStore, ask_each};
 
 pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure> {
     let asked = ask_each(contexts, count).await;
+    let is_answered = asked.is_answered();
     let mut all: Vec<StatsJson> = Vec::new();
     let (mut of, mut failures) = (Vec::new(), 0);
     for (context, counted) in asked.answers {
@@ -22,7 +22,6 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
         failures += counted.failures;
         counted.notes.iter().filter(|note| !json || note.in_json).for_each(|note| context.note(&note.text));
     }
-    let is_answered = asked.ended.is_ok() || contexts.len() > 1;
     let ended = complete(failures).and(asked.ended);
     if json {
         if let [first, ..] = contexts {
@@ -103,7 +102,7 @@ fn complete(failures: usize) -> Result<(), Failure> {
     }
 }
 
-pub(crate) const HEAD: [&str; 11] = [
+pub(crate) const HEAD: [&str; 12] = [
     "subscription",
     "log",
     "pending",
@@ -113,6 +112,7 @@ pub(crate) const HEAD: [&str; 11] = [
     "dead",
     "discarded",
     "dispatched",
+    "skipped",
     "total",
     "oldest",
 ];
@@ -123,8 +123,9 @@ pub(crate) fn row(stats: &StatsJson) -> Option<Vec<String>> {
     let name = if stats.paused { format!("{name} (paused)") } else { name.to_string() };
     let mut row = vec![name, stats.log.to_string(), estimated(stats.pending, stats.estimated)];
     let of_rows = [stats.retrying, stats.blocked, stats.scheduled, stats.dead, stats.discarded];
-    row.extend(of_rows.map(|count| estimated(count, count > LOOK_EVENTS_MAX)));
-    row.extend([grouped(stats.dispatched), estimated(stats.total, stats.estimated)]);
+    row.extend(of_rows.map(|count| stats.of_rows(count)));
+    row.extend([grouped(stats.dispatched), estimated(stats.skipped, stats.skipped_estimated)]);
+    row.push(estimated(stats.total, stats.estimated));
     let oldest = stats.oldest_pending_seconds.map(Duration::from_secs_f64);
     row.push(oldest.map_or_else(|| "-".to_owned(), span));
     Some(row)

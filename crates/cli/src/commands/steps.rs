@@ -1,7 +1,7 @@
 //! Changes in steps, each committed by itself, with an account that is right however they end.
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
-use postbox_core::{Changed, EventId, Selection};
+use postbox_core::{Changed, Selection};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -83,14 +83,4 @@ impl Steps {
 pub(super) fn counted(word: &str, count: u64, dry_run: bool, json: bool) -> Result<(), Failure> {
     let line = format!("{word}={count}{}", if dry_run { " dry_run=true" } else { "" });
     output::done(json, &serde_json::json!({ word: count, "dry_run": dry_run }), &line)
-}
-
-/// An event that was named and is not there is a failure.
-pub(super) fn all_known(unknown: &[EventId]) -> Result<(), Failure> {
-    let Some(first) = unknown.first() else { return Ok(()) };
-    let more = match unknown.len() - 1 {
-        0 => String::new(),
-        more => format!(", nor {more} other(s) of those named"),
-    };
-    Err(Failure::failed(format!("no log has an event {first}{more}; it was never committed, or was pruned")))
 }

@@ -22,13 +22,13 @@ pub(super) async fn list(contexts: &[Context], json: bool) -> Result<(), Failure
         Ok(all)
     };
     let asked = ask_each(contexts, registered).await;
+    let is_answered = asked.is_answered();
     let all: Vec<(&Context, SubscriptionJson)> =
         asked.answers.into_iter().flat_map(|(context, all)| all.into_iter().map(move |one| (context, one))).collect();
-    if asked.ended.is_err() && all.is_empty() {
-        return asked.ended;
-    }
     if json {
-        output::json(&all.iter().map(|(context, one)| OfStore::new(context, one)).collect::<Vec<_>>())?;
+        if is_answered {
+            output::json(&all.iter().map(|(context, one)| OfStore::new(context, one)).collect::<Vec<_>>())?;
+        }
     } else {
         stores::rows(&HEAD, all.iter().map(|(context, one)| (*context, row(one))).collect())?;
     }
@@ -36,7 +36,7 @@ pub(super) async fn list(contexts: &[Context], json: bool) -> Result<(), Failure
 }
 
 pub(crate) const HEAD: [&str; 10] =
-    ["subscription", "log", "topics", "ordering", "lanes", "relays", "pending", "dead", "oldest", "paused"];
+    ["subscription", "log", "filter", "ordering", "lanes", "relays", "pending", "dead", "oldest", "paused"];
 
 pub(super) async fn show(context: &Context, name: &SubscriptionName, json: bool) -> Result<(), Failure> {
     let (store, info) = named(context, name).await?;
@@ -136,7 +136,7 @@ pub(crate) fn row(of: &SubscriptionJson) -> Vec<String> {
     vec![
         of.subscription.to_string(),
         of.log.to_string(),
-        topics(of),
+        of.filter().to_string(),
         ordering(of).to_owned(),
         of.lanes.len().to_string(),
         of.relays().to_string(),

@@ -71,6 +71,23 @@ cases! {
     standard_error_that_nobody_reads_stops_nothing => goes_on(RUN, None, Output::Unread);
 }
 
+/// What is committed must not be taken for failed, and sent again.
+#[tokio::test]
+async fn a_send_that_cannot_say_the_id_on_standard_output_says_it_in_the_error() -> Result<()> {
+    for as_json in [false, true] {
+        let env = TestEnv::with(Kind::Sqlite, FILE_SINK).await?;
+        let args = if as_json { &["send", "order.paid", "{}", "--json"][..] } else { &["send", "order.paid", "{}"] };
+        let sent = env.command(args).stdout(Output::Full.open()?.0).output()?;
+        let said = String::from_utf8(sent.stderr)?;
+        ensure!(sent.status.code() == Some(1), "it ended with {}: {said}", sent.status);
+        env.dispatch(&[])?;
+        let lines = env.lines("out.jsonl")?;
+        let id = lines[0]["id"].as_str().context("an id")?;
+        ensure!(said.contains(&format!("event {id} is in the outbox all the same")), "{said}");
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn standard_output_is_of_no_account_to_a_service() -> Result<()> {
     goes_on(RUN, Some(Output::Full), Output::Closed).await

@@ -154,6 +154,11 @@ impl<M> Published<M> {
         Self { messages: Vec::new(), breaks: Vec::new(), stalls: 0 }
     }
 
+    /// Counts the stalls that a relay's log tells of.
+    fn note_stalls(&mut self, log: &[String]) {
+        self.stalls += log.iter().filter(|line| line.contains("lease lost") || line.contains("_timeout")).count();
+    }
+
     /// All that is there by now.
     async fn hear(&mut self, broker: &mut impl Broker<Message = M>) -> Result<()> {
         loop {
@@ -251,7 +256,7 @@ async fn killed_relays<B: Broker>(kind: Kind) -> Result<()> {
     let events = load.stop().await?;
     let relay = sender.serve().await?;
     let all = all_are_sent(&sender, events).await?;
-    relay.terminate().await?;
+    published.note_stalls(&relay.terminate().await?);
     let repeated = published.whole(&mut broker, events, WINDOW).await?;
 
     let again: Vec<&B::Message> = published.messages.iter().step_by(3).collect();
@@ -357,8 +362,7 @@ async fn an_outage_costs_nothing<B: Broker>() -> Result<()> {
     // What was on its way when the broker went may be one event's own failure, for all we know.
     let counted = count("retries").await?;
     ensure!(counted <= 1 && count("dead").await? == 0, "{counted} attempts were counted");
-    let log = relay.terminate().await?;
-    published.stalls = log.iter().filter(|line| line.contains("lease lost") || line.contains("_timeout")).count();
+    published.note_stalls(&relay.terminate().await?);
     let repeated = published.whole(&mut broker, events, WINDOW).await?;
     let gone = waiting - out;
     eprintln!(

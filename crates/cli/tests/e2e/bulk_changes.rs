@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 
 use crate::endpoint::{Endpoint, refuses_all, takes_all};
-use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal, until_waited_for};
+use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal, until, until_waited_for};
 
 /// More than two steps.
 const MANY: usize = 2_500;
@@ -136,7 +136,37 @@ async fn a_dry_run_says_what_the_run_does(kind: Kind) -> Result<()> {
     both("replayed", 4, &["replay", "--topic", "invoice.*"]).await?;
     ensure!(env.dispatch(&[])? == "dispatched=4 failed=0 dead=0");
     both("pruned", 2, &["prune", "--older-than", "0s", "--topic", "order.*", "--key", "1"]).await?;
-    both("pruned", 10, &["prune", "--older-than", "0s"]).await?;
+    both("pruned", 4, &["prune", "--older-than", "0s", "--code", "http_422", "--limit", "4"]).await?;
+    both("pruned", 2, &["prune", "--older-than", "0s", "--code", "http_422"]).await?;
+    ensure!(env.ok(&["list", "--state", "discarded"])?.is_empty());
+    both("pruned", 4, &["prune", "--older-than", "0s"]).await?;
+    Ok(())
+}
+
+/// Where the configuration says so, what nobody has looked after is given up.
+async fn retention_gives_up_what_has_been_dead_for_long(kind: Kind) -> Result<()> {
+    let target = Endpoint::start(refuses_all)?;
+    let config = target.subscription("out") + "[retention]\ndead = \"1d\"\nschedule = \"* * * * * *\"\n";
+    let env = TestEnv::with(kind, &config).await?;
+    env.insert_three().await?;
+    ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=3");
+    let served = env.serve().await?;
+    env.sql(match kind {
+        Kind::Sqlite => {
+            "UPDATE postbox_delivery SET updated_at = updated_at - 172800000000 WHERE seq < (SELECT max(seq) FROM postbox_delivery)"
+        }
+        Kind::Postgres => {
+            "UPDATE postbox.delivery SET updated_at = updated_at - interval '2 days' WHERE seq < (SELECT max(seq) FROM postbox.delivery)"
+        }
+    })
+    .await?;
+    until("two were given up", async || Ok((dead(&env)? == 1).then_some(()))).await?;
+    served.logged("\"dead\":2", 1).await?;
+    served.terminate().await?;
+    let given_up = env.json(&["list", "--state", "discarded", "--code", "http_422", "--json"])?;
+    let given_up = given_up.as_array().context("no list")?;
+    let says_so = |error: &serde_json::Value| error.as_str().is_some_and(|text| text.contains("retention after 1 d"));
+    ensure!(given_up.len() == 2 && given_up.iter().all(|record| says_so(&record["error"])), "{given_up:?}");
     Ok(())
 }
 
@@ -144,4 +174,5 @@ on_both!(
     many_events_are_retried_and_discarded,
     a_retry_that_fails_midway_says_how_much_it_did,
     a_dry_run_says_what_the_run_does,
+    retention_gives_up_what_has_been_dead_for_long,
 );

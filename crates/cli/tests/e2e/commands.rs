@@ -12,10 +12,8 @@ async fn inserted_by_sql_and_dispatched_to_a_file(kind: Kind) -> Result<()> {
     ensure!(env.ok(&["stats"])? == "pending=0 dispatched=0 dead=0 total=0\n");
     env.insert_three().await?;
     ensure!(env.ok(&["stats"])? == "pending=3 dispatched=0 dead=0 total=3\n");
-    for looking in
-        [&["list", "--state", "pending"][..], &["retry", "--all"], &["pause", "out"], &["prune", "--older-than", "0s"]]
-    {
-        let complaint = env.refuses(1, looking)?;
+    for changing in [&["retry", "--all"][..], &["pause", "out"], &["prune", "--older-than", "0s"]] {
+        let complaint = env.refuses(1, changing)?;
         ensure!(complaint.contains("out was never run") && complaint.contains("postbox run"), "{complaint}");
     }
     ensure!(env.json(&["stats", "--json"])?[0]["subscription"].is_null(), "looking has subscribed");

@@ -43,7 +43,6 @@ async fn wrong_usage_ends_with_2() -> Result<()> {
     for args in [
         &["frobnicate"][..],
         &[],
-        &["list"],
         &["list", "--state", "lost"],
         &["list", "--state", "dead", "--limit", "0"],
         &["show", "not-an-id"],
@@ -134,7 +133,9 @@ async fn a_store_out_of_reach_is_reported_without_its_password() -> Result<()> {
     let nobody = Shut::reserve()?;
     let url = nobody.url().replace("http://", "postgres://u:hunter2@") + "db";
     let commands: [&[&str]; 2] = [&["stats", "--store", &url], &["migrate", "up", "--store", &url]];
-    refused(&env, 1, &commands, &["is it running, and is the store's URL right?"]).await
+    let address = url.split_once('@').context("an address")?.1.trim_end_matches("/db").to_owned();
+    let named = format!("(the database db at {address} as u)");
+    refused(&env, 1, &commands, &["is it running, and is the store's URL right?", &named]).await
 }
 
 #[tokio::test]

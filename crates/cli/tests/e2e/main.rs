@@ -23,6 +23,7 @@ mod monitoring;
 mod mqtt;
 mod nats;
 mod new_service;
+mod nothing_there;
 mod outages;
 mod people;
 mod privacy;

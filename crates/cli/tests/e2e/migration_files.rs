@@ -97,7 +97,9 @@ async fn comes_and_goes(env: &TestEnv, up: &str, down: Option<&str>, is_prepared
     env.config(FILE_SINK)?;
     env.subscribe()?;
     env.insert_three().await?;
-    ensure!(runner.run(up, "INSERT INTO history VALUES (2)").await.is_err(), "it was applied twice");
+    let twice = runner.run(up, "INSERT INTO history VALUES (2)").await.err().context("it was applied twice")?;
+    ensure!(twice.to_string().contains("schema \"postbox\" has Postbox's tables already"), "{twice}");
+    ensure!(twice.to_string().contains("postbox migrate validate"), "{twice}");
     let down = match down {
         Some(down) => down,
         None => {

@@ -209,7 +209,7 @@ async fn a_database_that_is_down_at_the_start_is_waited_for() -> Result<()> {
     let mut relay = env.spawn(&["run", "--log-json"])?;
     let mut lines = BufReader::new(relay.stderr.take().context("no stderr")?).lines();
     let said = tokio::time::timeout(Duration::from_secs(30), lines.next_line()).await??.context("it ended")?;
-    ensure!(said.contains("store is away") && said.contains("store_unreachable"), "{said}");
+    ensure!(said.contains("store away") && said.contains("store_unreachable"), "{said}");
     postgres.start().await;
     endpoint.until("all events", |arrivals| distinct(arrivals) == 10).await?;
     Ok(())
@@ -301,7 +301,31 @@ async fn one_poison_key_of_a_hundred_does_not_slow_the_others(kind: Kind) -> Res
     promised(&what, with, without * 2 + Duration::from_secs(1))
 }
 
+/// Nothing else was accepted when they came, so the destination looks down. What comes later goes
+/// out all the same.
+async fn events_that_look_like_an_outage_hold_up_no_others(kind: Kind) -> Result<()> {
+    let fails_at_some: fn(&str) -> (u16, Duration) = |key| match key.split_once('-') {
+        Some(("away", _)) => (503, Duration::ZERO),
+        Some(("crash", _)) => (500, Duration::ZERO),
+        _ => (204, Duration::ZERO),
+    };
+    for (key, failing) in [("away", 2), ("crash", 12)] {
+        let target = Endpoint::start(fails_at_some)?;
+        let settings = "lanes = 1\nbreaker = { base = \"5ms\", max = \"20ms\" }\n";
+        let env = TestEnv::with(kind, &(target.subscription("out") + settings)).await?;
+        env.insert((0..failing).map(|n| ("order.placed", format!("{key}-{n}"), n))).await?;
+        let relay = env.serve().await?;
+        relay.logged("breaker opened", 7).await?;
+        env.insert((0..20).map(|n| ("order.placed", format!("k{n}"), n))).await?;
+        let taken = |arrivals: &[Arrival]| arrivals.iter().filter(|arrival| arrival.taken).count();
+        target.until("the others", |arrivals| taken(arrivals) == 20).await?;
+        relay.terminate().await?;
+    }
+    Ok(())
+}
+
 on_both!(
+    events_that_look_like_an_outage_hold_up_no_others,
     a_dead_destination_counts_no_attempt_and_drains_when_it_returns,
     one_poison_key_of_a_hundred_does_not_slow_the_others,
 );

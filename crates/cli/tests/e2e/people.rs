@@ -7,7 +7,8 @@ use crate::endpoint::{Endpoint, refuses_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, on_both};
 
 async fn an_expired_event_is_dead_and_never_sent(kind: Kind) -> Result<()> {
-    let env = TestEnv::with(kind, FILE_SINK).await?;
+    let dead_to = "dead_to = { type = \"file\", path = \"dead.jsonl\" }\n";
+    let env = TestEnv::with(kind, &(FILE_SINK.to_owned() + dead_to)).await?;
     let past = match kind {
         Kind::Postgres => "now() - interval '1 second'",
         Kind::Sqlite => "datetime('now', '-1 second')",
@@ -17,6 +18,11 @@ async fn an_expired_event_is_dead_and_never_sent(kind: Kind) -> Result<()> {
     ensure!(env.dispatch(&[])? == "dispatched=1 failed=0 dead=1");
     let dead = env.json(&["list", "--state", "dead", "--code", "expired", "--json"])?;
     ensure!(dead[0]["attempts"] == 0 && dead[0]["event"]["expires_at"].is_string(), "{dead}");
+    // It says when.
+    let end = dead[0]["event"]["expires_at"].as_str().context("an end")?;
+    ensure!(dead[0]["error"].as_str().is_some_and(|why| why.contains(end)), "{dead}");
+    let letters = env.lines("dead.jsonl")?;
+    ensure!(letters[0]["headers"]["postbox-dead-reason"].as_str().is_some_and(|why| why.contains(end)), "{letters:?}");
     let shown = env.ok(&["show", id.trim()])?;
     ensure!(shown.contains("expires at") && shown.contains("dispatched"), "{shown}");
     // Whoever asks for it again gets the same answer.
@@ -110,10 +116,79 @@ async fn the_beginning_of_an_id_is_enough(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// Why nothing was done to an event that was named, and what does it; where several are named, the
+/// others are not spoken of.
+async fn an_event_that_cannot_be_changed_so_is_explained(kind: Kind) -> Result<()> {
+    let endpoint = Endpoint::start(refuses_all)?;
+    let config = endpoint.subscription("hooks") + "topics = [\"dead\"]\n";
+    let more = FILE_SINK.to_owned() + "topics = [\"out\", \"gone\"]\nlog = \"inbox\"\n";
+    let env = TestEnv::with(kind, &(config + &more)).await?;
+    let [dead, taken, unknown] = [1, 2, 3].map(|n| format!("01890000-0000-7000-8000-00000000000{n}"));
+    for id in [&dead, &taken] {
+        env.ok(&["send", "dead", "{}", "--id", id])?;
+    }
+    ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=2");
+    ensure!(env.ok(&["discard", &taken, "--subscription", "hooks"])? == "discarded=1\n");
+    let noted = |args: &[&str], count: &str| {
+        let output = env.output(&[args, &["--subscription", "hooks"]].concat())?;
+        let (said, why) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+        ensure!(output.status.success() && said.trim() == count, "{args:?}: {} {said} {why}", output.status);
+        Ok(why)
+    };
+    let why = noted(&["replay", &dead], "replayed=0")?;
+    ensure!(why.contains(&format!("{dead} is dead in hooks")) && why.contains("`postbox retry` sends it"), "{why}");
+    for verb in ["replay", "retry", "discard"] {
+        let why = noted(&[verb, &taken], &format!("{verb}ed=0").replace("retryed", "retried"))?;
+        ensure!(why.contains(&format!("{taken} is discarded in hooks: it was taken out")), "{why}");
+    }
+    // One that is not there is a failure, and says where it was looked for.
+    for verb in ["replay", "retry", "discard"] {
+        let complaint = env.refuses(1, &[verb, &unknown, "--subscription", "hooks"])?;
+        ensure!(complaint.contains(&format!("the outbox has no event {unknown}")), "{complaint}");
+        ensure!(complaint.contains("leave --subscription out"), "{complaint}");
+    }
+    let complaint = env.refuses(1, &["show", &dead, "--log", "inbox"])?;
+    ensure!(complaint.contains(&format!("the inbox has no event {dead}")), "{complaint}");
+    ensure!(complaint.contains("leave --log out"), "{complaint}");
+    let complaint = env.refuses(1, &["show", "01890000", "--log", "inbox"])?;
+    ensure!(complaint.contains("the inbox has no event whose id begins with 01890000"), "{complaint}");
+    Ok(())
+}
+
+/// Two subscriptions, each with events of its own: the newest of all come first, as they stand.
+async fn a_list_without_a_state_has_the_newest_events(kind: Kind) -> Result<()> {
+    let file = |name: &str, topic: &str| {
+        format!(
+            "[subscriptions.{name}]\ntopics = [\"{topic}\"]\nsink = {{ type = \"file\", path = \"{name}.jsonl\" }}\n"
+        )
+    };
+    let env = TestEnv::with(kind, &(file("orders", "order.*") + &file("bills", "bill.*"))).await?;
+    env.insert([("order.placed", "1".into(), 1), ("bill.sent", "1".into(), 2)]).await?;
+    env.dispatch(&[])?;
+    env.insert([("order.paid", "1".into(), 3)]).await?;
+    let listed = |args: &[&str]| -> Result<Vec<String>> {
+        let all = env.json(&[&["list", "--json"], args].concat())?;
+        let line = |it: &Value| format!("{} {} {}", it["event"]["topic"], it["state"], it["subscription"]);
+        Ok(all.as_array().context("a list")?.iter().map(|it| line(it).replace('"', "")).collect())
+    };
+    let (mut both, of_one) = (listed(&[])?, listed(&["--subscription", "orders"])?);
+    ensure!(
+        of_one == ["order.paid pending orders", "bill.sent skipped orders", "order.placed dispatched orders"],
+        "{of_one:?}"
+    );
+    ensure!(listed(&["--subscription", "orders", "--limit", "2"])? == of_one[..2]);
+    both[..2].sort();
+    ensure!(both.len() == 6 && both[..2] == ["order.paid pending orders", "order.paid skipped bills"], "{both:?}");
+    ensure!(listed(&["--limit", "1"])?.len() == 1);
+    Ok(())
+}
+
 on_both! {
     an_expired_event_is_dead_and_never_sent,
     show_has_the_last_attempts,
     every_command_with_a_result_speaks_json,
     a_list_is_narrowed_to_a_conversation,
+    a_list_without_a_state_has_the_newest_events,
     the_beginning_of_an_id_is_enough,
+    an_event_that_cannot_be_changed_so_is_explained,
 }

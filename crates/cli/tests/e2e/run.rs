@@ -82,6 +82,26 @@ async fn dispatch_in_a_loop_waits_for_no_person(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// The deadline of a stop is the configuration's, and what was cut goes out at the next start.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stop_takes_no_longer_than_it_may() -> Result<()> {
+    // Half of what it is unless said otherwise.
+    const LONG: Duration = Duration::from_secs(10);
+    let silent = Endpoint::start(takes_all)?;
+    silent.answer_only(0);
+    let server = "[server]\nlisten = \"127.0.0.1:0\"\nstop_timeout = \"2s\"\n";
+    let env = TestEnv::with(Kind::Sqlite, &(silent.subscription("out") + server)).await?;
+    env.insert([("order.placed", "1".to_owned(), 1)]).await?;
+    let served = env.serve().await?;
+    silent.until("the call", |arrivals| arrivals.len() == 1).await?;
+    let began = Instant::now();
+    let log = served.terminate().await?;
+    ensure!(began.elapsed() < LONG, "it took {:?}: {log:#?}", began.elapsed());
+    silent.answer_all();
+    ensure!(env.dispatch(&["--loop"])? == "dispatched=1 failed=0 dead=0");
+    Ok(())
+}
+
 /// It is stopped while something waits to be tried again.
 #[tokio::test]
 async fn dispatch_in_a_loop_ends_at_sigterm_too() -> Result<()> {

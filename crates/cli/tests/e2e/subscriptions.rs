@@ -16,7 +16,7 @@ async fn subscriptions_are_listed_and_shown(kind: Kind) -> Result<()> {
     let env = delivered(kind).await?;
     env.ok(&["pause", "out", "--why", "billing is migrating"])?;
     let listed = env.ok(&["subscription", "list"])?;
-    ensure!(listed.starts_with("subscription\tlog\ttopics\t"), "{listed}");
+    ensure!(listed.starts_with("subscription\tlog\tfilter\t"), "{listed}");
     let cells: Vec<&str> = listed.lines().nth(1).context("no row")?.split('\t').collect();
     ensure!(cells == ["out", "outbox", "*", "key", "2", "0", "0", "0", "-", "billing is migrating"], "{listed}");
     let json = env.json(&["subscription", "list", "--json"])?;

@@ -108,15 +108,21 @@ async fn an_event_is_sent_from_an_argument_a_file_or_standard_input(kind: Kind) 
 async fn an_event_with_its_id_is_sent_once(kind: Kind) -> Result<()> {
     let env = TestEnv::migrated(kind).await?;
     let id = "01234567-89ab-7def-8123-456789abcdef";
-    let send = ["send", "order.paid", "{}", "--id", id];
-    ensure!(env.ok(&send)?.trim() == id);
-    let again = env.output(&send)?;
-    let said = String::from_utf8(again.stderr)?;
-    ensure!(
-        again.status.success() && String::from_utf8(again.stdout)?.trim() == id && said.contains("already"),
-        "{said}"
-    );
-    ensure!(env.ok(&["stats"])?.starts_with("pending=1 "));
+    let of_key = postbox_core::EventId::from_key("order-42-paid").expect("a key").to_string();
+    for (option, value, id) in [("--id", id, id), ("--idempotency-key", "order-42-paid", &of_key)] {
+        let send = ["send", "order.paid", "{}", option, value];
+        ensure!(env.ok(&send)?.trim() == id);
+        let again = env.output(&send)?;
+        let said = String::from_utf8(again.stderr)?;
+        ensure!(
+            again.status.success() && String::from_utf8(again.stdout)?.trim() == id && said.contains("already"),
+            "{said}"
+        );
+        let complaint = env.refuses(1, &["send", "order.paid", "[]", option, value])?;
+        ensure!(complaint.contains("another event"), "{complaint}");
+    }
+    ensure!(env.ok(&["stats"])?.starts_with("pending=2 "));
+    env.refuses(2, &["send", "order.paid", "{}", "--id", id, "--idempotency-key", "k"])?;
     Ok(())
 }
 
@@ -125,6 +131,7 @@ async fn what_cannot_be_sent_is_refused_with_its_cure(kind: Kind) -> Result<()> 
     for (args, cure) in [
         (&["send", "order.paid", "no JSON"][..], "--content-type"),
         (&["send", "order paid", "{}"], "topic_invalid"),
+        (&["send", "order.paid", "{}", "--idempotency-key", ""], "order-42-paid"),
         (&["send", "order.paid", "{}", "--header", "a"], "NAME=VALUE"),
         (&["send", "order.paid", "@nowhere.json"], "cannot read nowhere.json"),
         (&["send", "order.paid", "{}", "--log", "nowhere"], "there are: inbox, outbox"),

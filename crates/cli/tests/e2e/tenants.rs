@@ -68,10 +68,9 @@ async fn a_role_of_one_tenant_works_with_its_own() -> Result<()> {
     let listed = acme.json(&["list", "--state", "dead", "--json"])?;
     ensure!(listed.as_array().map(Vec::len) == Some(2), "{listed}");
     ensure!(acme.ok(&["show", &ids[0]])?.contains("http_422"));
-    for verb in ["show", "retry", "replay"] {
+    for verb in ["show", "retry", "replay", "discard"] {
         acme.refuses(1, &[verb, &ids[2]])?;
     }
-    ensure!(acme.ok(&["discard", &ids[2]])? == "discarded=0\n");
     let known = acme.ok(&["send", "t", "{}", "--tenant", "acme", "--id", &ids[0]])?;
     ensure!(known.trim() == ids[0], "its own is there already: {known}");
     let complaint = acme.refuses(1, &["send", "t", "{}", "--tenant", "acme", "--id", &ids[2]])?;

@@ -4,7 +4,7 @@ use ::diesel::connection::{AnsiTransactionManager, TransactionManager as _};
 use ::diesel::{Connection as _, PgConnection};
 use async_trait::async_trait;
 use postbox::postgres::Postgres;
-use postbox::{Error, EventId, NewEvent, Postbox, Result};
+use postbox::{Appended, Error, NewEvent, Postbox, Result};
 
 use crate::{End, Typed};
 
@@ -12,12 +12,7 @@ pub(crate) struct Driver;
 
 #[async_trait]
 impl crate::Driver for Driver {
-    async fn append(
-        url: &str,
-        postbox: &Postbox<Postgres>,
-        lists: Vec<Vec<Typed>>,
-        end: End,
-    ) -> Vec<Result<Vec<EventId>>> {
+    async fn append(url: &str, postbox: &Postbox<Postgres>, lists: Vec<Vec<Typed>>, end: End) -> Vec<Result<Appended>> {
         let mut connection = PgConnection::establish(url).expect("connected");
         AnsiTransactionManager::begin_transaction(&mut connection).expect("begun");
         let given = lists.into_iter().map(|list| postbox.append(&mut connection, list)).collect();

@@ -3,7 +3,7 @@
 use ::diesel_async::{AnsiTransactionManager, AsyncConnection as _, AsyncPgConnection, TransactionManager as _};
 use async_trait::async_trait;
 use postbox::postgres::Postgres;
-use postbox::{Error, EventId, NewEvent, Postbox, Result};
+use postbox::{Appended, Error, NewEvent, Postbox, Result};
 
 use crate::{End, Typed};
 
@@ -11,12 +11,7 @@ pub(crate) struct Driver;
 
 #[async_trait]
 impl crate::Driver for Driver {
-    async fn append(
-        url: &str,
-        postbox: &Postbox<Postgres>,
-        lists: Vec<Vec<Typed>>,
-        end: End,
-    ) -> Vec<Result<Vec<EventId>>> {
+    async fn append(url: &str, postbox: &Postbox<Postgres>, lists: Vec<Vec<Typed>>, end: End) -> Vec<Result<Appended>> {
         let mut connection = AsyncPgConnection::establish(url).await.expect("connected");
         AnsiTransactionManager::begin_transaction(&mut connection).await.expect("begun");
         let mut given = Vec::new();

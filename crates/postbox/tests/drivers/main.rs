@@ -10,10 +10,11 @@ mod tokio_postgres;
 use std::collections::BTreeMap;
 
 use async_trait::async_trait;
-use postbox::contract::{Inspect as _, Log as _};
+use postbox::contract::{Inspect as _, Log as _, Store as _};
 use postbox::postgres::{Postgres, PostgresConfig, PostgresStore};
 use postbox::{
-    Error, EventId, LogName, Migrate as _, NewEvent, Postbox, Result, Subscription, SubscriptionName, TypedEvent,
+    Appended, Error, EventId, LogName, Migrate as _, NewEvent, Postbox, Result, Subscription, SubscriptionName,
+    TypedEvent,
 };
 use postbox_testkit::servers::{Postgres as Server, Version};
 use serde::Serialize;
@@ -23,12 +24,7 @@ use serde::Serialize;
 trait Driver {
     /// In one transaction on a connection of its own: appends each list, then commits or rolls
     /// back. What each append gave.
-    async fn append(
-        url: &str,
-        postbox: &Postbox<Postgres>,
-        lists: Vec<Vec<Typed>>,
-        end: End,
-    ) -> Vec<Result<Vec<EventId>>>;
+    async fn append(url: &str, postbox: &Postbox<Postgres>, lists: Vec<Vec<Typed>>, end: End) -> Vec<Result<Appended>>;
 
     /// Appends without a transaction. `None`: that does not compile.
     async fn append_outside(url: &str, postbox: &Postbox<Postgres>) -> Option<Error>;
@@ -80,7 +76,7 @@ async fn fixture() -> Fixture {
 }
 
 impl Fixture {
-    async fn append<D: Driver>(&self, lists: Vec<Vec<Typed>>, end: End) -> Vec<Result<Vec<EventId>>> {
+    async fn append<D: Driver>(&self, lists: Vec<Vec<Typed>>, end: End) -> Vec<Result<Appended>> {
         D::append(&self.url, &self.store.postbox(), lists, end).await
     }
 
@@ -111,7 +107,7 @@ fn strange() -> Vec<NewEvent> {
         .header("h", r#"\"{},"#)
         .occurred_at(at)
         .deliver_at(at)
-        .expires_at(at);
+        .expires_at(at + std::time::Duration::from_micros(1));
     let texts = ["", "NULL", "{}", r#"{"a":"\n\\\""}"#, r"\x41", "\u{1F600}\n"];
     let payloads = texts.map(|text| NewEvent::json("t", text.to_owned()));
     std::iter::once(full).chain(payloads).collect()
@@ -122,8 +118,8 @@ async fn one_event_and_several_come_back_as_they_were<D: Driver>() {
     let events = strange();
     let alone = events.iter().map(|event| typed([event.clone()]));
     let lists = alone.chain([typed(events.clone()), Vec::new()]).collect();
-    let ids: Vec<_> =
-        fixture.append::<D>(lists, End::Commit).await.into_iter().map(|it| it.expect("appended")).collect();
+    let ids: Vec<Vec<EventId>> =
+        fixture.append::<D>(lists, End::Commit).await.into_iter().map(|it| it.expect("appended").to_vec()).collect();
     assert_eq!(ids[events.len() + 1], []);
     for (id, event) in ids.concat().iter().zip(events.iter().chain(&events)) {
         fixture.has(*id, event).await;
@@ -135,8 +131,8 @@ async fn what_is_rolled_back_is_gone<D: Driver>() {
     let fixture = fixture().await;
     let lists = || vec![typed([NewEvent::json("t", "1")]), typed([NewEvent::json("t", "2"), NewEvent::json("t", "3")])];
     for ids in fixture.append::<D>(lists(), End::RollBack).await {
-        for id in ids.expect("appended") {
-            assert!(fixture.store.get(&fixture.reader, id).await.expect("read").is_none());
+        for id in ids.expect("appended").iter() {
+            assert!(fixture.store.get(&fixture.reader, *id).await.expect("read").is_none());
         }
     }
     assert_eq!(fixture.events().await, 0);
@@ -149,9 +145,25 @@ async fn what_is_refused_before_it_is_sent_leaves_the_transaction_whole<D: Drive
     let unwritable = vec![Typed { event: None, unwritable: BTreeMap::from([(vec![1], 1)]) }];
     let lists = vec![unwritable, typed([NewEvent::json("no topic", "{}")]), typed([NewEvent::json("t", "{}")])];
     let given = fixture.append::<D>(lists, End::Commit).await;
-    let codes: Vec<_> = given.iter().map(|it| it.as_ref().map_err(Error::code).map(Vec::len)).collect();
+    let codes: Vec<_> = given.iter().map(|it| it.as_ref().map_err(Error::code).map(|it| it.len())).collect();
     assert_eq!(codes, [Err("payload_not_encoded"), Err("topic_invalid"), Ok(1)]);
     assert_eq!(fixture.events().await, 1);
+}
+
+async fn what_is_known_is_not_appended_again_and_the_transaction_goes_on<D: Driver>() {
+    let fixture = fixture().await;
+    let own = |(n, event): (u32, NewEvent)| event.id(EventId::from_key(format!("event {n}")).expect("a key"));
+    let events: Vec<NewEvent> = (0..).zip(strange()).map(own).collect();
+    let append = async |lists: Vec<Vec<NewEvent>>| -> Vec<usize> {
+        let given = fixture.append::<D>(lists.into_iter().map(typed).collect(), End::Commit).await;
+        given.into_iter().map(|it| it.expect("appended").known()).collect()
+    };
+    let alone = || events.iter().map(|event| vec![event.clone()]).chain([vec![NewEvent::json("t", "{}")]]).collect();
+    assert_eq!(append(alone()).await, [0; 8]);
+    assert_eq!(append(alone()).await, [1, 1, 1, 1, 1, 1, 1, 0]);
+    let mixed = [&strange()[..], &events[..3]].concat();
+    assert_eq!(append(vec![events.clone(), mixed]).await, [7, 3]);
+    assert_eq!(fixture.events().await, 7 + 2 + 7);
 }
 
 async fn what_the_server_refuses_has_the_code_it_has_elsewhere<D: Driver>() {
@@ -164,8 +176,9 @@ async fn what_the_server_refuses_has_the_code_it_has_elsewhere<D: Driver>() {
     let id = EventId::now_v7();
     let event = NewEvent::json("t", "{}").id(id);
     fixture.append::<D>(vec![typed([event.clone()])], End::Commit).await.remove(0).expect("appended");
-    assert_eq!(refused(&postbox, vec![event.clone()]).await.code(), "event_id_taken");
-    assert_eq!(refused(&postbox, vec![event.clone(), NewEvent::json("t", "{}")]).await.code(), "event_id_taken");
+    let other = NewEvent::json("t", "[]").id(id);
+    assert_eq!(refused(&postbox, vec![other.clone()]).await.code(), "event_id_taken");
+    assert_eq!(refused(&postbox, vec![other, NewEvent::json("t", "{}")]).await.code(), "event_id_taken");
 
     let nowhere = postbox.log(LogName::new("nowhere").expect("a name"));
     let error = refused(&nowhere, vec![NewEvent::json("t", "{}")]).await;
@@ -195,6 +208,7 @@ macro_rules! suite {
                 one_event_and_several_come_back_as_they_were
                 what_is_rolled_back_is_gone
                 what_is_refused_before_it_is_sent_leaves_the_transaction_whole
+                what_is_known_is_not_appended_again_and_the_transaction_goes_on
                 what_the_server_refuses_has_the_code_it_has_elsewhere
                 a_connection_without_a_transaction_is_refused
             );

@@ -3,7 +3,7 @@
 use ::sea_orm::{Database, TransactionTrait as _};
 use async_trait::async_trait;
 use postbox::postgres::Postgres;
-use postbox::{Error, EventId, Postbox, Result};
+use postbox::{Appended, Error, Postbox, Result};
 
 use crate::{End, Typed};
 
@@ -11,12 +11,7 @@ pub(crate) struct Driver;
 
 #[async_trait]
 impl crate::Driver for Driver {
-    async fn append(
-        url: &str,
-        postbox: &Postbox<Postgres>,
-        lists: Vec<Vec<Typed>>,
-        end: End,
-    ) -> Vec<Result<Vec<EventId>>> {
+    async fn append(url: &str, postbox: &Postbox<Postgres>, lists: Vec<Vec<Typed>>, end: End) -> Vec<Result<Appended>> {
         let database = Database::connect(url).await.expect("connected");
         let mut tx = database.begin().await.expect("begun");
         let mut given = Vec::new();

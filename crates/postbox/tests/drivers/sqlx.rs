@@ -4,7 +4,7 @@ use ::sqlx::{Connection as _, PgConnection};
 use async_trait::async_trait;
 use postbox::drivers::sqlx::once_in;
 use postbox::postgres::Postgres;
-use postbox::{Error, EventId, NewEvent, Postbox, Result};
+use postbox::{Appended, Error, NewEvent, Postbox, Result};
 
 use crate::{End, Typed};
 
@@ -12,12 +12,7 @@ pub(crate) struct Driver;
 
 #[async_trait]
 impl crate::Driver for Driver {
-    async fn append(
-        url: &str,
-        postbox: &Postbox<Postgres>,
-        lists: Vec<Vec<Typed>>,
-        end: End,
-    ) -> Vec<Result<Vec<EventId>>> {
+    async fn append(url: &str, postbox: &Postbox<Postgres>, lists: Vec<Vec<Typed>>, end: End) -> Vec<Result<Appended>> {
         let mut connection = PgConnection::connect(url).await.expect("connected");
         let mut tx = connection.begin().await.expect("begun");
         let mut given = Vec::new();
@@ -40,7 +35,7 @@ impl crate::Driver for Driver {
     }
 }
 
-async fn lent(tx: &mut PgConnection, postbox: &Postbox<Postgres>, list: Vec<Typed>) -> Result<Vec<EventId>> {
+async fn lent(tx: &mut PgConnection, postbox: &Postbox<Postgres>, list: Vec<Typed>) -> Result<Appended> {
     postbox.append(tx, list).await
 }
 

@@ -3,7 +3,7 @@
 use ::sqlx08::{Connection as _, PgConnection};
 use async_trait::async_trait;
 use postbox::postgres::Postgres;
-use postbox::{Error, EventId, NewEvent, Postbox, Result};
+use postbox::{Appended, Error, NewEvent, Postbox, Result};
 
 use crate::{End, Typed};
 
@@ -11,12 +11,7 @@ pub(crate) struct Driver;
 
 #[async_trait]
 impl crate::Driver for Driver {
-    async fn append(
-        url: &str,
-        postbox: &Postbox<Postgres>,
-        lists: Vec<Vec<Typed>>,
-        end: End,
-    ) -> Vec<Result<Vec<EventId>>> {
+    async fn append(url: &str, postbox: &Postbox<Postgres>, lists: Vec<Vec<Typed>>, end: End) -> Vec<Result<Appended>> {
         let mut connection = PgConnection::connect(url).await.expect("connected");
         let mut tx = connection.begin().await.expect("begun");
         let mut given = Vec::new();
@@ -39,7 +34,7 @@ impl crate::Driver for Driver {
     }
 }
 
-async fn lent(tx: &mut PgConnection, postbox: &Postbox<Postgres>, list: Vec<Typed>) -> Result<Vec<EventId>> {
+async fn lent(tx: &mut PgConnection, postbox: &Postbox<Postgres>, list: Vec<Typed>) -> Result<Appended> {
     postbox.append(tx, list).await
 }
 

@@ -3,7 +3,7 @@
 use ::tokio_postgres::{Client, NoTls};
 use async_trait::async_trait;
 use postbox::postgres::Postgres;
-use postbox::{Error, EventId, Postbox, Result};
+use postbox::{Appended, Error, Postbox, Result};
 
 use crate::{End, Typed};
 
@@ -17,12 +17,7 @@ pub(crate) async fn client(url: &str) -> Client {
 
 #[async_trait]
 impl crate::Driver for Driver {
-    async fn append(
-        url: &str,
-        postbox: &Postbox<Postgres>,
-        lists: Vec<Vec<Typed>>,
-        end: End,
-    ) -> Vec<Result<Vec<EventId>>> {
+    async fn append(url: &str, postbox: &Postbox<Postgres>, lists: Vec<Vec<Typed>>, end: End) -> Vec<Result<Appended>> {
         let mut client = client(url).await;
         let mut tx = client.transaction().await.expect("begun");
         let mut given = Vec::new();

@@ -5,6 +5,7 @@ use std::str::FromStr as _;
 use std::time::Duration;
 
 use postbox_config::{Secret, Section, duration, integer, secret, suggestion, table, text, words};
+use postbox_core::limits::DEAD_AGE_MIN;
 use postbox_listen::ServeLimits;
 
 use crate::cron::Cron;
@@ -89,8 +90,14 @@ table! {
     /// What is thrown away, and when.
     #[derive(PartialEq)]
     pub struct RetentionConfig {
-        /// Dispatched events older than this are deleted; pending and dead ones never.
+        /// Dispatched and discarded events older than this are deleted; pending and dead ones
+        /// never.
         older_than: Duration = duration(Duration::ZERO), default("7d");
+        /// What has been dead for longer than this is discarded, so that it is deleted when it is
+        /// as old as `older_than` says. A day at least.
+        ///
+        /// Not with `on_dead = "halt"`, where the others of its key wait for a person.
+        dead: Option<Duration> = duration(DEAD_AGE_MIN), unset("never", r#""30d""#);
         /// How long ids of received messages are remembered: 7 days at least, and as long as any
         /// sender repeats a message.
         ///

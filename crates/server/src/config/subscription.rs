@@ -31,10 +31,7 @@ const MS: Duration = Duration::from_millis(1);
 
 /// `stores`, of a subscription or a source.
 pub(crate) fn store_names() -> Kind<Vec<StoreName>> {
-    list(text(from_core::<StoreName>)).check(|names| match names.is_empty() {
-        true => Err("is empty; name a store, or leave it out for all".to_owned()),
-        false => Ok(()),
-    })
+    list(text(from_core::<StoreName>)).not_empty("a store")
 }
 
 fn pattern(text: &str) -> Result<TopicPattern, String> {
@@ -60,7 +57,7 @@ table! {
         /// The log that is read: `"outbox"`, `"inbox"`, or one of yours.
         log: LogName = text(from_core::<LogName>), default("outbox");
         /// Patterns; `*` stands for any run of characters.
-        topics: Vec<TopicPattern> = list(text(pattern)), unset("all", r#"["order.*"]"#);
+        topics: Vec<TopicPattern> = list(text(pattern)).not_empty("a topic"), unset("all", r#"["order.*"]"#);
         /// Of several stores, those that have it.
         ///
         /// [Many stores](many-stores.md).
@@ -68,14 +65,15 @@ table! {
         /// Only this tenant's events.
         tenant: Option<Tenant> = text(from_core::<Tenant>), unset("all", r#""acme""#);
         /// Only events of these kinds, by their exact names. One that names none is `domain`.
-        kinds: Vec<String> = contents(list(text(as_written)), |kinds, filter| filter.kinds = kinds),
+        kinds: Vec<String> = contents(list(text(as_written)).not_empty("a kind"), |kinds, filter| filter.kinds = kinds),
             unset("all", r#"["integration"]"#);
         /// Only events of these aggregates, by their exact names.
-        aggregates: Vec<String> = contents(list(text(as_written)), |aggregates, filter| filter.aggregates = aggregates),
+        aggregates: Vec<String> = contents(
+            list(text(as_written)).not_empty("an aggregate"), |aggregates, filter| filter.aggregates = aggregates),
             unset("all", r#"["order"]"#);
         /// Only events that have all of these headers, with exactly these values.
         headers: Headers = contents(
-            entries(as_written, text(as_written)).map(Headers::from_iter), |headers, filter| filter.headers = headers),
+            entries(as_written, text(as_written)).not_empty("a header").map(Headers::from_iter), |headers, filter| filter.headers = headers),
             unset("any", r#"{ region = "eu" }"#);
         /// `"none"`: everything at once, in no order.
         ordering: Ordering = words([("key", Ordering::Key), ("none", Ordering::None)]), default("key");

@@ -38,7 +38,7 @@ families! {
     STATS_ESTIMATED: Gauge "postbox_stats_estimated" ["store" "subscription"]
         "Whether there was too much to count, so that pending events are estimated.";
     EVENTS: Gauge "postbox_events" ["store" "subscription" "state"]
-        "Events by state; dispatched: since the subscription began.";
+        "Events by state; dispatched: since the subscription began; skipped: passed and not wanted, of what the log still has; too many to count are estimated.";
     OLDEST_PENDING: Gauge "postbox_oldest_pending_seconds" ["store" "subscription"]
         "Age of the oldest event that is not delivered.";
     PAUSED: Gauge "postbox_paused" ["store" "subscription"]

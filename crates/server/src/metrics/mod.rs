@@ -160,6 +160,7 @@ fn depth(page: &mut Page<'_>, all: &[(String, &Measured)]) -> fmt::Result {
             (State::Dead, stats.dead),
             (State::Discarded, stats.discarded),
             (State::Dispatched, stats.dispatched),
+            (State::Skipped, stats.skipped),
         ];
         counts.map(|(state, count)| ([store.into(), name.into(), state.as_str().into()], count))
     });

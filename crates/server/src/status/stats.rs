@@ -8,6 +8,8 @@ use postbox_core::{
 use serde::Serialize;
 use tokio::time::{Instant, timeout_at};
 
+use crate::text::estimated;
+
 /// Longest time to count all subscriptions. A count takes milliseconds; what keeps it longer is a
 /// lock or an overloaded database, and whoever looks at either must not wait for it.
 pub const STATS_WAIT: Duration = Duration::from_secs(2);
@@ -33,6 +35,9 @@ pub struct StatsJson {
     pub discarded: u64,
     /// Delivered since the subscription began.
     pub dispatched: u64,
+    /// Passed and never sent, because it was not wanted; of what the log still has, and no part of
+    /// `total`.
+    pub skipped: u64,
     /// `dispatched + pending + dead + discarded`.
     pub total: u64,
     /// Events of the log that no subscription wants, as far as they were counted.
@@ -40,6 +45,11 @@ pub struct StatsJson {
     /// Whether there was too much to count: unread events are estimated from samples, and of a
     /// state with rows there are that many or more.
     pub estimated: bool,
+    /// Whether `skipped` is estimated from samples.
+    pub skipped_estimated: bool,
+    /// Up to how many of each kind were counted one by one.
+    #[serde(skip)]
+    pub share: u64,
     /// Age of the oldest pending event, from when it may be delivered; `None` also where it is not
     /// known.
     pub oldest_pending_seconds: Option<f64>,
@@ -84,14 +94,22 @@ impl StatsJson {
             dead: stats.dead,
             discarded: stats.discarded,
             dispatched: stats.dispatched,
+            skipped: stats.skipped,
             total: stats.total,
             unrouted: 0,
             estimated: stats.is_estimate,
+            skipped_estimated: stats.skipped_is_estimate,
+            share: stats.share,
             oldest_pending_seconds: stats.oldest_pending.map(|age| age.as_secs_f64()),
             paused,
             topics: topics.collect(),
             high_water_marks: Vec::new(),
         }
+    }
+
+    /// A number of rows in a state as people write it: `~` where there may be more.
+    pub fn of_rows(&self, count: u64) -> String {
+        estimated(count, count > self.share)
     }
 
     /// The counts of a log that nobody reads.
@@ -103,12 +121,10 @@ impl StatsJson {
 
 /// The counts of these subscriptions, or why one could not be counted in time.
 pub async fn stats(store: &dyn Inspect, infos: &[SubscriptionInfo], deadline: Instant) -> Vec<Result<StatsJson>> {
-    let mut counted = Vec::with_capacity(infos.len());
-    for info in infos {
-        let stats = timeout_at(deadline, store.stats(&info.name)).await.unwrap_or_else(|_| Err(too_slow()));
-        counted.push(stats.map(|stats| StatsJson::of(info, stats)));
-    }
-    counted
+    let names: Vec<SubscriptionName> = infos.iter().map(|info| info.name.clone()).collect();
+    let counted = timeout_at(deadline, store.stats_of(&names)).await;
+    let counted = counted.unwrap_or_else(|_| names.iter().map(|_| Err(too_slow())).collect());
+    infos.iter().zip(counted).map(|(info, stats)| stats.map(|stats| StatsJson::of(info, stats))).collect()
 }
 
 pub(crate) fn too_slow() -> Error {

@@ -1,6 +1,8 @@
 //! Subscriptions: `subscription list` and `show`.
 
-use postbox_core::{Headers, LogName, Ordering, OwnerId, SubscriptionInfo, SubscriptionName, Tenant, TopicPattern};
+use postbox_core::{
+    Filter, Headers, LogName, Ordering, OwnerId, SubscriptionInfo, SubscriptionName, Tenant, TopicPattern,
+};
 use serde::Serialize;
 
 use super::stats::StatsJson;
@@ -57,6 +59,12 @@ pub struct PauseJson {
 }
 
 impl SubscriptionJson {
+    /// Which events it wants.
+    pub fn filter(&self) -> Filter {
+        let Self { topics, tenant, kinds, aggregates, headers, .. } = self.clone();
+        Filter { topics, tenant, kinds, aggregates, headers }
+    }
+
     /// With its counts.
     pub fn new(info: &SubscriptionInfo, counts: Option<StatsJson>) -> Self {
         let lanes = info.lanes.iter().map(|lane| LaneJson {

@@ -42,7 +42,7 @@ async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec<(String, S
     }
     let query = ListQuery {
         subscription: name,
-        state: State::Retrying,
+        state: Some(State::Retrying),
         which: Criteria::default(),
         code: None,
         after: None,

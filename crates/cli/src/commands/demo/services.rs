@@ -15,7 +15,7 @@ use axum::http::StatusCode;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
 use postbox_core::{
-    Clock, Delivery, Inspect as _, LogName, Migrate as _, Outcome, RetryPolicy, SourceName, Subscription,
+    Clock, Delivery, LogName, Migrate as _, Outcome, RetryPolicy, SourceName, Store as _, Subscription,
 };
 use postbox_engine::{BreakerPolicy, Metrics, Relay, RelaySettings, TokioClock};
 use postbox_http::{HttpSink, HttpSinkConfig};

@@ -19,7 +19,7 @@ causes! {
     both a_broker_that_is_down "problem" "destination_down redis_connect_failed";
     Sqlite a_full_disk "problem" "destination_down write_failed";
     both no_answer_in_time "problem" "destination_down timeout";
-    both errors_for_everything "problem" "destination_refuses http_500";
+    both errors_for_everything "problem" "destination_down http_500";
     both a_wrong_secret "problem" "dead http_401";
     both a_wrong_path "problem" "dead http_404";
     both a_moved_endpoint "problem" "dead http_redirect";

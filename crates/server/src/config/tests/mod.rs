@@ -294,6 +294,36 @@ fn names_urls_and_schedules_are_checked() {
     assert!(fault("[subscriptions.a]\nretry = { base = \"4h\" }").contains("longer than max"));
 }
 
+/// An empty list would let in everything, and mean nothing.
+#[test]
+fn a_filter_that_is_empty_is_refused_at_its_line() {
+    for line in
+        ["topics = []", "kinds = []", "aggregates = []", "headers = {}", "[subscriptions.a.headers]", "stores = []"]
+    {
+        let found = fault(&format!("[subscriptions.a]\n{line}"));
+        assert!(found.contains(":2: subscriptions.a.") && found.contains("leave it out for all"), "{found}");
+    }
+    // What is wrong in it is one fault, not two.
+    assert!(fault("[subscriptions.a]\nkinds = [1]").contains("text in quotes"));
+}
+
+#[test]
+fn a_variable_is_refused_where_none_is_looked_up() {
+    for line in [
+        "topics = [\"env:TOPIC\"]",
+        "tenant = \"env:TENANT\"",
+        "kinds = [\"env:KIND\"]",
+        "aggregates = [\"env:AGGREGATE_OF_IT\"]",
+        "headers = { region = \"env:REGION\" }",
+        "sink = { type = \"http\", url = \"https://h/\", allow = [\"env:NETS\"] }",
+    ] {
+        let found = fault(&format!("[subscriptions.a]\n{line}"));
+        assert!(found.contains(":2: subscriptions.a.") && found.contains("is not looked up here"), "{found}");
+    }
+    // What only looks like one.
+    parse("[subscriptions.a]\ntopics = [\"env:created\", \"env:*\"]\nkinds = [\"env:\"]").expect("no faults");
+}
+
 #[test]
 fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
     let subscription = |secrets: &str| {

@@ -96,8 +96,15 @@ pub(super) fn is_driven(lane: &LaneInfo) -> bool {
 
 async fn list(store: &dyn Inspect, name: &SubscriptionName, state: State, count: u64) -> Result<Vec<Record>> {
     let which = Criteria::default();
-    let query =
-        ListQuery { subscription: name.clone(), state, which, code: None, correlation: None, after: None, limit: LOOK };
+    let query = ListQuery {
+        subscription: name.clone(),
+        state: Some(state),
+        which,
+        code: None,
+        correlation: None,
+        after: None,
+        limit: LOOK,
+    };
     if count > 0 { store.list(&query).await } else { Ok(Vec::new()) }
 }
 

@@ -6,7 +6,7 @@ use postbox_engine::{OnDead, Schedule as _};
 
 use super::Finding;
 use super::asked::{Known, is_driven};
-use super::destination::{dead, down, retrying, rows, soonest};
+use super::destination::{dead, down, retrying, soonest};
 use super::speed::{is_late, speed};
 use crate::status::ServiceStatus;
 use crate::text::{cut, estimated, span};
@@ -29,7 +29,8 @@ pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Ve
     }
     findings.extend(blocked(known));
     if known.stats.scheduled > 0 {
-        let what = format!("{} wait for their time; {}", rows(known.stats.scheduled), soonest(&known.scheduled));
+        let scheduled = known.stats.of_rows(known.stats.scheduled);
+        let what = format!("{scheduled} wait for their time; {}", soonest(&known.scheduled));
         findings.push(Finding::note("scheduled", what).cure("wait; `postbox discard ID` cancels one"));
     }
     findings.push(pending(known, service));
@@ -156,7 +157,7 @@ fn halted(known: &Known<'_>) -> Option<Finding> {
     let (id, shown) = (first.event.id, cut(key(first)?.as_str(), 60).to_owned());
     let what = format!(
         "{} wait behind a dead event of their key (on_dead = \"halt\"): key {shown} behind {id}, {}",
-        rows(known.stats.blocked),
+        known.stats.of_rows(known.stats.blocked),
         first.code.as_deref().unwrap_or("unknown")
     );
     let cure = format!("when its cause is mended: postbox retry {id}; to go on without it: postbox discard {id}");
@@ -167,12 +168,13 @@ fn halted(known: &Known<'_>) -> Option<Finding> {
 fn blocked(known: &Known<'_>) -> Option<Finding> {
     let first = known.blocked.first()?;
     let head = known.retrying.iter().find(|it| it.event.key == first.event.key);
-    let what =
-        format!("{} blocked behind an earlier event of their key: {}", rows(known.stats.blocked), keys(&known.blocked));
+    let count = known.stats.of_rows(known.stats.blocked);
+    let what = format!("{count} blocked behind an earlier event of their key: {}", keys(&known.blocked));
     let finding = Finding::note("blocked", what);
     let name = &known.info.name;
     Some(match head {
-        Some(head) if head.code.as_deref().is_some_and(Disposition::is_own_code) => finding,
+        // Nothing failed: the one before is on its way, or goes next.
+        Some(head) if head.code.as_deref().is_none_or(Disposition::is_own_code) => finding,
         Some(head) => {
             let id = head.event.id;
             finding.cure(format!("{id} decides: mend what it fails at, or go on without it: postbox discard {id}"))

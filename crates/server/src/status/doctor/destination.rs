@@ -4,11 +4,12 @@
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Disposition, Record};
+use postbox_core::{Disposition, Record, Unreadable};
 
 use super::Finding;
 use super::asked::{Known, LOOK};
-use crate::text::{cut, estimated, span};
+use crate::status::StatsJson;
+use crate::text::{cut, span};
 
 /// So many events that failed for the same reason are not the fault of one.
 const SAME_MIN: usize = 3;
@@ -44,10 +45,17 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
 
 /// Events that failed and are tried again.
 pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
-    let failed = known.retrying.iter().filter(|it| !it.code.as_deref().is_some_and(Disposition::is_own_code));
+    // Without a code nothing has failed: it was replayed, or handed to a subscription whose filter
+    // begins to want it.
+    let (untried, tried): (Vec<&Record>, Vec<&Record>) = known.retrying.iter().partition(|it| it.code.is_none());
+    let failed = tried.into_iter().filter(|it| !it.code.as_deref().is_some_and(Disposition::is_own_code));
     let failed: Vec<&Record> = failed.collect();
-    let count = rows(known.stats.retrying);
-    if failed.is_empty() {
+    let count = known.stats.of_rows(known.stats.retrying);
+    let untried = (!untried.is_empty()).then(|| {
+        let of = of_all(known.stats, untried.len(), known.retrying.len(), known.stats.retrying);
+        Finding::note("untried", format!("{of} to be sent again, not tried yet"))
+    });
+    if failed.is_empty() && untried.is_none() {
         let under_way = (!known.retrying.is_empty()).then(|| format!("{count} on their way for longer than others"));
         return under_way.map(|what| Finding::note("in_flight", what)).into_iter().collect();
     }
@@ -56,7 +64,7 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
     let mut findings: Vec<Finding> = reasons
         .iter()
         .map(|reason| {
-            let of = of_all(reason.count, failed.len(), known.stats.retrying);
+            let of = of_all(known.stats, reason.count, known.retrying.len(), known.stats.retrying);
             let what = format!("{of} retrying: {}; {soonest}", reason.said());
             let charged = failed.iter().filter(|it| it.code.as_deref() == Some(reason.code) && it.attempts > 0);
             if charged.count() < SAME_MIN {
@@ -66,6 +74,7 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
         })
         .collect();
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+    findings.extend(untried);
     findings
 }
 
@@ -74,14 +83,21 @@ pub(super) fn dead(known: &Known<'_>) -> Vec<Finding> {
     let dead: Vec<&Record> = known.dead.iter().collect();
     let name = &known.info.name;
     let finding = |reason: &Reason<'_>| {
-        let what = format!("{} dead: {}", of_all(reason.count, dead.len(), known.stats.dead), reason.said());
-        // What expired would do so again.
-        let verb = if reason.code == Disposition::EXPIRED { "discard" } else { "retry" };
+        let of = of_all(known.stats, reason.count, dead.len(), known.stats.dead);
+        let what = format!("{of} dead: {}", reason.said());
+        // What expired would do so again, and poison is never sent.
+        let is_of_reason = |record: &&&Record| record.code.as_deref() == Some(reason.code);
+        let is_poison =
+            dead.iter().find(is_of_reason).is_some_and(|it| Unreadable::poison(&it.event.headers).is_some());
+        let verb = if is_poison || reason.code == Disposition::EXPIRED { "discard" } else { "retry" };
         let again = format!(
             "look at one with `postbox show ID`, then: postbox {verb} --code {} --subscription {name}",
             reason.code
         );
-        let first = cure_refused(reason.code, true);
+        let first = match is_poison {
+            true => "the message that came in is no event: mend its sender, and have it sent again",
+            false => cure_refused(reason.code, true),
+        };
         Finding::problem("dead", what, format!("{first}; {again}")).reason(reason.code)
     };
     reasons(&dead).iter().map(finding).collect()
@@ -119,16 +135,12 @@ fn reasons<'a>(records: &[&'a Record]) -> Vec<Reason<'a>> {
 }
 
 /// What part of all of them is meant; only the first are looked at.
-fn of_all(count: usize, looked: usize, all: u64) -> String {
+fn of_all(stats: &StatsJson, count: usize, looked: usize, all: u64) -> String {
     match () {
-        () if count == looked => rows(all),
+        () if count == looked => stats.of_rows(all),
         () if all <= LOOK as u64 => count.to_string(),
-        () => format!("of {} {count} of the first {looked}", rows(all)),
+        () => format!("of {} {count} of the first {looked}", stats.of_rows(all)),
     }
-}
-
-pub(super) fn rows(count: u64) -> String {
-    estimated(count, count > postbox_core::kit::LOOK_EVENTS_MAX)
 }
 
 fn text(record: &Record) -> &str {

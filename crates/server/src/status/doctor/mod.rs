@@ -79,17 +79,26 @@ fn blocker(blocker: &Blocker) -> Finding {
     Finding::problem("session_blocks", what, format!("let it end its transaction, or end it: {end}"))
 }
 
+/// What helps a source that fails with this code.
+fn cure_of_source(code: &str) -> &'static str {
+    match code {
+        "rabbitmq_message_unreadable" => {
+            "its broker is up, and one of its messages cannot be read: the service's log says how to take it out"
+        }
+        _ => "run: postbox check-config --connect, which says what is wrong; it is asked again by itself",
+    }
+}
+
 /// What the service says of the store, of its sources, and of subscriptions that are no longer
 /// there.
 fn of_service(service: &ServiceStatus, infos: &[SubscriptionInfo]) -> Vec<Finding> {
     let is_known = |name: &SubscriptionName| infos.iter().any(|info| info.name == *name);
     let others = service.faults.iter().filter(|fault| !fault.subscription.as_ref().is_some_and(is_known));
-    let finding = |fault: &Fault| {
-        match (&fault.source, &fault.subscription) {
+    let finding = |fault: &Fault| match (&fault.source, &fault.subscription) {
         (Some(source), _) => Finding::problem(
             "source_failing",
             format!("the source {source}: {}", fault.what),
-            "is its broker up, and are its address, user and password in the configuration right? It is asked again by itself",
+            cure_of_source(&fault.code),
         )
         .reason(&fault.code),
         (None, Some(name)) => {
@@ -98,7 +107,6 @@ fn of_service(service: &ServiceStatus, infos: &[SubscriptionInfo]) -> Vec<Findin
         (None, None) => {
             Finding::failed(&fault.code, &format!("the service at {}: the store: {}", service.address, fault.what))
         }
-    }
     };
     others.map(finding).collect()
 }
@@ -125,4 +133,15 @@ fn storm(storm: &StormJson) -> Finding {
     );
     let cure = "ask the sender why: it does not see our answers, or somebody sends again what was captured";
     Finding::problem("replay_storm", what, cure)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_that_cannot_be_read_is_no_broker_that_is_down() {
+        assert!(cure_of_source("rabbitmq_message_unreadable").starts_with("its broker is up"));
+        assert!(cure_of_source("redis_connect_failed").contains("check-config --connect"));
+    }
 }
