@@ -13,14 +13,14 @@ use crate::lock::lock;
 use crate::schedule::{Every, Schedule, until};
 
 /// Least pause between two bounded deletes of one sweep.
-const STEP_PAUSE_MIN: Duration = Duration::from_millis(20);
+const STEP_PAUSE_MIN: Duration = Duration::from_millis(4);
 /// How long a sweep begins where the one before ended. Then it looks again at what had to stay:
 /// dead events may have been delivered since. Also what is left of the deleted entries of an index
 /// is walked over no more often.
 const ANEW_EVERY: Duration = Duration::from_secs(3_600);
 /// Most steps of one sweep; what is left is for the next one. Bounds a sweep even if events age
 /// faster than it deletes.
-const STEPS_MAX: usize = 100_000;
+const STEPS_MAX: usize = 500_000;
 
 /// The pause after a step of `prune` that took so long: half of the time belongs to those who
 /// append and deliver, and the busier the store is, the longer that is.

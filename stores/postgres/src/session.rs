@@ -288,6 +288,10 @@ impl TransactionModes {
                        SET LOCAL enable_material = off; SET LOCAL max_parallel_workers_per_gather = 0";
         // Raised only where it is `off`: a stricter setting than `on` stays.
         let durable = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') = 'off'";
+        // A step that a crash undoes is done again. What it makes other pages leave the cache for
+        // goes to disk at once: gigabytes of it, written all together by the kernel, make the
+        // commits of others wait (p99 99 ms at 10 million events, 6.6 so; measured).
+        let paced = "SET LOCAL synchronous_commit = off; SET LOCAL backend_flush_after = '256kB'";
         // Named because the database's default may be another, under which our guarded updates
         // would fail.
         let (reading, writing) =
@@ -307,7 +311,7 @@ impl TransactionModes {
             report,
             change: format!("{writing}; {common}; {durable}"),
             enable: format!("{writing}; {common}; SET LOCAL lock_timeout = {lock_ms}"),
-            prune: format!("{writing}; {common}; {durable}; {by_index}"),
+            prune: format!("{writing}; {common}; {paced}; {by_index}"),
             alone: named.map(|named| format!("BEGIN ISOLATION LEVEL READ COMMITTED{named}")),
             soon_over,
         }

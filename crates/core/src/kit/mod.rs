@@ -26,9 +26,9 @@ pub use stats::{LOOK_EVENTS_MAX, LOOK_EVENTS_MIN, Share, StatsCounter, unrouted}
 
 /// Rows that one bounded step of `forget` deletes at most.
 pub const STEP_ROWS_MAX: usize = 1_000;
-/// Events that one step of `prune` looks at: some tens of milliseconds of the database. Smaller
-/// steps cost more for each event, larger ones delay those who append (measured, see
+/// Events that one step of `prune` looks at: some milliseconds of the database. Smaller steps cost
+/// more for each event, larger ones delay those who append (measured, see
 /// `docs/decisions/retention-by-range.md`).
-pub const PRUNE_ROWS_MAX: usize = 10_000;
+pub const PRUNE_ROWS_MAX: usize = 2_000;
 /// So many events of a step that are too young end a run of `prune`.
 pub const PRUNE_YOUNG_MAX: usize = 1_000;
