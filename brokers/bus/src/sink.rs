@@ -7,7 +7,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use postbox_core::{
     Capabilities, Delivery, ErrorKind, Event, Inbound, Key, LogName, NewEvent, Outcome, Receive, Sink, SourceName,
-    Tenant, header,
+    Tenant, death_of, header,
 };
 use sha2::{Digest as _, Sha256};
 
@@ -19,6 +19,8 @@ const BATCH_MAX: usize = 500;
 const CONCURRENCY: usize = 4;
 /// What the message id of an event from another log begins with.
 const ORIGIN: &str = "event:";
+/// What stands before the death that a letter is of.
+const DEATH: &str = "-d";
 
 /// Appends events to a log of another store, each once.
 ///
@@ -94,13 +96,18 @@ impl BusSink {
 }
 
 /// The id of the event in its first log, whatever logs it came through: a ring of stores ends where
-/// it began. A replay that a person asked for is another message.
+/// it began. A replay that a person asked for is another message, and so is each death of the event:
+/// letters of it that die again in a ring end there too.
 ///
 /// The header that says so ends with a mark of what the event says: one that somebody copied to
 /// another event means nothing.
 fn message_id(delivery: &Delivery, mark: &str) -> String {
     let noted = delivery.event.header(header::MESSAGE_ID).filter(|id| id.starts_with(ORIGIN));
     let origin = noted.and_then(|id| id.rsplit_once('@')).filter(|(_, of)| *of == mark).map(|(origin, _)| origin);
+    if let (Some(origin), Some(death)) = (origin, death_of(delivery)) {
+        let origin = origin.split_once(DEATH).map_or(origin, |(origin, _)| origin);
+        return format!("{origin}{DEATH}{death}");
+    }
     match (origin, delivery.replay) {
         (None, _) => format!("{ORIGIN}{}", delivery.dedupe_id()),
         (Some(origin), 0) => origin.to_owned(),

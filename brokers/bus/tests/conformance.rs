@@ -7,11 +7,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_bus::BusSink;
 use postbox_core::{
-    Append as _, Criteria, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery, Log as _, LogName,
-    Maintain as _, MemoryStore, NewEvent, Outcome, Receive, Received, Result, Seq, Sink, SourceName, State,
-    Subscription, header,
+    Admin as _, Append as _, Criteria, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery, Log as _,
+    LogName, Maintain as _, MemoryStore, NewEvent, Outcome, Receive, Received, Result, Selection, Seq, Sink,
+    SourceName, State, Subscription, SubscriptionName, header,
 };
-use postbox_engine::{Relay, TokioClock};
+use postbox_engine::{Relay, TokioClock, handler_sink};
 use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits};
 
 fn log(name: &str) -> LogName {
@@ -188,6 +188,44 @@ async fn a_ring_of_logs_ends_where_it_began() {
         drain((&other, "events"), (&one, "events")).await;
     }
     assert_eq!((events(&one, "events").await.len(), events(&other, "events").await.len()), (2, 1));
+}
+
+async fn refuse(_: Delivery) -> Outcome {
+    Outcome::dead("refused", "no")
+}
+
+/// Of events that came by a bus themselves: their origin is one, their deaths are not.
+#[tokio::test]
+async fn each_death_is_a_letter_of_its_own_and_a_ring_of_letters_ends() {
+    let (one, other) = (store().await, store().await);
+    other.append(&log("events"), &[NewEvent::json("t", "1")]).await.expect("appended");
+    drain((&other, "events"), (&one, "events")).await;
+    drain((&one, "events"), (&other, "events")).await;
+    for (subscription, letters) in [("a", 1), ("b", 2), ("b", 3), ("b", 3)] {
+        let name: SubscriptionName = subscription.parse().expect("a name");
+        let letters_to = BusSink::new(Arc::new(other.clone()), log("events"), source());
+        let relay = Relay::builder(Arc::new(one.clone()), Subscription::new(name.clone(), log("events")))
+            .sink(Arc::new(handler_sink(refuse)))
+            .dead_to(Arc::new(letters_to), Arc::new(one.clone()));
+        relay.build().expect("a relay").drain(None).await.expect("drained");
+        let known = events(&other, "events").await.len();
+        assert_eq!(known, 2 + letters, "the event, itself again, and each death ({subscription})");
+        if letters == 2 {
+            _ = one.retry(&name, &Selection::default()).await.expect("retried");
+        }
+    }
+    // A log whose dead events go into itself.
+    let to_itself = BusSink::new(Arc::new(one.clone()), log("events"), source());
+    let relay =
+        Relay::builder(Arc::new(one.clone()), Subscription::new("ring".parse().expect("a name"), log("events")))
+            .sink(Arc::new(handler_sink(refuse)))
+            .dead_to(Arc::new(to_itself), Arc::new(one.clone()))
+            .build()
+            .expect("a relay");
+    for _ in 0..6 {
+        relay.drain(None).await.expect("drained");
+    }
+    assert_eq!(events(&one, "events").await.len(), 2, "the event, and one letter of it");
 }
 
 #[tokio::test]

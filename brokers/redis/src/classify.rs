@@ -49,10 +49,12 @@ pub(crate) fn refused(error: &RedisError) -> Outcome {
     }
 }
 
+pub(crate) const STREAM_MISSING: &str =
+    "the stream does not exist, and make_stream = false; make it (XGROUP CREATE … MKSTREAM)";
+
 /// No stream, and none may be made.
 pub(crate) fn stream_missing() -> Outcome {
-    let text = "the stream does not exist, and make_stream = false; make it (XGROUP CREATE … MKSTREAM)";
-    Outcome::ambiguous("redis_stream_missing", text)
+    Outcome::ambiguous("redis_stream_missing", STREAM_MISSING)
 }
 
 /// The connection broke after the entries were written to it: they may be in the stream.

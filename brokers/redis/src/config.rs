@@ -12,7 +12,7 @@ use postbox_core::{Envelope, Error, ErrorKind, LogName, Result, Sink, Source, Te
 use redis::Value;
 use tokio::time::timeout;
 
-use crate::connection::{Server, check_url};
+use crate::connection::{Connection, Server, check_url};
 use crate::{RedisSink, RedisSource, classify, stream};
 
 /// Most calls at once unless the subscription says otherwise: one is answered while another is
@@ -119,12 +119,16 @@ impl RedisSourceConfig {
     }
 }
 
-/// What a person who asks hears of a server, and of the stream if there is one for all events.
-async fn look(server: &Server, stream: Option<&str>) -> Result<String> {
+/// What a person who asks hears of a server, and of the stream if there is one for all events;
+/// `makes_stream` where that need not be there yet.
+async fn look(server: &Server, stream: Option<&str>, makes_stream: bool) -> Result<String> {
     let mut connection = server.connect().await?;
     let Some(stream) = stream else { return Ok("answers".to_owned()) };
     let length = timeout(server.timeout(), connection.ask(redis::cmd("XLEN").arg(stream))).await;
     match length {
+        Ok(Ok(Value::Int(0))) if !makes_stream && is_missing(server, &mut connection, stream).await => {
+            Err(Error::new(ErrorKind::NotFound, "connect", "redis_stream_missing", classify::STREAM_MISSING))
+        }
         Ok(Ok(Value::Int(0))) => Ok(format!("answers; the stream {stream} is empty or not there yet")),
         Ok(Ok(_)) => Ok(format!("answers; the stream {stream} is there")),
         Ok(Err(error)) => match classify::failure("connect", error) {
@@ -136,6 +140,12 @@ async fn look(server: &Server, stream: Option<&str>) -> Result<String> {
     }
 }
 
+/// Whether a stream without entries is not there at all. Who may not ask is not told.
+async fn is_missing(server: &Server, connection: &mut Connection, stream: &str) -> bool {
+    let answer = timeout(server.timeout(), connection.ask(redis::cmd("EXISTS").arg(stream))).await;
+    matches!(answer, Ok(Ok(Value::Int(0))))
+}
+
 #[async_trait]
 impl SinkConfig for RedisSinkConfig {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
@@ -145,7 +155,11 @@ impl SinkConfig for RedisSinkConfig {
 
     async fn connect(&self, context: &SinkContext) -> Result<String> {
         let server = self.server(context.answer_timeout(Duration::MAX))?;
-        look(&server, self.stream.fixed()).await
+        look(&server, self.stream.fixed(), self.make_stream).await
+    }
+
+    fn sends_headers(&self) -> bool {
+        self.envelope != Envelope::Replica
     }
 }
 
@@ -160,7 +174,7 @@ impl SourceConfig for RedisSourceConfig {
     }
 
     async fn connect(&self, _: &SourceContext) -> Result<String> {
-        look(&self.server()?, Some(&self.stream)).await
+        look(&self.server()?, Some(&self.stream), true).await
     }
 }
 

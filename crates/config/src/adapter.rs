@@ -38,6 +38,11 @@ pub trait SinkConfig: fmt::Debug + Send + Sync + 'static {
     /// Builds the sink. Everything that can be wrong is found here, before the first event.
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>>;
 
+    /// Whether the event's headers go out with it. A dead letter says in its headers what it is.
+    fn sends_headers(&self) -> bool {
+        true
+    }
+
     /// Tries to reach the destination, for a person who asks; says what was found, or what is wrong
     /// and how to mend it. Sends no event and makes nothing.
     ///

@@ -51,11 +51,13 @@ impl DeadLetter {
     /// can be known.
     pub fn into_delivery(self, lease: &Lease) -> Delivery {
         let Self { mut delivery, code, error, .. } = self;
-        let reason = error[..error.floor_char_boundary(REASON_BYTES_MAX)].replace(char::is_control, " ");
+        // Some brokers refuse a header that ends with white space, and what no text should have.
+        let shown = |c: char| if c.is_control() || is_noncharacter(c) { ' ' } else { c };
+        let reason: String = error[..error.floor_char_boundary(REASON_BYTES_MAX)].chars().map(shown).collect();
         let headers = [
             (dead_header::ID, delivery.event.id.to_string()),
             (dead_header::CODE, code),
-            (dead_header::REASON, reason),
+            (dead_header::REASON, reason.trim().to_owned()),
             (dead_header::ATTEMPTS, delivery.attempt.to_string()),
             (dead_header::SUBSCRIPTION, lease.subscription.to_string()),
             (dead_header::LOG, lease.log.to_string()),
@@ -64,6 +66,22 @@ impl DeadLetter {
         delivery.event.id = letter_id(delivery.event.id, &lease.subscription, delivery.replay);
         Delivery { attempt: 1, replay: 0, ..delivery }
     }
+}
+
+/// Whether Unicode keeps it for a program's own use (Unicode 16, §23.7).
+fn is_noncharacter(c: char) -> bool {
+    matches!(u32::from(c), 0xFDD0..=0xFDEF) || u32::from(c) & 0xFFFE == 0xFFFE
+}
+
+/// Which death of its event a letter is about, in 14 digits: another in each subscription and after
+/// each replay. `None`: it is no letter, but an event that may have been one in another log.
+pub fn death_of(delivery: &Delivery) -> Option<String> {
+    let of: EventId = delivery.event.header(dead_header::ID)?.parse().ok()?;
+    let (id, of) = (delivery.event.id.as_uuid(), of.as_uuid());
+    let (id, of) = (id.as_bytes(), of.as_bytes());
+    // What the version stands in is not compared.
+    let is_letter = id[6] >> 4 == 8 && id[..6] == of[..6] && id[7..9] == of[7..9];
+    is_letter.then(|| id[9..].iter().zip(&of[9..]).map(|(byte, of)| format!("{:02x}", byte ^ of)).collect())
 }
 
 /// A UUID (version 8) for one death: the event's, with 56 of its bits changed by what tells deaths
@@ -116,7 +134,7 @@ const _: Option<&dyn DeadLetters> = None;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::event::NewEvent;
+    use crate::event::{Event, NewEvent};
     use crate::names::{LogName, OwnerId};
 
     fn lease(subscription: &str) -> Lease {
@@ -159,8 +177,21 @@ mod tests {
             (&sent.event.payload, &sent.event.key),
             (&original.delivery.event.payload, &original.delivery.event.key)
         );
+        let spaced = letter("no\u{fffe} \n", 0).into_delivery(&lease("hooks"));
+        assert_eq!(spaced.event.headers[dead_header::REASON], "no");
         let long = letter(&"€".repeat(400), 0).into_delivery(&lease("hooks"));
         assert_eq!(long.event.headers[dead_header::REASON].len(), 510);
+    }
+
+    #[test]
+    fn a_death_is_told_from_others_of_its_event() {
+        let death = |subscription, replay| death_of(&letter("", replay).into_delivery(&lease(subscription)));
+        let deaths = [death("hooks", 0), death("hooks", 1), death("other", 0)];
+        assert!(deaths.iter().all(|death| death.as_ref().is_some_and(|death| death.len() == 14)), "{deaths:?}");
+        assert_eq!(deaths.iter().collect::<std::collections::HashSet<_>>().len(), 3, "{deaths:?}");
+        let sent = letter("", 0).into_delivery(&lease("hooks"));
+        let arrived = Event { id: "0190163d-8694-739b-aea5-966c26f8ad90".parse().expect("an id"), ..sent.event };
+        assert_eq!(death_of(&Delivery { event: arrived, ..letter("", 0).delivery }), None);
     }
 
     #[test]

@@ -84,7 +84,7 @@ pub use clock::{Clock, Random};
 pub use context::Context;
 pub use criteria::Criteria;
 pub use database::{Database, HandledFuture, Handlers, Transact, Tx};
-pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header};
+pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header, death_of};
 pub use diagnose::{Arrival, Blocker, Diagnose};
 pub use down::Down;
 pub use envelope::Envelope;

@@ -100,6 +100,11 @@ impl SinkChoice {
         self.type_name == NONE
     }
 
+    /// Whether the event's headers go out with it.
+    pub(crate) fn sends_headers(&self) -> bool {
+        self.config.sends_headers()
+    }
+
     /// Builds the sink, if there is one.
     pub(crate) async fn build(&self, context: &SinkContext) -> Result<Option<Arc<dyn Sink>>> {
         if self.is_none() { Ok(None) } else { self.config.build(context).await.map(Some) }
@@ -134,6 +139,10 @@ table! {
 impl SinkConfig for FileTable {
     async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
         Ok(Arc::new(JsonLines::file(&self.path).await?.envelope(self.envelope, self.source.as_str())))
+    }
+
+    fn sends_headers(&self) -> bool {
+        self.envelope == Envelope::Json
     }
 
     /// Opening a file that is not there would make it.
@@ -172,6 +181,10 @@ table! {
 impl SinkConfig for StdoutTable {
     async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
         Ok(Arc::new(JsonLines::stdout().envelope(self.envelope, self.source.as_str())))
+    }
+
+    fn sends_headers(&self) -> bool {
+        self.envelope == Envelope::Json
     }
 }
 

@@ -22,6 +22,18 @@ async fn a_look_connects_and_makes_nothing() {
         let expected = "answers; the stream events is empty or not there yet";
         assert_eq!(look(broker.url()).await, [Ok(expected.to_owned()), Ok(expected.to_owned())]);
         assert_eq!(broker.ask::<usize>("DBSIZE").await, 0, "nothing was made");
+        let made_by_others = RedisSinkConfig {
+            url: broker.url(),
+            stream: "events".parse().expect("a template"),
+            make_stream: false,
+            ..RedisSinkConfig::default()
+        };
+        let answer = made_by_others.connect(&context(PATIENCE)).await.map_err(|error| error.code().to_owned());
+        assert_eq!(answer, Err("redis_stream_missing".to_owned()));
+        let _: String = broker.ask("XADD events * payload 1").await;
+        let _: usize = broker.ask("XTRIM events MAXLEN 0").await;
+        let answer = made_by_others.connect(&context(PATIENCE)).await;
+        assert!(answer.is_ok(), "it is there, and empty: {answer:?}");
         let _: String = broker.ask("XADD events * payload 1").await;
         assert_eq!(look(broker.url()).await.map(|it| it.is_ok_and(|it| it.ends_with("is there"))), [true; 2]);
         let _: usize = broker.ask("DEL events").await;

@@ -53,6 +53,7 @@ fn contents<T: Clone + 'static>(kind: Kind<T>, set: fn(T, &mut Filter)) -> Kind<
 
 table! {
     /// Who reads which log, and where the events go.
+    #[check(check)]
     struct SubscriptionTable {
         /// The log that is read: `"outbox"`, `"inbox"`, or one of yours.
         log: LogName = text(from_core::<LogName>), default("outbox");
@@ -181,6 +182,14 @@ pub(super) fn subscriptions() -> Kind<Vec<SubscriptionConfig>> {
 }
 
 impl SubscriptionTable {
+    fn check(&self, section: &Section<'_>) {
+        if self.dead_to.as_ref().is_some_and(|sink| !sink.sends_headers()) {
+            let name = section.name("dead_to");
+            let text = "has an envelope without headers, and what a dead event is stands in headers; write envelope = \"json\"";
+            section.fault("dead_to", format!("{name} {text}"));
+        }
+    }
+
     fn config(self, name: SubscriptionName) -> SubscriptionConfig {
         let mut subscription = Subscription::new(name, self.log);
         subscription.filter = Filter {

@@ -75,6 +75,18 @@ pub(super) fn fault(text: &str) -> String {
 }
 
 #[test]
+fn a_dead_letter_has_its_headers() {
+    let with =
+        |dead_to: &str| format!("[subscriptions.a]\nsink = {{ type = \"stdout\" }}\ndead_to = {{ type = {dead_to} }}");
+    for dead_to in [r#""stdout""#, r#""file", path = "d""#, r#""redis", url = "redis://h", stream = "d""#] {
+        let fault = fault(&with(&format!("{dead_to}, envelope = \"replica\"")));
+        assert!(fault.contains(":3: ") && fault.contains("envelope = \"json\""), "{fault}");
+        parse(&with(&format!("{dead_to}, envelope = \"json\""))).expect("no fault");
+    }
+    parse(&with(r#""redis", url = "redis://h", stream = "d""#)).expect("no fault");
+}
+
+#[test]
 fn the_default_file_says_exactly_the_defaults() {
     assert_defaults(&default_toml());
 }
