@@ -96,8 +96,8 @@ impl BusSink {
 }
 
 /// The id of the event in its first log, whatever logs it came through: a ring of stores ends where
-/// it began. A replay that a person asked for is another message, and so is each death of the event:
-/// letters of it that die again in a ring end there too.
+/// it began. A replay that a person asked for is another message, and so is each death of the
+/// event: letters of it that die again in a ring end there too.
 ///
 /// The header that says so ends with a mark of what the event says: one that somebody copied to
 /// another event means nothing.

@@ -140,7 +140,7 @@ async fn look(server: &Server, stream: Option<&str>, makes_stream: bool) -> Resu
     }
 }
 
-/// Whether a stream without entries is not there at all. Who may not ask is not told.
+/// Whether a stream without entries is not there at all. Whoever may not ask hears that it is.
 async fn is_missing(server: &Server, connection: &mut Connection, stream: &str) -> bool {
     let answer = timeout(server.timeout(), connection.ask(redis::cmd("EXISTS").arg(stream))).await;
     matches!(answer, Ok(Ok(Value::Int(0))))

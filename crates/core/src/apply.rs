@@ -24,7 +24,8 @@ pub type Decide<'a> = dyn Fn(&Delivery, &Outcome) -> Disposition + Send + Sync +
 /// - The outcomes come back in the order of `deliveries`; a delivery that was not run has `None`.
 /// - `Stale` if the lease is lost: then nothing was committed.
 /// - [`transaction_ended`](crate::Error::transaction_ended) if a handler committed or rolled back:
-///   nothing was settled.
+///   nothing was settled. Where it committed, `decide` was asked about each delivery that ran, with
+///   its outcome, and none of them may run again.
 ///
 /// Cancel-safety: dropping the future rolls the transaction back, or leaves it committed whole.
 #[async_trait]

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_death_is_told_from_others_of_its_event() {
+    fn a_death_is_known_from_others_of_its_event() {
         let death = |subscription, replay| death_of(&letter("", replay).into_delivery(&lease(subscription)));
         let deaths = [death("hooks", 0), death("hooks", 1), death("other", 0)];
         assert!(deaths.iter().all(|death| death.as_ref().is_some_and(|death| death.len() == 14)), "{deaths:?}");

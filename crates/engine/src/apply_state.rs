@@ -12,19 +12,20 @@ use crate::lock::lock;
 /// Most deliveries of one transaction: bounds both its length and what a rollback repeats.
 pub(crate) const APPLY_CHUNK_MAX: usize = 64;
 
-/// What becomes of an event whose transaction failed, and how long that took.
-pub(crate) type Failed = (Outcome, Duration);
+/// The outcome of an event whose transaction did not settle it, and how long that took.
+pub(crate) type Known = (Outcome, Duration);
 
 pub(crate) struct ApplyState {
     chunk: AtomicUsize,
-    /// Events whose transaction failed alone, with the attempt and replay that it was. Read again,
-    /// that is a failed attempt; at another attempt it is not, because the transaction did commit.
-    failed: Mutex<HashMap<Seq, (u32, u32, Failed)>>,
+    /// Events that are not handled when they are read again, because it is known what becomes of
+    /// them: their transaction failed alone, or a handler committed it. With the attempt and replay
+    /// that it was; at another one the transaction did settle them.
+    known: Mutex<HashMap<Seq, (u32, u32, Known)>>,
 }
 
 impl Default for ApplyState {
     fn default() -> Self {
-        Self { chunk: AtomicUsize::new(APPLY_CHUNK_MAX), failed: Mutex::default() }
+        Self { chunk: AtomicUsize::new(APPLY_CHUNK_MAX), known: Mutex::default() }
     }
 }
 
@@ -43,17 +44,22 @@ impl ApplyState {
     }
 
     /// A transaction failed because of a handler: the next ones take one delivery each, to find
-    /// whose it was. `failed` becomes of that one.
-    pub(crate) fn failed(&self, deliveries: &[&Delivery], failed: Failed) {
+    /// whose it was. `outcome` becomes of that one.
+    pub(crate) fn failed(&self, deliveries: &[&Delivery], outcome: Known) {
         self.chunk.store(1, Ordering::Relaxed);
         if let [single] = deliveries {
-            lock(&self.failed).insert(single.seq, (single.attempt, single.replay, failed));
+            self.know(single, outcome);
         }
     }
 
-    /// What becomes of this delivery, if its transaction failed alone; says so once.
-    pub(crate) fn take_failed(&self, delivery: &Delivery) -> Option<Failed> {
-        let (attempt, replay, failed) = lock(&self.failed).remove(&delivery.seq)?;
-        ((attempt, replay) == (delivery.attempt, delivery.replay)).then_some(failed)
+    /// What becomes of this delivery when it is read again.
+    pub(crate) fn know(&self, delivery: &Delivery, outcome: Known) {
+        lock(&self.known).insert(delivery.seq, (delivery.attempt, delivery.replay, outcome));
+    }
+
+    /// What becomes of this delivery, if that is known; says so once.
+    pub(crate) fn take_known(&self, delivery: &Delivery) -> Option<Known> {
+        let (attempt, replay, known) = lock(&self.known).remove(&delivery.seq)?;
+        ((attempt, replay) == (delivery.attempt, delivery.replay)).then_some(known)
     }
 }

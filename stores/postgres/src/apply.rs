@@ -16,6 +16,7 @@ use tracing::Instrument as _;
 
 use crate::PostgresStore;
 use crate::classify::classify;
+use crate::execute::{Execute as _, Row};
 use crate::settle::settle_in;
 
 /// A handler that works inside the store's transaction.
@@ -77,10 +78,15 @@ struct TxApply<H> {
     handler: H,
 }
 
-/// The handlers' transaction. The planner is left alone, for it plans the handlers' statements; a
-/// statement timeout of ours too. The position is written at its end: written first, it would lock
-/// the lane while handlers run, and its lease could not be renewed.
-pub(crate) const APPLY_BEGIN: &str = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off'";
+/// The handlers' transaction: gives its id. The planner is left alone, for it plans the handlers'
+/// statements; a statement timeout of ours too. The position is written at its end: written first,
+/// it would lock the lane while handlers run, and its lease could not be renewed.
+pub(crate) const APPLY_BEGIN: &str = "SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text,
+CASE WHEN pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off' THEN pg_catalog.set_config('synchronous_commit', 'on', true) END";
+
+/// Whether a transaction with this id was committed; reads the commit log.
+const XACT_COMMITTED: &str =
+    "SELECT (pg_catalog.pg_xact_status('{xid}') OPERATOR(pg_catalog.=) 'committed')::pg_catalog.text";
 
 /// Keeps the search_path that the handlers worked with, and takes one of ours. Evaluated from left
 /// to right.
@@ -115,7 +121,6 @@ impl<H: TxHandler> Apply for TxApply<H> {
             .start()
             .await
             .map_err(failed)?;
-        tx.batch_execute(APPLY_BEGIN).await.map_err(failed)?;
         let mut lent = Lent { tx: &mut tx, handler: &self.handler };
         let outcomes = call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
         // From here on the lane is locked: a host that vanishes now must not hold off the
@@ -143,6 +148,10 @@ struct Lent<'a, 'c, H> {
 }
 
 impl<H: TxHandler> Calls for Lent<'_, '_, H> {
+    async fn rows(&mut self, sql: String) -> Result<Vec<Row>> {
+        self.tx.client().rows(&sql, &[]).await
+    }
+
     async fn call(&mut self, delivery: &Delivery) -> Result<Outcome> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
         let savepoint = self.tx.savepoint("postbox_handler").await.map_err(failed)?;
@@ -163,12 +172,15 @@ impl<H: TxHandler> Calls for Lent<'_, '_, H> {
 
 /// A transaction in which a handler is called for one event after the other.
 pub(crate) trait Calls {
+    /// Executes a statement on the connection. Its columns are `text`.
+    fn rows(&mut self, sql: String) -> impl Future<Output = Result<Vec<Row>>> + Send;
+
     /// Calls it in a savepoint. An error means that the transaction itself is lost.
     fn call(&mut self, delivery: &Delivery) -> impl Future<Output = Result<Outcome>> + Send;
 }
 
-/// Calls the handler for every delivery that no failed one before it holds back, and adds what
-/// becomes of them to the settlement.
+/// Calls the handler for every delivery that no failed one before it holds back, in a transaction
+/// that has only just begun, and adds what becomes of them to the settlement.
 pub(crate) async fn call_each<'d>(
     transaction: &mut impl Calls,
     lease: &Lease,
@@ -176,6 +188,7 @@ pub(crate) async fn call_each<'d>(
     settlement: &mut Settlement<'d>,
     decide: &Decide<'_>,
 ) -> Result<Vec<Option<Outcome>>> {
+    let xid = first_text(transaction.rows(APPLY_BEGIN.to_owned()).await?);
     let mut outcomes = Vec::with_capacity(deliveries.len());
     let mut blocked = BlockedKeys::new(settlement.hold_keys);
     for delivery in deliveries {
@@ -184,13 +197,27 @@ pub(crate) async fn call_each<'d>(
             continue;
         }
         let traced = Traced::process(delivery, lease.subscription.as_str());
-        let outcome = transaction.call(traced.delivery()).instrument(traced.span().clone()).await?;
+        let called = transaction.call(traced.delivery()).instrument(traced.span().clone()).await;
+        if let Err(error) = &called
+            && error.is_transaction_ended()
+            && first_text(transaction.rows(XACT_COMMITTED.replace("{xid}", &xid)).await.unwrap_or_default()) == "true"
+        {
+            outcomes.push(Some(Outcome::dead(error.code().to_owned(), error.message())));
+            for (delivery, outcome) in deliveries.iter().zip(&outcomes) {
+                outcome.as_ref().map(|outcome| decide(delivery, outcome));
+            }
+        }
+        let outcome = called?;
         traced.end(&outcome);
         blocked.note(delivery, &outcome);
         outcomes.push(Some(outcome));
     }
     settlement.entries.extend(entries_of(deliveries, &outcomes, settlement.position.is_some(), decide));
     Ok(outcomes)
+}
+
+fn first_text(rows: Vec<Row>) -> String {
+    rows.into_iter().flatten().flatten().next().unwrap_or_default()
 }
 
 /// What a call gives, in the context of its event and whatever it panics with.

@@ -8,7 +8,7 @@ use postbox_core::{
 use tokio::sync::Mutex;
 
 use crate::PostgresStore;
-use crate::apply::{self, APPLY_BEGIN, Calls, EFFECT_CHECK, PATH_OURS, PATH_THEIRS};
+use crate::apply::{self, Calls, EFFECT_CHECK, PATH_OURS, PATH_THEIRS};
 use crate::driver::UNREACHABLE;
 use crate::execute::{Execute, Row};
 use crate::params::Bound;
@@ -104,7 +104,6 @@ where
     D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
 {
     let subscription = store.leased(&store.session("apply").await?, lease).await?;
-    D::run(connection, APPLY_BEGIN.to_owned()).await?;
     let mut lent = Lent::<D> { connection, handlers };
     let outcomes = apply::call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
     let soon_over = &store.inner.modes.soon_over;
@@ -164,6 +163,10 @@ impl<D> Calls for Lent<'_, D>
 where
     D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
 {
+    async fn rows(&mut self, sql: String) -> Result<Vec<Row>> {
+        D::rows(self.connection, Statement::of(&sql, &[])).await
+    }
+
     async fn call(&mut self, delivery: &Delivery) -> Result<Outcome> {
         let Self { connection, handlers } = self;
         D::run(connection, "SAVEPOINT postbox_handler".to_owned()).await?;

@@ -160,7 +160,12 @@ impl Application {
         session.transact(Flush::Configured, |tx| {
             let lane = held("apply", tx, &self.lease, now)?;
             refuse_settled(tx, &self.lease, lane, &self.settlement, &self.deliveries)?;
-            let outcomes = self.handle_all(tx)?;
+            // A handler's COMMIT becomes a ROLLBACK: what others did before it is done again, and
+            // not twice.
+            tx.commit_hook(Some(|| true))?;
+            let outcomes = self.handle_all(tx);
+            tx.commit_hook(None::<fn() -> bool>)?;
+            let outcomes = outcomes?;
             // A caller that has gone wants nothing committed.
             let entries =
                 asking.send(outcomes).ok().and_then(|()| decided.recv_timeout(patience).ok()).ok_or_else(abandoned)?;

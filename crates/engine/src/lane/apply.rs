@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::Lane;
+use super::call::watched;
 use super::judge::Verdict;
 use super::verdicts::{Verdicts, holds};
 use crate::failures::Sent;
@@ -90,7 +91,7 @@ impl Lane {
                 self.give_up_expired(applying.verdicts, place, delivery);
             } else if delivery.event.key.as_ref().is_some_and(|key| applying.held.contains(key)) {
                 applying.verdicts.defer(place, Disposition::Block);
-            } else if let Some((outcome, took)) = context.apply.take_failed(delivery) {
+            } else if let Some((outcome, took)) = context.apply.take_known(delivery) {
                 self.applied(applying, place, context.judge(delivery, outcome, sent, took));
             } else {
                 ready.push(place);
@@ -127,12 +128,12 @@ impl Lane {
         sent: Sent,
     ) -> Result<Vec<Option<Verdict>>> {
         let context = &*self.context;
-        let judged: Mutex<HashMap<Seq, Verdict>> = Mutex::default();
+        let judged: Mutex<HashMap<Seq, (Outcome, Verdict)>> = Mutex::default();
         let begin = context.clock.monotonic();
         let took = || context.clock.monotonic().saturating_sub(begin);
         let decide = |delivery: &Delivery, outcome: &Outcome| {
             let verdict = context.judge(delivery, outcome.clone(), sent, took());
-            lock(&judged).insert(delivery.seq, verdict.clone());
+            lock(&judged).insert(delivery.seq, (outcome.clone(), verdict.clone()));
             verdict.into_disposition()
         };
         let call = AssertUnwindSafe(async { apply.apply(&self.lease.lease, refs, settlement, &decide).await });
@@ -145,7 +146,7 @@ impl Lane {
         let answer = tokio::select! {
             biased;
             () = self.lease.abandon.cancelled() => return Err(Error::stale("apply")),
-            answer = call.catch_unwind() => answer,
+            answer = watched(context, call.catch_unwind()) => answer,
             () = context.clock.sleep(context.settings.deliver_timeout) => {
                 context.metrics.add(&context.metrics.timeouts, 1);
                 overran();
@@ -160,7 +161,8 @@ impl Lane {
                 let judged = &mut *lock(&judged);
                 let verdict = |(delivery, outcome): (&&Delivery, Option<Outcome>)| {
                     let outcome = outcome?;
-                    Some(judged.remove(&delivery.seq).unwrap_or_else(|| context.judge(delivery, outcome, sent, took())))
+                    let verdict = judged.remove(&delivery.seq).map(|(_, verdict)| verdict);
+                    Some(verdict.unwrap_or_else(|| context.judge(delivery, outcome, sent, took())))
                 };
                 Ok(refs.iter().zip(outcomes).map(verdict).collect())
             }
@@ -169,8 +171,16 @@ impl Lane {
                 Err(error)
             }
             Ok(Err(error)) if error.is_transaction_ended() => {
+                let mut judged = lock(&judged);
                 // Dead at once: another attempt would repeat what this one committed.
-                context.apply.failed(refs, (Outcome::dead(error.code().to_owned(), error.message()), took()));
+                if judged.is_empty() {
+                    context.apply.failed(refs, (Outcome::dead(error.code().to_owned(), error.message()), took()));
+                }
+                for delivery in refs {
+                    if let Some((outcome, _)) = judged.remove(&delivery.seq) {
+                        context.apply.know(delivery, (outcome, took()));
+                    }
+                }
                 Err(dropped("a handler ended the transaction"))
             }
             Ok(Err(error)) if self.failed("apply", &error) => {

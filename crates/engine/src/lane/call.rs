@@ -1,6 +1,7 @@
 //! One call of the sink: its time limit, its panic, its contract.
 
 use std::borrow::Cow;
+use std::future::poll_fn;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,10 +13,14 @@ use postbox_core::kit::panic_text;
 use postbox_core::trace::{self, Traced};
 use postbox_core::{Batch, Delivery, Outcome, Sink};
 use tokio::sync::OwnedSemaphorePermit;
-use tracing::{Instrument as _, Span, error};
+use tracing::{Instrument as _, Span, error, warn};
 
 use crate::context::RelayContext;
 use crate::failures::Sent;
+use crate::log_lines::rounded;
+
+/// Longest a call may hold its thread between two waits before the log says so.
+const THREAD_HELD_MAX: Duration = Duration::from_secs(1);
 
 /// A call that came back: which deliveries of which batch, and one outcome for each.
 pub(super) struct Returned {
@@ -105,6 +110,7 @@ fn traced<'d>(context: &RelayContext, sink: &dyn Sink, deliveries: &[&'d Deliver
 async fn within_limits(context: &RelayContext, sink: &dyn Sink, deliveries: &[&Delivery]) -> Vec<Outcome> {
     // The block makes a panic before the first await look the same as one after it.
     let call = AssertUnwindSafe(async { sink.deliver(deliveries).await }).catch_unwind();
+    let call = watched(context, call);
     tokio::select! {
         biased;
         answer = call => match answer {
@@ -113,6 +119,26 @@ async fn within_limits(context: &RelayContext, sink: &dyn Sink, deliveries: &[&D
         },
         () = context.clock.sleep(context.settings.deliver_timeout) => overran(context, deliveries.len()),
     }
+}
+
+/// A call whose thread is watched. While it blocks that, nothing else of its lane goes on, and no
+/// time limit runs out: a person has to hear of it. What it did counts all the same.
+pub(super) async fn watched<T>(context: &RelayContext, call: impl Future<Output = T>) -> T {
+    let mut call = std::pin::pin!(call);
+    poll_fn(|task| {
+        let begun = context.clock.monotonic();
+        let polled = call.as_mut().poll(task);
+        let now = context.clock.monotonic();
+        let held = now.saturating_sub(begun);
+        if held >= THREAD_HELD_MAX
+            && let Some(left_out) = context.log_lines.observe("thread blocked", "", now)
+        {
+            let cure = "a handler works or sleeps without .await; wrap that in tokio::task::spawn_blocking";
+            warn!(subscription = context.name(), held = ?rounded(held), left_out, cure, "thread blocked");
+        }
+        polled
+    })
+    .await
 }
 
 fn overran(context: &RelayContext, count: usize) -> Vec<Outcome> {

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use postbox_core::{Delivery, Headers, NewEvent, State as EventState, TypedEvent};
-use postbox_engine::Relay;
 use postbox_engine::router::{Event, Failure, Router, State};
+use postbox_engine::{Relay, RelaySettings};
+use postbox_testkit::warnings::Warnings;
 
 use crate::support::{TestEnv, fast};
 
@@ -280,6 +281,28 @@ async fn a_panic_and_a_handler_that_hangs_cost_an_attempt_and_other_events_flow(
         assert_eq!(relay.drain(None).await.expect("drained").delivered, 1);
         assert_eq!(calls.load(Ordering::SeqCst), 3);
     }
+}
+
+/// No time limit can end it, and what it did is done: it counts, once.
+#[tokio::test]
+async fn a_handler_that_blocks_its_thread_is_named_and_other_events_flow() {
+    let (warnings, _hears) = Warnings::hear();
+    let env = TestEnv::with([paid(13), paid(14)]).await;
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counted = calls.clone();
+    let blocking = move |Event(paid): Event<Paid>| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        if paid.order == 13 {
+            std::thread::sleep(Duration::from_millis(1_100));
+        }
+        async { Ok::<(), Failure>(()) }
+    };
+    let settings = RelaySettings { deliver_timeout: Duration::from_millis(500), ..fast() };
+    let relay = env.builder(env.subscription(), settings).router(Router::new().on(blocking)).expect("it has a handler");
+    assert_eq!(relay.build().expect("built").drain(None).await.expect("drained").delivered, 2);
+    assert_eq!(calls.load(Ordering::SeqCst), 2);
+    let warnings = warnings.all();
+    assert!(warnings.iter().any(|it| it.contains("thread blocked") && it.contains("spawn_blocking")), "{warnings:?}");
 }
 
 #[tokio::test(start_paused = true)]

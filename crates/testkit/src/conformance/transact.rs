@@ -85,6 +85,11 @@ pub trait RouterFixture: ApplyFixture {
     /// an event [`WRITTEN`]; `second` writes it again, with a `+` behind it. Each ends as
     /// [`Healed::end`] says; before that, `second` executes what [`sql_of`] gives.
     fn route(&self, relay: RelayBuilder, healed: Healed) -> Result<RelayBuilder>;
+
+    /// Whether a handler's commit takes back what was done, as its rollback would.
+    fn refuses_commit(&self) -> bool {
+        false
+    }
 }
 
 struct Case<'f> {
@@ -224,10 +229,14 @@ pub async fn who_ends_the_transaction_is_dead_and_the_others_are_handled(fixture
     assert_eq!(stats(&case.store).await.dispatched, 2);
 }
 
-/// What is committed stays, but nothing is done once more after that.
+/// What is committed stays, but nothing is done once more after that: neither its own work nor that
+/// of others in its transaction.
 pub async fn who_commits_the_transaction_is_dead_too(fixture: &dyn RouterFixture) {
-    let case = Case::of(fixture, &["COMMIT"]).await;
+    let case = Case::of(fixture, &["1", "second dead", "COMMIT", "2"]).await;
     case.drain_on().await;
-    assert_eq!(case.effects().await, ["COMMIT", "COMMIT+"]);
-    assert_eq!(case.codes(State::Dead).await, ["handler_ended_transaction"]);
+    let of_commit: &[&str] = if fixture.refuses_commit() { &[] } else { &["COMMIT", "COMMIT+"] };
+    let expected = [&["1", "1+"], of_commit, &["2", "2+"]].concat();
+    assert_eq!(case.effects().await, expected);
+    assert_eq!(case.codes(State::Dead).await, ["handler_refused second", "handler_ended_transaction"]);
+    assert_eq!(stats(&case.store).await.dispatched, 2);
 }

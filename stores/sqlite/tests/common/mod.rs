@@ -169,6 +169,10 @@ impl RouterFixture for Fixture {
         let router = Router::in_transaction(&self.store).on(first).on(second).dead_on(never);
         relay.router(router.schemas(Arc::new(NotBroken)).with_state(healed))
     }
+
+    fn refuses_commit(&self) -> bool {
+        true
+    }
 }
 
 const EFFECT: &str = "INSERT INTO effects (payload) VALUES (?1)";
