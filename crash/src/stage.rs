@@ -224,7 +224,9 @@ impl Stage {
         line.push(b'\n');
         self.orders.lock().await.write_all(&line)?;
         let ids = events.iter().map(|it| it.id.as_str());
-        let arguments: Vec<&str> = [op].into_iter().chain(ids).collect();
+        // What takes events out wants to know of whom. The events are chosen from this one.
+        let of: &[&str] = if op == "retry" { &[] } else { &["--subscription", "main"] };
+        let arguments: Vec<&str> = [op].into_iter().chain(of.iter().copied()).chain(ids).collect();
         Ok(self.operate(&arguments).await?.1)
     }
 

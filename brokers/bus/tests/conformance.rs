@@ -7,8 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_bus::BusSink;
 use postbox_core::{
-    Admin as _, Append as _, Criteria, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery, Log as _,
-    LogName, Maintain as _, MemoryStore, NewEvent, Outcome, Receive, Received, Result, Selection, Seq, Sink,
+    Admin as _, Append as _, Change, Criteria, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery,
+    Log as _, LogName, Maintain as _, MemoryStore, NewEvent, Outcome, Receive, Received, Result, Selection, Seq, Sink,
     SourceName, State, Subscription, SubscriptionName, header,
 };
 use postbox_engine::{Relay, TokioClock, handler_sink};
@@ -211,7 +211,7 @@ async fn each_death_is_a_letter_of_its_own_and_a_ring_of_letters_ends() {
         let known = events(&other, "events").await.len();
         assert_eq!(known, 2 + letters, "the event, itself again, and each death ({subscription})");
         if letters == 2 {
-            _ = one.retry(&name, &Selection::default()).await.expect("retried");
+            _ = one.change(&name, &Change::Retry, &Selection::default()).await.expect("retried");
         }
     }
     // A log whose dead events go into itself.

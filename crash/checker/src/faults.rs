@@ -43,7 +43,7 @@ pub(crate) fn place(places: &[(String, u64)], of: &str) -> u64 {
 /// What an operator asked for.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Order {
-    /// `retry` or `discard`.
+    /// `retry`, `discard` or `mark-dead`.
     pub op: String,
     /// The events, as `TX/N`.
     pub events: Vec<String>,

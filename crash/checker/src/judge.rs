@@ -46,19 +46,20 @@ struct Left {
 /// Judges the round in a folder.
 pub fn judge(folder: &Path) -> anyhow::Result<Verdict> {
     let round = std::fs::read_to_string(folder.join("round.json")).context("round.json")?;
+    let orders: Vec<Order> = lines(&folder.join("operator.jsonl"))?;
+    let asked = |op: &str| -> Vec<String> {
+        orders.iter().filter(|order| order.op == op).flat_map(|order| order.events.clone()).collect()
+    };
     let court = Court {
         round: serde_json::from_str(&round).context("round.json")?,
         ledger: Ledger::read(folder)?,
         marks: std::fs::read_to_string(folder.join("marks.txt"))?.lines().map(str::to_owned).collect(),
         faults: lines(&folder.join("faults.jsonl"))?,
-        orders: lines(&folder.join("operator.jsonl"))?,
+        marked: asked("mark-dead").into_iter().collect(),
         left: lines(&folder.join("deliveries.jsonl"))?,
     };
     let mut verdict = Verdict::default();
     court.count(&mut verdict);
-    let asked = |op: &str| -> Vec<String> {
-        court.orders.iter().filter(|order| order.op == op).flat_map(|order| order.events.clone()).collect()
-    };
     let mut retried: HashMap<String, u64> = HashMap::new();
     asked("retry").into_iter().for_each(|event| *retried.entry(event).or_default() += 1);
     let discarded: HashSet<String> = asked("discard").into_iter().collect();
@@ -79,7 +80,8 @@ struct Court {
     ledger: Ledger,
     marks: HashSet<String>,
     faults: Vec<Fault>,
-    orders: Vec<Order>,
+    /// Events that somebody gave up as dead, perhaps in flight.
+    marked: HashSet<String>,
     left: Vec<Left>,
 }
 
@@ -193,6 +195,7 @@ impl Court {
             // What was wanted only at times, or not in order, may have been passed and read again
             // after a restore.
             let by_order = !sure || story.refused || retried.contains_key(&event) || discarded.contains(&event);
+            let by_order = by_order || self.marked.contains(&event);
             match story.accepted.replace(arrival.place) {
                 None if !by_order && !rises(&mut latest_accepted, body) => {
                     verdict.blame("misordered", || {
@@ -288,6 +291,8 @@ impl Court {
                     // Sent again because somebody asked, and refused again; or a copy from before
                     // it was accepted came back.
                     (Some(_), Some("dead")) if retried.contains_key(&name) || self.has_restore() => there += 1,
+                    // It was in flight.
+                    (Some(_), Some("dead")) if self.marked.contains(&name) => there += 1,
                     (accepted, Some(state)) => {
                         there += usize::from(accepted.is_some());
                         let kind = if accepted.is_some() && state == "dead" { "stale" } else { "stuck" };

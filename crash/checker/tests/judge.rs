@@ -282,6 +282,15 @@ fn a_lane_is_taken_from_another_only_when_its_lease_ran_out() {
 }
 
 #[test]
+fn an_event_that_arrived_is_dead_only_where_somebody_said_so() {
+    let mut files = clean();
+    files.left.push(json!({ "subscription": "main", "state": "dead", "body": body("a", 0, 1).to_string() }));
+    files.finds(&["stale"]);
+    files.orders.push(json!({ "op": "mark-dead", "events": ["a/0"] }));
+    files.finds(&[]);
+}
+
+#[test]
 fn rows_change_as_the_state_machine_allows() {
     let row = |state: &str| {
         if state.is_empty() {

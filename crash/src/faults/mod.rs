@@ -75,6 +75,7 @@ pub(crate) const KINDS: &[Kind] = kinds! {
     "pooler SIGKILL", 8, Around, POOLER, server::kill_pooler;
     "retry", 5, Around, ALL, operator::retry;
     "discard", 4, Around, ALL, operator::discard;
+    "mark dead", 3, Around, ALL, operator::mark_dead;
     "prune", 4, Around, ALL, operator::prune;
     "pause and resume", 3, Around, ALL, operator::pause;
     "filter change", 2, Around, ALL, operator::change_filter;

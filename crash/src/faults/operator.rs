@@ -33,6 +33,12 @@ pub(super) async fn discard(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     order(stage, "discard", state, random.random_range(1..6), fault).await
 }
 
+/// Events are given up as dead, whatever their next attempt would bring.
+pub(super) async fn mark_dead(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let state = *choose(&["blocked", "retrying"], random);
+    order(stage, "mark-dead", state, random.random_range(1..6), fault).await
+}
+
 /// What everybody has passed is deleted.
 pub(super) async fn prune(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let age = *choose(&["1s", "2s", "5s"], random);

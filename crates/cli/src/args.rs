@@ -187,6 +187,25 @@ pub(crate) enum Command {
         #[arg(long, conflicts_with = "ids")]
         code: Option<String>,
     },
+    /// Give events up as dead: no attempt more, until somebody retries them
+    ///
+    /// For what will never go through. Without an id: of those that are retrying, blocked or
+    /// scheduled; one that nobody has read yet is marked by its id only. They stay among the dead
+    /// (code marked_dead), go to dead_to, and let their keys go on, unless on_dead is "halt". Works
+    /// in steps of at most 1000 events and prints marked_dead=N at the end, also when it is
+    /// interrupted or fails midway (then it ends with 1, and the same command goes on with the
+    /// rest).
+    #[command(mut_group("which", |which| which.arg("code")))]
+    MarkDead {
+        #[command(flatten)]
+        meant: Meant,
+        /// Only this reason code, e.g. http_500
+        #[arg(long, conflicts_with = "ids")]
+        code: Option<String>,
+        /// Why, for whoever wonders later: it begins their error
+        #[arg(long)]
+        why: Option<String>,
+    },
     /// Delete old dispatched and skipped events of every log that has a subscription; pending, dead
     /// and unrouted ones stay
     #[command(group = clap::ArgGroup::new("age").required(true).args(["older_than", "until"]))]

@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn a_change_of_many_events_wants_ids_or_says_which() {
-        for command in ["retry", "discard", "replay"] {
+        for command in ["retry", "discard", "mark-dead", "replay"] {
             assert!(!parses(&[command]), "{command}");
             assert!(!parses(&[command, "--limit", "5"]), "{command}: everything is asked for by name");
             assert!(parses(&[command, ID, ID]) && parses(&[command, ID, "--dry-run"]), "{command}");
@@ -142,7 +142,7 @@ mod tests {
             }
             assert!(!parses(&[command, ID, "--limit", "5"]), "{command}");
         }
-        for command in ["retry", "discard"] {
+        for command in ["retry", "discard", "mark-dead"] {
             assert!(parses(&[command, "--code", "http_500"]), "{command}");
             assert!(!parses(&[command, ID, "--code", "http_500"]), "{command}");
         }

@@ -5,13 +5,69 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 
+use crate::batch::Disposition;
 use crate::criteria::Criteria;
 use crate::error::{Error, Result};
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::Pause;
-use crate::limits::CHANGE_EVENTS_MAX;
+use crate::limits::{CHANGE_EVENTS_MAX, WHY_BYTES_MAX};
 use crate::names::SubscriptionName;
 use crate::state::State;
+
+/// What becomes of the events that a person means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Change {
+    /// Dead events are sent again, and retrying ones now.
+    Retry,
+    /// They are taken out, and not delivered.
+    Discard,
+    /// They are dead now: no attempt more, until a retry.
+    MarkDead {
+        /// Why, for whoever reads it later; cut at [`WHY_BYTES_MAX`].
+        why: Option<String>,
+    },
+}
+
+impl Change {
+    /// The word for it, in errors and in SQL.
+    pub fn operation(&self) -> &'static str {
+        match self {
+            Self::Retry => "retry",
+            Self::Discard => "discard",
+            Self::MarkDead { .. } => "mark_dead",
+        }
+    }
+
+    /// What a row becomes.
+    pub fn state(&self) -> State {
+        match self {
+            Self::Retry => State::Retrying,
+            Self::Discard => State::Discarded,
+            Self::MarkDead { .. } => State::Dead,
+        }
+    }
+
+    /// The code it writes, if it writes one.
+    pub fn code(&self) -> Option<&'static str> {
+        matches!(self, Self::MarkDead { .. }).then_some(Disposition::MARKED_DEAD)
+    }
+
+    /// What it writes before a row's error and `; before: `: who decided.
+    pub fn note(&self, selection: &Selection) -> Option<String> {
+        match self {
+            Self::Retry => None,
+            Self::Discard => selection.given_up(),
+            Self::MarkDead { why } => {
+                let why = why.as_deref().unwrap_or_default();
+                let why = why[..why.floor_char_boundary(WHY_BYTES_MAX)].replace('\0', "\u{fffd}");
+                Some(if why.is_empty() { BY_A_PERSON.to_owned() } else { format!("{BY_A_PERSON}: {why}") })
+            }
+        }
+    }
+}
+
+/// How the error of a marked event begins.
+const BY_A_PERSON: &str = "marked dead by a person";
 
 /// Which delivery rows to change. `None` fields do not narrow.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -60,15 +116,15 @@ impl Selection {
         self.code.is_none() && self.dead_for.is_none()
     }
 
-    /// What a discard writes before the error of a row that died so long ago: nobody decided.
-    pub fn given_up(&self) -> Option<String> {
+    /// Who decided on a row that died so long ago: nobody.
+    fn given_up(&self) -> Option<String> {
         const DAY_SECS: u64 = 24 * 3_600;
         let age = self.dead_for?;
         let text = match age.as_secs() {
             secs if secs > 0 && secs.is_multiple_of(DAY_SECS) => format!("{} d", secs / DAY_SECS),
             _ => format!("{age:?}"),
         };
-        Some(format!("given up by retention after {text} as a dead event; before: "))
+        Some(format!("given up by retention after {text} as a dead event"))
     }
 
     /// The most that one step changes.
@@ -170,18 +226,25 @@ pub struct ResetPlan {
 /// Behaviour:
 /// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known
 ///   names in the message.
-/// - `retry` and `discard` take one bounded step, committed by itself, so that no relay waits for
-///   long: at most [`CHANGE_EVENTS_MAX`] events. Go on with [`Changed::next`] until there is none.
-///   Events before `next` that die again during the run are not retried twice.
-/// - `retry` makes dead rows due now with attempts 0 and one more replay, and retrying rows due
-///   now; idempotent: a second call finds nothing dead. It never touches events that are pending,
-///   dispatched or discarded.
-/// - A dry run of `retry`, `discard` or `replay` counts in the same steps and changes nothing: what
-///   a run right after it changes, unless something moves in between. It locks nothing.
-/// - `discard` takes events out that are retrying, blocked, scheduled, dead or still pending, and
-///   releases the next of their keys; discarded events are never delivered (except one already in
-///   flight). Pending ones must be named by id. The code and the error of a row stay; where
-///   [`Selection::dead_for`] is asked for, the error begins with [`Selection::given_up`].
+/// - `change` takes one bounded step, committed by itself, so that no relay waits for long: at most
+///   [`CHANGE_EVENTS_MAX`] events. Go on with [`Changed::next`] until there is none. Events before
+///   `next` that die again during the run are not retried twice.
+/// - A dry run of `change` or `replay` counts in the same steps and changes nothing: what a run
+///   right after it changes, unless something moves in between. It locks nothing.
+/// - [`Change::Retry`] makes dead rows due now with attempts 0 and one more replay, and retrying
+///   rows due now; idempotent: a second call finds nothing dead. It never touches events that are
+///   pending, dispatched or discarded, nor one that was marked dead before it was read, as long as
+///   its lane has not passed it: it would go out twice.
+/// - [`Change::Discard`] takes events out that are retrying, blocked, scheduled, dead or still
+///   pending, and releases the next of their keys; discarded events are never delivered (except one
+///   already in flight). Pending ones must be named by id. The code of a row stays, and so does its
+///   error; where [`Selection::dead_for`] is asked for, that begins with [`Change::note`].
+/// - [`Change::MarkDead`] makes events dead that are retrying, blocked, scheduled or still pending;
+///   pending ones must be named by id. Attempts and replays stay, the code is
+///   [`Disposition::MARKED_DEAD`], the error begins with [`Change::note`]. They are dead like any
+///   other: letters, never due, revived by a retry. Their key is held where the subscription says
+///   so ([`OnDead::Halt`](crate::OnDead::Halt)); otherwise its next is released. One in flight may
+///   arrive all the same, and what its relay says of it then changes nothing.
 /// - `replay` sends events again that went out or were skipped, one bounded step, beside the live
 ///   stream: each gets a delivery row that is due now, with a fresh
 ///   [`Delivery::replay`](crate::Delivery::replay), and so a dedupe id of its own. Of those that
@@ -209,10 +272,8 @@ pub struct ResetPlan {
 ///   [`LANES_APART_MAX`](crate::limits::LANES_APART_MAX). Asked again, it is done already.
 #[async_trait]
 pub trait Admin: Send + Sync + 'static {
-    /// Sends dead (and retrying) events again now, one step.
-    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed>;
-    /// Takes events out, one step.
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed>;
+    /// Decides on events that are not delivered, one step.
+    async fn change(&self, subscription: &SubscriptionName, change: &Change, selection: &Selection) -> Result<Changed>;
     /// Sends events again that went out or were skipped, one step.
     async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed>;
     /// Pauses or resumes. A pause ends running leases at their next renewal.

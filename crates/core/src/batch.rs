@@ -99,8 +99,8 @@ pub struct Batch {
     /// Keys among `deliveries` that have an earlier unfinished event outside this batch: their
     /// events must be settled as [`Disposition::Block`], not sent. Always empty for due batches.
     pub held: HashSet<Key>,
-    /// Events among `deliveries` that a person discarded before they were read: settle without
-    /// sending.
+    /// Events among `deliveries` that a person discarded or marked dead before they were read:
+    /// settle without sending.
     pub discarded: HashSet<Seq>,
     /// Events among `deliveries` that cannot be read, whatever the reason: settle as
     /// [`Disposition::Dead`] without sending. Their deliveries are placeholders: the place is
@@ -262,7 +262,7 @@ pub enum Disposition {
         /// Its `expires_at`.
         at: Timestamp,
     },
-    /// Confirms a discard a person made before the event was read ([`Batch::discarded`]); changes
+    /// Confirms what a person decided before the event was read ([`Batch::discarded`]); changes
     /// nothing else.
     Discarded,
 }
@@ -294,6 +294,8 @@ impl Disposition {
     const NOT_SENT: &'static str = "not_sent";
     /// The code of an event that was not sent in its time.
     pub const EXPIRED: &'static str = "expired";
+    /// The code of an event that a person marked dead.
+    pub const MARKED_DEAD: &'static str = "marked_dead";
 
     /// The row to write if the event is sent again.
     pub fn retrying(&self) -> Option<Retrying<'_>> {

@@ -74,7 +74,7 @@ mod trace_context;
 mod transaction;
 pub mod typed;
 
-pub use admin::{Admin, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
+pub use admin::{Admin, Change, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
 pub use append::{Append, Appended};
 pub use apply::{Apply, Decide};
 /// What an `impl` of a contract is marked with.
@@ -109,7 +109,7 @@ pub use schemas::Schemas;
 pub use sink::{Capabilities, HighWaterMark, HighWaterMarks, Sink};
 pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities, SourceMessage};
 pub use state::State;
-pub use subscription::{Filter, Ordering, StartAt, Subscription, Traits};
+pub use subscription::{Filter, OnDead, Ordering, StartAt, Subscription, Traits};
 pub use tail::{Tail, Tailed, place_invalid};
 pub use template::Template;
 pub use transaction::{AppendFuture, Postbox, Transaction};
@@ -151,6 +151,8 @@ pub mod limits {
     pub const DEAD_AGE_MIN: Duration = Duration::from_hours(24);
     /// Longest error text kept with a delivery, in bytes; the rest is cut.
     pub const ERROR_BYTES_MAX: usize = 2_048;
+    /// Longest reason that a person gives for a change, in bytes; the rest is cut.
+    pub const WHY_BYTES_MAX: usize = 512;
     /// Most attempts that are kept of an event that failed, the last ones: the rise of its waits is
     /// seen in them.
     pub const LAST_ATTEMPTS_MAX: usize = 8;
@@ -163,7 +165,7 @@ pub mod limits {
     pub const LANES_APART_MAX: usize = 10_000;
     /// Most events in one batch; beyond 1,000 a larger batch only adds latency (measured).
     pub const BATCH_EVENTS_MAX: usize = 10_000;
-    /// Most events that one call of `retry` or `discard` changes, and most ids it takes: a relay
+    /// Most events that one call of `change` changes, and most ids it takes: a relay
     /// whose lane is locked for it waits for 0.4 s at worst (measured, 100,000 dead events of 1,000
     /// keys), far below a lease.
     pub const CHANGE_EVENTS_MAX: usize = 1_000;

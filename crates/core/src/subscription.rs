@@ -20,6 +20,26 @@ pub enum Ordering {
     None,
 }
 
+/// What happens to a key when one of its events dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnDead {
+    /// The next event of the key goes out.
+    #[default]
+    Continue,
+    /// The key waits until a person retries or discards the dead event.
+    Halt,
+}
+
+impl OnDead {
+    /// The lower-case word, as stored and written.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Continue => "continue",
+            Self::Halt => "halt",
+        }
+    }
+}
+
 /// Where a new subscription begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -116,6 +136,9 @@ pub struct Subscription {
     pub filter: Filter,
     /// In which order they go out.
     pub ordering: Ordering,
+    /// What happens to a key when one of its events dies, be it by its relay or by a person's word
+    /// ([`Change::MarkDead`](crate::Change::MarkDead)).
+    pub on_dead: OnDead,
     /// How many replicas can work at once; 1 is a single active relay with hot standbys. Of a new
     /// subscription: then [`Admin::set_lanes`](crate::Admin::set_lanes) changes it.
     pub lanes: u16,
@@ -133,9 +156,15 @@ impl Subscription {
             log,
             filter: Filter::default(),
             ordering: Ordering::default(),
+            on_dead: OnDead::default(),
             lanes: 2,
             start: StartAt::default(),
         }
+    }
+
+    /// Whether a dead event holds its key.
+    pub fn halts(&self) -> bool {
+        self.ordering == Ordering::Key && self.on_dead == OnDead::Halt
     }
 
     /// Checks the filter and the number of lanes.

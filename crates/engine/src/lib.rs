@@ -93,7 +93,7 @@ pub use receiver::{
 pub use relay::{Relay, RelayBuilder};
 pub use retention::{Sweeper, Swept, step_pause};
 pub use schedule::{Every, Schedule};
-pub use settings::{OnDead, RelaySettings};
+pub use settings::RelaySettings;
 pub use store_wait::wait_for_store;
 pub use supervise::supervise;
 pub use supervised_relay::{RelayFault, SupervisedRelay};

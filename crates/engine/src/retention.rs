@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use postbox_core::limits::{DEAD_AGE_MIN, MESSAGE_IDS_AGE_MIN};
-use postbox_core::{Changed, Clock, Error, LogName, Maintain, Prune, Receive, Result, Selection, Seq, Store};
+use postbox_core::{Change, Changed, Clock, Error, LogName, Maintain, Prune, Receive, Result, Selection, Seq, Store};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -166,7 +166,7 @@ impl Sweeper {
         for info in store.subscriptions().await?.iter().filter(|info| self.logs.contains(&info.log)) {
             let discard = |after| async move {
                 let selection = Selection { dead_for: Some(age), after, ..Selection::default() };
-                store.discard(&info.name, &selection).await
+                store.change(&info.name, &Change::Discard, &selection).await
             };
             given_up += self.steps(stop, &mut None, discard).await?;
         }

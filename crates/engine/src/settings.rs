@@ -7,16 +7,6 @@ use postbox_core::{BatchLimit, Error, Rate, Result, RetryPolicy};
 
 use crate::breaker::BreakerPolicy;
 
-/// What happens to a key when one of its events dies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnDead {
-    /// The next event of the key goes out.
-    #[default]
-    Continue,
-    /// The key waits until a person retries or discards the dead event.
-    Halt,
-}
-
 /// How a relay works. Every field has a default that is right for most.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RelaySettings {
@@ -26,8 +16,6 @@ pub struct RelaySettings {
     pub batch: BatchLimit,
     /// When a failed event goes again, and when it dies.
     pub retry: RetryPolicy,
-    /// What happens to a key when one of its events dies. Default: the next one goes out.
-    pub on_dead: OnDead,
     /// When a destination that is down is tried again.
     pub breaker: BreakerPolicy,
     /// Fewer calls at once than the sink can take. Default: what the sink declares.
@@ -55,7 +43,6 @@ impl Default for RelaySettings {
         Self {
             batch: BatchLimit::default(),
             retry: RetryPolicy::default(),
-            on_dead: OnDead::default(),
             breaker: BreakerPolicy::default(),
             concurrency: None,
             rate: None,

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Admin as _, Call, Capabilities, DeadLetters, Error, ErrorKind, Outcome, Result, Selection, State, Wire, dead_header,
+    Admin as _, Call, Capabilities, Change, DeadLetters, Error, ErrorKind, Outcome, Result, Selection, State, Wire,
+    dead_header,
 };
 use postbox_engine::Relay;
 use support::{Answer, Recorder, TestEnv, event, fast};
@@ -214,7 +215,10 @@ async fn a_replay_that_dies_again_is_another_letter() {
         for deaths in 1..4 {
             letters.wait_for(deaths).await;
             let name = env.subscription().name;
-            assert_eq!(env.store.retry(&name, &Selection::default()).await.expect("replayed").count, 1);
+            assert_eq!(
+                env.store.change(&name, &Change::Retry, &Selection::default()).await.expect("replayed").count,
+                1
+            );
         }
         letters.wait_for(4).await;
         // Nothing more comes of it.

@@ -120,12 +120,12 @@ pub mod test;
 pub use postbox_core::async_trait;
 pub use postbox_core::{
     Aggregate, Append, Appended, Clock, Context, Delivery, Error, ErrorKind, EventId, Headers, IntoEvents, LogName,
-    MemoryStore, Migrate, NewEvent, Ordering, Outcome, Postbox, Recorded, Result, RetryPolicy, SourceName,
+    MemoryStore, Migrate, NewEvent, OnDead, Ordering, Outcome, Postbox, Recorded, Result, RetryPolicy, SourceName,
     Subscription, SubscriptionName, TypedEvent,
 };
 pub use postbox_derive::Event;
 pub use postbox_engine::{
-    InProcessBus, JsonLines, OnDead, Relay, RelayBuilder, RelaySettings, TokioClock, handler_sink, router,
+    InProcessBus, JsonLines, Relay, RelayBuilder, RelaySettings, TokioClock, handler_sink, router,
 };
 pub use service::{Service, ServiceBuilder};
 /// What ends [`Relay::run`].

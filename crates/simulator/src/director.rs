@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    BatchLimit, Filter, LogName, NewEvent, OwnerId, Pause, Prune, RetryPolicy, Selection, Snapshot, State,
+    BatchLimit, Change, Filter, LogName, NewEvent, OwnerId, Pause, Prune, RetryPolicy, Selection, Snapshot, State,
     Subscription, TopicPattern,
 };
-use postbox_engine::{BreakerPolicy, OnDead, Relay, RelaySettings, SeededRandom};
+use postbox_engine::{BreakerPolicy, Relay, RelaySettings, SeededRandom};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -245,7 +245,6 @@ impl Director {
                 delay_max: 500 * MS,
                 delays: Vec::new(),
             },
-            on_dead: if shape.halt { OnDead::Halt } else { OnDead::Continue },
             breaker: BreakerPolicy { base: 60 * MS, max: 400 * MS },
             lease_ttl: LEASE,
             deliver_timeout: 800 * MS,
@@ -360,17 +359,21 @@ async fn perform(world: &World, operator: &Client, action: Action) {
     let name = &world.subscription.name;
     let all = Selection::default();
     match action {
-        Action::Retry => _ = store.retry(name, &all).await,
+        Action::Retry => _ = store.change(name, &Change::Retry, &all).await,
         Action::DiscardDead => {
             let mut dead = Vec::new();
             world.server.each_place(|it| dead.extend((it.state == State::Dead).then_some(it.id)));
-            _ = store.discard(name, &Selection { ids: Some(dead), ..all }).await;
+            _ = store.change(name, &Change::Discard, &Selection { ids: Some(dead), ..all }).await;
         }
-        Action::Discard(number) => {
+        Action::Discard(number) | Action::MarkDead(number) => {
             let mut ids = Vec::new();
+            let change = match action {
+                Action::Discard(_) => Change::Discard,
+                _ => Change::MarkDead { why: None },
+            };
             let meant = |version: Option<i64>| version == Some(number as i64);
             world.server.each_place(|it| ids.extend(meant(it.version).then_some(it.id)));
-            _ = store.discard(name, &Selection { ids: Some(ids), ..all }).await;
+            _ = store.change(name, &change, &Selection { ids: Some(ids), ..all }).await;
         }
         Action::Pause => {
             let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };

@@ -29,6 +29,8 @@ pub(crate) struct Fact {
     order: Option<u64>,
     /// Another store took over that did not have it.
     taken_back: bool,
+    /// A person marked it dead, perhaps while it was in flight.
+    marked: bool,
     /// Arrivals by replay.
     arrivals: Vec<u32>,
     /// Answers that count as an attempt, since the last replay.
@@ -108,6 +110,7 @@ impl Ledger {
             not_before,
             order: None,
             taken_back: false,
+            marked: false,
             arrivals: Vec::new(),
             failures: 0,
             found_down: 0,
@@ -142,7 +145,8 @@ impl Ledger {
         let Some(seen) = self.facts[number].seen else { return };
         let lane = usize::from(seen.lane);
         let is_owner = self.owners.get(lane).copied().flatten() == Some(who);
-        if is_owner && seen.replays == replay && matches!(seen.state, State::Dispatched | State::Dead) {
+        let may_repeat = self.facts[number].marked;
+        if is_owner && !may_repeat && seen.replays == replay && matches!(seen.state, State::Dispatched | State::Dead) {
             self.fail(|| format!("sent again: event {number} is {} and goes out once more", seen.state));
         }
         let until = self.granted.iter().filter(|(of, by, _)| *of == seen.lane && *by == who).map(|(.., until)| *until);
@@ -186,7 +190,7 @@ impl Ledger {
         }
         let Some(key) = fact.key.map(usize::from) else { return };
         // Taken out by a person while it was in flight.
-        let is_out = fact.seen.is_some_and(|seen| seen.state == State::Discarded);
+        let is_out = fact.marked || fact.seen.is_some_and(|seen| seen.state == State::Discarded);
         let in_order =
             first && !is_out && replay == 0 && fact.not_before.is_none() && !fact.taken_back && wanted && self.ordered;
         if in_order {
@@ -332,7 +336,8 @@ impl Ledger {
                 State::Retrying | State::Scheduled if matches!(from, State::Unrouted | State::Skipped) => {
                     settles || routes
                 }
-                State::Retrying => settles || operation == "discard" || operation == "retry",
+                State::Dead => settles || operation == "mark_dead",
+                State::Retrying => settles || matches!(operation, "discard" | "mark_dead" | "retry"),
                 State::Dispatched => settles,
                 _ => settles,
             };
@@ -340,6 +345,7 @@ impl Ledger {
                 self.fail(|| format!("state: {operation} made event {number} {} from {from}", new.state));
             }
         }
+        self.facts[number].marked |= operation == "mark_dead" && new.state == State::Dead;
         let old = old.unwrap_or(Seen { state: State::Pending, attempts: 0, replays: 0, ..new });
         let fact = &mut self.facts[number];
         let attempts = match () {
@@ -370,7 +376,9 @@ impl Ledger {
             State::Dispatched if fact.arrivals.is_empty() && from != State::Dispatched => {
                 self.fail(|| format!("loss: {operation} passed event {number}, which never arrived"));
             }
-            State::Dead if from != State::Dead && !fact.refused && charged < self.attempts_max => {
+            State::Dead
+                if from != State::Dead && operation != "mark_dead" && !fact.refused && charged < self.attempts_max =>
+            {
                 self.fail(|| format!("dead: {operation} gave event {number} up after {charged} failures"));
             }
             _ => {}

@@ -106,6 +106,8 @@ pub(crate) enum Action {
     DiscardDead,
     /// The event with this number, wherever it stands.
     Discard(u64),
+    /// The same.
+    MarkDead(u64),
     Pause,
     Resume,
     Prune,
@@ -200,7 +202,7 @@ const OPERATIONS: [&str; 18] = [
     "release",
     "apply",
 ];
-const OPERATOR_OPERATIONS: [&str; 4] = ["retry", "discard", "pause", "prune"];
+const OPERATOR_OPERATIONS: [&str; 5] = ["retry", "discard", "mark_dead", "pause", "prune"];
 
 impl Plan {
     /// The world of a seed.
@@ -284,13 +286,14 @@ impl Plan {
     fn draw_operator(&mut self, rng: &mut Rng) {
         let calm = self.shape.calm;
         for _ in 0..rng.below(4) {
-            let action = match rng.below(12) {
+            let action = match rng.below(14) {
                 0..=3 => Action::Retry,
                 4 => Action::DiscardDead,
                 5 | 6 => Action::Discard(rng.below(20)),
                 7 if !self.shape.clean => Action::Pause,
                 8 => Action::Resume,
                 9 | 10 => Action::Prune,
+                11 | 12 => Action::MarkDead(rng.below(20)),
                 _ if rng.percent(50) => Action::Filter(Some(rng.below(2) as u8)),
                 _ => Action::Filter(None),
             };

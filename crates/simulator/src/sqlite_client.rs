@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Acquired, Admin, Apply, Batch, BatchLimit, Changed, Decide, Delivery, Disposition, Entry, Lease, Log, LogName,
-    Maintain, Outcome, OwnerId, Pause, Prune, Replay, Replayed, ResetPlan, ResetTo, Result, Routed, Selection, Seq,
-    Settlement, Subscription, SubscriptionName,
+    Acquired, Admin, Apply, Batch, BatchLimit, Change, Changed, Decide, Delivery, Disposition, Entry, Lease, Log,
+    LogName, Maintain, Outcome, OwnerId, Pause, Prune, Replay, Replayed, ResetPlan, ResetTo, Result, Routed, Selection,
+    Seq, Settlement, Subscription, SubscriptionName,
 };
 use postbox_sqlite::SqliteStore;
 use rusqlite::Transaction;
@@ -240,20 +240,11 @@ impl Apply for SqliteClient {
 
 #[async_trait]
 impl Admin for SqliteClient {
-    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        let asked = (subscription.clone(), selection.clone());
-        self.carry("retry", None, move |store, _| {
-            let (subscription, selection) = asked.clone();
-            Box::pin(async move { store.retry(&subscription, &selection).await })
-        })
-        .await
-    }
-
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        let asked = (subscription.clone(), selection.clone());
-        self.carry("discard", None, move |store, _| {
-            let (subscription, selection) = asked.clone();
-            Box::pin(async move { store.discard(&subscription, &selection).await })
+    async fn change(&self, subscription: &SubscriptionName, change: &Change, selection: &Selection) -> Result<Changed> {
+        let asked = (subscription.clone(), change.clone(), selection.clone());
+        self.carry(change.operation(), None, move |store, _| {
+            let (subscription, change, selection) = asked.clone();
+            Box::pin(async move { store.change(&subscription, &change, &selection).await })
         })
         .await
     }

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
-use postbox_core::{Call, Clock, Delivery, Error, ErrorKind, Event, Lease, LogName, Result, Subscription, Wire};
+use postbox_core::{
+    Call, Clock, Delivery, Error, ErrorKind, Event, Lease, LogName, OnDead, Result, Subscription, Wire,
+};
 use tokio::sync::Notify;
 use tokio::time::{sleep, sleep_until};
 
@@ -96,6 +98,7 @@ impl World {
                 true => postbox_core::Ordering::Key,
                 false => postbox_core::Ordering::None,
             },
+            on_dead: if plan.shape.halt { OnDead::Halt } else { OnDead::Continue },
             ..Subscription::new("sim".parse().expect("a name"), LogName::outbox())
         };
         let (mut faults, mut mishaps, mut outages) = (HashMap::new(), HashMap::new(), Vec::new());

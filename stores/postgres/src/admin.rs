@@ -1,4 +1,4 @@
-//! What an operator changes: retry, discard, replay, pause.
+//! What an operator changes: retry, discard, mark dead, replay, pause.
 //!
 //! Whatever changes delivery rows locks the subscription's lanes first, as settling does: a key's
 //! next row is decided by one at a time.
@@ -6,7 +6,7 @@
 use async_trait::async_trait;
 use postbox_core::kit::check_lanes;
 use postbox_core::{
-    Admin, Changed, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Selection, Seq, SubscriptionName,
+    Admin, Change, Changed, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Selection, Seq, SubscriptionName,
 };
 use uuid::Uuid;
 
@@ -20,7 +20,7 @@ use crate::session::Session;
 /// Locks the cursor of every lane: see `0001_operate.sql`.
 const LANE_LOCK: &str = "SELECT {s}.lock_lanes($1)";
 
-/// One step of `retry` or `discard`: see `0001_operate.sql`.
+/// One step of a change: see `0001_operate.sql`.
 const DELIVERY_CHANGE: &str =
     "SELECT changed, next_seq FROM {s}.change($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)";
 
@@ -40,16 +40,10 @@ pub(crate) const CLEAR_FOLLOWER_DUE: &str = "{clear_follower_due}";
 
 #[async_trait]
 impl Admin for PostgresStore {
-    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        selection.validate("retry")?;
-        let retry = async |session: &Session| change_rows(session, "retry", subscription, selection).await;
-        self.change_or_look("retry", selection.dry_run, retry).await
-    }
-
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        selection.validate("discard")?;
-        let discard = async |session: &Session| change_rows(session, "discard", subscription, selection).await;
-        self.change_or_look("discard", selection.dry_run, discard).await
+    async fn change(&self, subscription: &SubscriptionName, change: &Change, selection: &Selection) -> Result<Changed> {
+        selection.validate(change.operation())?;
+        let step = async |session: &Session| change_rows(session, change, subscription, selection).await;
+        self.change_or_look(change.operation(), selection.dry_run, step).await
     }
 
     async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
@@ -66,19 +60,19 @@ impl Admin for PostgresStore {
             }
             None => session.rows(&session.sql(SUBSCRIPTION_RESUME), &params![name]).await.map(drop),
         };
-        self.change("pause", &self.inner.modes.change, set).await
+        self.write("pause", &self.inner.modes.change, set).await
     }
 
     async fn rename(&self, subscription: &SubscriptionName, generation: i64, to: &SubscriptionName) -> Result<()> {
         self.for_all_tenants("rename")?;
         let rename = async |session: &Session| lifecycle::rename(session, subscription, generation, to).await;
-        self.change("rename", &self.inner.modes.change, rename).await
+        self.write("rename", &self.inner.modes.change, rename).await
     }
 
     async fn remove(&self, subscription: &SubscriptionName, generation: i64) -> Result<()> {
         self.for_all_tenants("remove")?;
         let remove = async |session: &Session| lifecycle::remove(session, subscription, generation).await;
-        self.change("remove", &self.inner.modes.change, remove).await
+        self.write("remove", &self.inner.modes.change, remove).await
     }
 
     async fn reset(&self, subscription: &SubscriptionName, to: ResetTo, stamp: Option<&str>) -> Result<ResetPlan> {
@@ -88,20 +82,20 @@ impl Admin for PostgresStore {
         };
         self.for_all_tenants("reset")?;
         let reset = async |session: &Session| lifecycle::reset(session, subscription, to, stamp).await;
-        self.change("reset", &self.inner.modes.change, reset).await
+        self.write("reset", &self.inner.modes.change, reset).await
     }
 
     async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()> {
         check_lanes("set_lanes", subscription, lanes)?;
         self.for_all_tenants("set_lanes")?;
         let set = async |session: &Session| lifecycle::set_lanes(session, subscription, lanes).await;
-        self.change("set_lanes", &self.inner.modes.write, set).await
+        self.write("set_lanes", &self.inner.modes.write, set).await
     }
 }
 
 impl PostgresStore {
     /// Runs changes in one transaction, committed if they succeed.
-    pub(crate) async fn change<T>(
+    pub(crate) async fn write<T>(
         &self,
         operation: &'static str,
         mode: &str,
@@ -121,7 +115,7 @@ impl PostgresStore {
     ) -> Result<T> {
         match dry_run {
             true => self.dry_run(operation, step).await,
-            false => self.change(operation, &self.inner.modes.write, step).await,
+            false => self.write(operation, &self.inner.modes.write, step).await,
         }
     }
 
@@ -144,7 +138,7 @@ pub(crate) async fn lock_lanes(session: &Session, subscription: i32) -> Result<(
 /// One step over delivery rows.
 async fn change_rows(
     session: &Session,
-    action: &str,
+    change: &Change,
     subscription: &SubscriptionName,
     selection: &Selection,
 ) -> Result<Changed> {
@@ -152,9 +146,9 @@ async fn change_rows(
     let Meant { topic, key, since, until, tenant } = Meant::by(&selection.which);
     let (after, limit) = (selection.after.map_or(0, |after| after.0), selection.step_max() as i64);
     let (name, code, dry_run) = (subscription.as_str(), &selection.code, selection.dry_run);
-    let (dead_for, given_up) = (selection.dead_for.map(micros), selection.given_up());
+    let (action, dead_for, note) = (change.operation(), selection.dead_for.map(micros), change.note(selection));
     let params =
-        params![action, name, ids, topic, key, since, until, code, after, limit, dry_run, tenant, dead_for, given_up];
+        params![action, name, ids, topic, key, since, until, code, after, limit, dry_run, tenant, dead_for, note];
     let row = session.row(&session.sql(DELIVERY_CHANGE), &params).await?;
     Ok(Changed { count: row.get::<_, i64>(0).unsigned_abs(), next: row.get::<_, Option<i64>>(1).map(Seq) })
 }

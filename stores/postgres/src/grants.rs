@@ -11,8 +11,8 @@ use crate::row_security::policies;
 pub struct Roles {
     /// They append events in their transactions, by INSERT, by `enqueue` or by `Postbox::append`.
     pub writers: Vec<String>,
-    /// They deliver, receive, retry, discard, pause and prune: what `postbox run` does, and the
-    /// commands that change something; the functions of the same names, too.
+    /// They deliver, receive, retry, discard, mark dead, pause and prune: what `postbox run` does,
+    /// and the commands that change something; the functions of the same names, too.
     pub relays: Vec<String>,
     /// They look: what `postbox stats`, `list`, `show` and `doctor` do, and the views.
     pub readers: Vec<String>,

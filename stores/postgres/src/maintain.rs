@@ -30,7 +30,7 @@ impl Maintain for PostgresStore {
     async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
         self.for_all_tenants("note_unrouted")?;
         let step = async |session: &Session| note_unrouted(session, log).await;
-        self.change("note_unrouted", &self.inner.modes.write, step).await
+        self.write("note_unrouted", &self.inner.modes.write, step).await
     }
 
     async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
@@ -38,7 +38,7 @@ impl Maintain for PostgresStore {
         let step = async |session: &Session| crate::prune::prune(session, log, prune).await;
         match prune.dry_run {
             true => self.dry_run("prune", step).await,
-            false => self.change("prune", &self.inner.modes.prune, step).await,
+            false => self.write("prune", &self.inner.modes.prune, step).await,
         }
     }
 

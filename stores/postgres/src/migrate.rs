@@ -96,7 +96,7 @@ END
 ${tag}$;
 DROP VIEW IF EXISTS {s}.stats;
 DROP TABLE IF EXISTS {s}.delivery, {s}.sent, {s}.passage, {s}.filter, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.once, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_append, {s}.create_receive, {s}.create_depth, {s}.create_views, {s}.comment_log, {s}.depth, {s}.depths, {s}.lock_lanes, {s}.subscription_unknown, {s}.change, {s}.retry, {s}.discard, {s}.pause, {s}.resume, {s}.check_message, {s}.once, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.event_id, {s}.cluster_id;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_append, {s}.create_receive, {s}.create_depth, {s}.create_views, {s}.comment_log, {s}.depth, {s}.depths, {s}.lock_lanes, {s}.subscription_unknown, {s}.change, {s}.retry, {s}.discard, {s}.mark_dead, {s}.pause, {s}.resume, {s}.check_message, {s}.once, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.event_id, {s}.cluster_id;
 DO ${tag}$
 DECLARE
   overloads text := (SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_catalog.pg_proc AS p

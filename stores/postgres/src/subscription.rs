@@ -28,16 +28,16 @@ SELECT EXISTS (
   SELECT FROM (SELECT l.xid FROM {log} AS l ORDER BY l.xid DESC LIMIT 1) AS newest
   WHERE newest.xid >= pg_snapshot_xmax(pg_current_snapshot()))";
 
-/// Makes the subscription, or takes over its new filter and ordering. Index: the unique name. Locks
+/// Makes the subscription, or takes over its new filter and order. Index: the unique name. Locks
 /// the row.
 ///
 /// The revision tells replicas that read with the former filter: they read on by this one, whatever
 /// their own configuration says.
 const SUBSCRIPTION_UPSERT: &str = "
 WITH known AS (SELECT {takes_all_new} AS everything, s.revision FROM {s}.subscription AS s JOIN {s}.log AS g ON g.name = s.log WHERE s.name = $1)
-INSERT INTO {s}.subscription AS s (name, log, topics, tenant, kinds, aggregates, headers, ordering, lanes, generation)
-VALUES ($1, $2, $3, $4, $7, $8, $9::text::jsonb, $5, $6, (SELECT max(g.epoch_next) FROM {s}.log AS g))
-ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, kinds = $7, aggregates = $8, headers = $9::text::jsonb, ordering = $5,
+INSERT INTO {s}.subscription AS s (name, log, topics, tenant, kinds, aggregates, headers, ordering, on_dead, lanes, generation)
+VALUES ($1, $2, $3, $4, $7, $8, $9::text::jsonb, $5, $10, $6, (SELECT max(g.epoch_next) FROM {s}.log AS g))
+ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, kinds = $7, aggregates = $8, headers = $9::text::jsonb, ordering = $5, on_dead = $10,
   revision = s.revision + ((s.topics, s.tenant, s.kinds, s.aggregates, s.headers)
     IS DISTINCT FROM ($3::text[], $4::text, $7::text[], $8::text[], $9::text::jsonb))::int,
   mixed = s.mixed OR s.tenant IS DISTINCT FROM $4
@@ -191,7 +191,7 @@ pub(crate) async fn subscribe(store: &PostgresStore, session: &Session, subscrip
 }
 
 async fn write(session: &Session, subscription: &Subscription) -> Result<SubscriptionRow> {
-    let Subscription { name, log, filter, ordering, lanes, start } = subscription;
+    let Subscription { name, log, filter, ordering, on_dead, lanes, start } = subscription;
     let is_true =
         async |sql: &str, params: &[Param<'_>]| session.row(sql, params).await.map(|row| row.get::<_, bool>(0));
     if session.rows(&session.sql(LOG_LOCK), &params![log.as_str()]).await?.is_empty() {
@@ -210,7 +210,8 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
     let [kinds, aggregates] = [&filter.kinds, &filter.aggregates];
     let headers =
         (!filter.headers.is_empty()).then(|| serde_json::to_string(&filter.headers).expect("a map of strings is JSON"));
-    let params = params![name_text, log_text, topics, tenant, order, lanes_wanted, kinds, aggregates, headers];
+    let on_dead = on_dead.as_str();
+    let params = params![name_text, log_text, topics, tenant, order, lanes_wanted, kinds, aggregates, headers, on_dead];
     let made = session.rows(&session.sql(SUBSCRIPTION_UPSERT), &params).await?;
     let Some(row) = made.first() else {
         let known = session.rows(&session.sql(SUBSCRIPTION_GET), &params![name.as_str()]).await?;

@@ -51,10 +51,10 @@ const KEYS_HELD: &str = "
 SELECT asked.key FROM pg_catalog.unnest($2::pg_catalog.text[]) AS asked(key)
 WHERE EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.key {=} asked.key AND d.holds)";
 
-/// Which of some events were discarded. Index: primary key of `delivery`.
+/// Which of some events were discarded or marked dead. Index: primary key of `delivery`.
 const EVENTS_DISCARDED: &str = "
 SELECT d.seq FROM pg_catalog.unnest($2::bigint[]) AS asked(seq) CROSS JOIN LATERAL (
-  SELECT d.seq FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.seq {=} asked.seq AND d.state {=} 'discarded' OFFSET 0) AS d";
+  SELECT d.seq FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.seq {=} asked.seq AND {is_mark} OFFSET 0) AS d";
 
 /// What every read of a lane asks.
 pub(crate) struct ReadParams<'a> {
@@ -89,13 +89,13 @@ impl<'a> ReadParams<'a> {
     }
 }
 
-/// What left the stream in a lane: whether keys are held, whether unread events were discarded, and
-/// how long until the next is due, in microseconds. Indexes: `delivery_held_lane`,
-/// `delivery_discarded`, `delivery_due`. No lock. Rows behind an unfinished one of their key are
-/// not due, whatever their time says.
+/// What left the stream in a lane: whether keys are held, whether a person's word may be on unread
+/// events, and how long until the next is due, in microseconds. Indexes: `delivery_held_lane`,
+/// `delivery_mark`, `delivery_due`. No lock. Rows behind an unfinished one of their key are not
+/// due, whatever their time says.
 const LANE_EXCEPTIONS: &str = "
 SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $2 AND holds),
-  EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $2 AND state {=} 'discarded' AND seq {>} $3),
+  EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.lane {=} $2 AND {is_mark} AND d.seq {>} $3),
   (SELECT greatest(0, extract(epoch FROM d.due_at {-} pg_catalog.clock_timestamp()) {*} 1000000)::bigint
    FROM {s}.delivery AS d
    WHERE d.subscription {=} $1 AND d.lane {=} $2 AND d.due_at IS NOT NULL

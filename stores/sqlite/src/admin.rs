@@ -1,13 +1,13 @@
-//! What an operator changes: retry, discard, replay, pause. In bounded steps, so that the write
-//! lock is never held for long.
+//! What an operator changes: retry, discard, mark dead, replay, pause. In bounded steps, so that
+//! the write lock is never held for long.
 
 use std::collections::BTreeSet;
 
 use async_trait::async_trait;
 use postbox_core::kit::check_lanes;
 use postbox_core::{
-    Admin, Changed, EventId, LogName, Ordering, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Selection, Seq,
-    State, SubscriptionName,
+    Admin, Change, Changed, EventId, LogName, Ordering, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Selection,
+    Seq, State, SubscriptionName,
 };
 use rusqlite::{OptionalExtension as _, Row, Transaction, params};
 
@@ -37,36 +37,42 @@ const REPLAYS_RAISE: &str = "UPDATE postbox_subscription SET replays = max(repla
 /// By primary key; takes the write lock.
 const DELIVERY_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND seq = ?2 AND state = 'retrying'";
-/// By primary key; takes the write lock.
-const DELIVERY_DISCARD: &str = "UPDATE postbox_delivery SET state = 'discarded', holds = 0, due_at = NULL, updated_at = ?3, \
-error = coalesce(?4 || coalesce(error, ''), error) WHERE subscription = ?1 AND seq = ?2";
-/// By primary key; takes the write lock.
-const DELIVERY_DISCARD_UNREAD: &str = "INSERT INTO postbox_delivery \
-(subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, updated_at) \
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, 'discarded', 0, 0, ?8) ON CONFLICT DO NOTHING";
+/// Marked dead before their lane passed them: they are still in the stream. By
+/// `postbox_delivery_state` from where the slowest lane stands; no lock of its own.
+const DELIVERY_AHEAD: &str = "SELECT d.seq FROM postbox_delivery d JOIN postbox_lane n ON n.subscription = d.subscription AND n.lane = d.lane \
+WHERE d.subscription = ?1 AND d.state = 'dead' AND d.seq > (SELECT min(position) FROM postbox_lane WHERE subscription = ?1) \
+AND d.seq > n.position";
+/// Discards, or marks dead. By primary key; takes the write lock.
+const DELIVERY_END: &str = "UPDATE postbox_delivery SET state = ?4, holds = (?5 AND key IS NOT NULL), code = coalesce(?6, code), due_at = NULL, \
+updated_at = ?3, error = coalesce(substr(?7 || coalesce('; before: ' || error, ''), 1, 2048), error) WHERE subscription = ?1 AND seq = ?2";
+/// The same before an event is read. By primary key; takes the write lock.
+const DELIVERY_END_UNREAD: &str = "INSERT INTO postbox_delivery \
+(subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, code, error, updated_at) \
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, (?9 AND ?6 IS NOT NULL), 0, ?10, ?11, ?12, ?13) ON CONFLICT DO NOTHING";
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_PAUSE: &str =
     "UPDATE postbox_subscription SET paused_by = ?2, paused_why = ?3, paused_until = ?4 WHERE name = ?1";
 
 #[async_trait]
 impl Admin for SqliteStore {
-    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        selection.validate("retry")?;
-        let (name, selection) = (subscription.clone(), selection.clone());
-        self.change_or_look("retry", selection.dry_run, move |tx, now| retry(tx, &name, &selection, now)).await
-    }
-
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        selection.validate("discard")?;
-        let (name, selection) = (subscription.clone(), selection.clone());
-        self.change_or_look("discard", selection.dry_run, move |tx, now| discard(tx, &name, &selection, now)).await
+    async fn change(&self, subscription: &SubscriptionName, change: &Change, selection: &Selection) -> Result<Changed> {
+        selection.validate(change.operation())?;
+        let (operation, dry_run) = (change.operation(), selection.dry_run);
+        let (name, change, selection) = (subscription.clone(), change.clone(), selection.clone());
+        // A letter of a marked event is given out from its row: both must be on disk.
+        let flush = if matches!(change, Change::MarkDead { .. }) { Flush::Always } else { Flush::Configured };
+        let step = move |tx: &Transaction<'_>, now| match change {
+            Change::Retry => retry(tx, &name, &selection, now),
+            Change::Discard | Change::MarkDead { .. } => End::of(tx, &name, &change, &selection, now)?.step(),
+        };
+        self.change_or_look(flush, operation, dry_run, step).await
     }
 
     async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
         replay.validate()?;
-        let (name, replay) = (subscription.clone(), replay.clone());
-        self.change_or_look("replay", replay.dry_run, move |tx, now| crate::replay::replay(tx, &name, &replay, now))
-            .await
+        let (name, replay, dry_run) = (subscription.clone(), replay.clone(), replay.dry_run);
+        let step = move |tx: &Transaction<'_>, now| crate::replay::replay(tx, &name, &replay, now);
+        self.change_or_look(Flush::Configured, "replay", dry_run, step).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
@@ -78,17 +84,17 @@ impl Admin for SqliteStore {
             tx.prepare_cached(SUBSCRIPTION_PAUSE)?.execute(params![name.as_str(), by, why, until])?;
             Ok(())
         };
-        self.change("pause", set).await
+        self.write("pause", set).await
     }
 
     async fn rename(&self, subscription: &SubscriptionName, generation: i64, to: &SubscriptionName) -> Result<()> {
         let (name, to) = (subscription.clone(), to.clone());
-        self.change("rename", move |tx, _| lifecycle::rename(tx, &name, generation, &to)).await
+        self.write("rename", move |tx, _| lifecycle::rename(tx, &name, generation, &to)).await
     }
 
     async fn remove(&self, subscription: &SubscriptionName, generation: i64) -> Result<()> {
         let name = subscription.clone();
-        self.change("remove", move |tx, _| lifecycle::remove(tx, &name, generation)).await
+        self.write("remove", move |tx, _| lifecycle::remove(tx, &name, generation)).await
     }
 
     async fn reset(&self, subscription: &SubscriptionName, to: ResetTo, stamp: Option<&str>) -> Result<ResetPlan> {
@@ -97,7 +103,7 @@ impl Admin for SqliteStore {
             let plan = move |session: &mut Session| lifecycle::plan(&session.read()?, &name, to);
             return self.inspector().call("reset", plan).await;
         };
-        self.change("reset", move |tx, now| lifecycle::reset(tx, &name, to, &stamp, now)).await
+        self.write("reset", move |tx, now| lifecycle::reset(tx, &name, to, &stamp, now)).await
     }
 
     async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()> {
@@ -105,35 +111,36 @@ impl Admin for SqliteStore {
         let name = subscription.clone();
         // What leaves the stream is given out from its row: it must be on disk.
         let change = move |tx: &Transaction<'_>, now| lifecycle::set_lanes(tx, &name, lanes, now);
-        self.change_with(Flush::Always, "set_lanes", change).await
+        self.write_with(Flush::Always, "set_lanes", change).await
     }
 }
 
 impl SqliteStore {
     /// Runs a change in one transaction and wakes the relays.
-    pub(crate) async fn change<T: Send + 'static>(
+    pub(crate) async fn write<T: Send + 'static>(
         &self,
         operation: &'static str,
         change: impl FnOnce(&Transaction<'_>, i64) -> Work<T> + Send + 'static,
     ) -> Result<T> {
-        self.change_with(Flush::Configured, operation, change).await
+        self.write_with(Flush::Configured, operation, change).await
     }
 
     /// Runs a step over many events, or what of it only looks.
     pub(crate) async fn change_or_look<T: Send + 'static>(
         &self,
+        flush: Flush,
         operation: &'static str,
         dry_run: bool,
         step: impl FnOnce(&Transaction<'_>, i64) -> Work<T> + Send + 'static,
     ) -> Result<T> {
         if !dry_run {
-            return self.change(operation, step).await;
+            return self.write_with(flush, operation, step).await;
         }
         let now = self.now();
         self.inspector().call(operation, move |session| step(&session.read()?, now)).await
     }
 
-    async fn change_with<T: Send + 'static>(
+    async fn write_with<T: Send + 'static>(
         &self,
         flush: Flush,
         operation: &'static str,
@@ -233,8 +240,11 @@ pub(crate) fn seqs_of(tx: &Transaction<'_>, log: &LogName, ids: &[EventId]) -> W
 fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, now: i64) -> Work<Changed> {
     let stored = lease::require("retry", tx, name)?;
     let hold_keys = stored.ordering == Ordering::Key;
+    // Revived before they are passed with the stream, they would go out twice.
+    let ahead: BTreeSet<i64> =
+        tx.prepare_cached(DELIVERY_AHEAD)?.query_map([name.as_str()], |row| row.get(0))?.collect::<Result<_, _>>()?;
     let (rows, next) = choose(tx, name, &stored.log, selection, now, |row| match row.state {
-        State::Dead => true,
+        State::Dead => !ahead.contains(&row.seq),
         State::Retrying => !row.is_due(now),
         _ => false,
     })?;
@@ -254,75 +264,95 @@ fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, n
     Ok(changed)
 }
 
-/// One step that takes events out: rows by selection, unread ones by id.
-fn discard(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, now: i64) -> Work<Changed> {
-    let stored = lease::require("discard", tx, name)?;
-    let wanted = |row: &DeliveryRow| row.state.may_become(State::Discarded);
-    let (rows, next) = choose(tx, name, &stored.log, selection, now, wanted)?;
-    if !selection.dry_run {
-        take_out(tx, name, &rows, selection.given_up().as_deref(), now)?;
-    }
-    let mut changed = Changed { count: rows.len() as u64, next };
-    if next.is_none() {
-        let left = selection.step_max() - rows.len();
-        let unread = discard_unread(tx, name, selection, left, now)?;
-        changed.count += unread as u64;
-        // They are not found again, so the next step may look from the same place; a dry run would
-        // find them again, and has seen all that are named.
-        changed.next = (unread > 0 && unread == left && !selection.dry_run).then_some(Seq(after(selection)));
-    }
-    Ok(changed)
+/// One step that discards, or marks dead.
+struct End<'a> {
+    tx: &'a Transaction<'a>,
+    reader: Reader,
+    selection: &'a Selection,
+    state: State,
+    /// Whether the rows hold their keys.
+    holds: bool,
+    code: Option<&'static str>,
+    note: Option<String>,
+    now: i64,
 }
 
-/// Takes rows out, and lets what waits behind them go.
-fn take_out(
-    tx: &Transaction<'_>,
-    name: &SubscriptionName,
-    rows: &[DeliveryRow],
-    given_up: Option<&str>,
-    now: i64,
-) -> Work<()> {
-    for row in rows {
-        tx.prepare_cached(DELIVERY_DISCARD)?.execute(params![name.as_str(), row.seq, now, given_up])?;
+impl<'a> End<'a> {
+    fn of(
+        tx: &'a Transaction<'_>,
+        name: &SubscriptionName,
+        change: &Change,
+        selection: &'a Selection,
+        now: i64,
+    ) -> Work<Self> {
+        let reader = Reader::find(change.operation(), tx, name)?;
+        let (state, code, note) = (change.state(), change.code(), change.note(selection));
+        let holds = state == State::Dead && reader.stored.halts();
+        Ok(Self { tx, reader, selection, state, holds, code, note, now })
     }
-    for key in rows.iter().filter_map(|row| row.key.as_deref()) {
-        release_head(tx, name, key, now)?;
-    }
-    Ok(())
-}
 
-/// Marks unread events, named by id, so that they are not sent when they are read.
-fn discard_unread(
-    tx: &Transaction<'_>,
-    name: &SubscriptionName,
-    selection: &Selection,
-    limit: usize,
-    now: i64,
-) -> Work<usize> {
-    let Some(ids) = &selection.ids else { return Ok(0) };
-    let reader = Reader::find("discard", tx, name)?;
-    // By primary key; takes no lock of its own.
-    let log_head = format!("SELECT {HEAD_COLUMNS} FROM {} l WHERE l.seq = ?1", reader.table);
-    let mut statement = tx.prepare_cached(&log_head)?;
-    let mut discarded = 0;
-    for seq in seqs_of(tx, &reader.stored.log, ids)? {
-        if discarded == limit {
-            break;
+    /// Rows by selection, unread events by id.
+    fn step(&self) -> Work<Changed> {
+        let Self { tx, reader, selection, state, now, .. } = self;
+        let wanted = |row: &DeliveryRow| row.state.may_become(*state);
+        let (rows, next) = choose(tx, &reader.name, &reader.stored.log, selection, *now, wanted)?;
+        if !selection.dry_run {
+            self.end(&rows)?;
         }
-        let mut rows = statement.query([seq])?;
-        let Some(row) = rows.next()? else { continue };
-        let head = Head::read(row)?;
-        let is_named = is_meant(&selection.which, row, &head)? && selection.means_unread();
-        if !is_named || !reader.wants(&head) || reader.state(&head, seq) != State::Pending {
-            continue;
+        let mut changed = Changed { count: rows.len() as u64, next };
+        if next.is_none() {
+            let left = selection.step_max() - rows.len();
+            let unread = self.end_unread(left)?;
+            changed.count += unread as u64;
+            // They are not found again, so the next step may look from the same place; a dry run
+            // would find them again, and has seen all that are named.
+            changed.next = (unread > 0 && unread == left && !selection.dry_run).then_some(Seq(after(selection)));
         }
-        if selection.dry_run {
-            discarded += usize::from(!tx.prepare_cached(DELIVERY_STATE)?.exists(params![name.as_str(), seq])?);
-            continue;
-        }
-        let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));
-        let row = params![name.as_str(), seq, reader.lane(&head), id, head.topic, key, created_at, now];
-        discarded += tx.prepare_cached(DELIVERY_DISCARD_UNREAD)?.execute(row)?;
+        Ok(changed)
     }
-    Ok(discarded)
+
+    /// Ends rows, and lets what waits behind them go.
+    fn end(&self, rows: &[DeliveryRow]) -> Work<()> {
+        let Self { tx, reader, state, holds, code, note, now, .. } = self;
+        for row in rows {
+            let row = params![reader.name.as_str(), row.seq, now, state.as_str(), holds, code, note];
+            tx.prepare_cached(DELIVERY_END)?.execute(row)?;
+        }
+        for key in rows.iter().filter_map(|row| row.key.as_deref()) {
+            release_head(tx, &reader.name, key, *now)?;
+        }
+        Ok(())
+    }
+
+    /// Marks unread events, named by id, so that they are not sent when they are read.
+    fn end_unread(&self, limit: usize) -> Work<usize> {
+        let Self { tx, reader, selection, state, holds, code, note, now } = self;
+        let (Some(ids), name) = (&selection.ids, reader.name.as_str()) else { return Ok(0) };
+        // By primary key; takes no lock of its own.
+        let log_head = format!("SELECT {HEAD_COLUMNS} FROM {} l WHERE l.seq = ?1", reader.table);
+        let mut statement = tx.prepare_cached(&log_head)?;
+        let mut ended = 0;
+        for seq in seqs_of(tx, &reader.stored.log, ids)? {
+            if ended == limit {
+                break;
+            }
+            let mut rows = statement.query([seq])?;
+            let Some(row) = rows.next()? else { continue };
+            let head = Head::read(row)?;
+            let is_named = is_meant(&selection.which, row, &head)? && selection.means_unread();
+            if !is_named || !reader.wants(&head) || reader.state(&head, seq) != State::Pending {
+                continue;
+            }
+            if selection.dry_run {
+                ended += usize::from(!tx.prepare_cached(DELIVERY_STATE)?.exists(params![name, seq])?);
+                continue;
+            }
+            let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));
+            let (lane, replay) = (reader.lane(&head), reader.stored.replay_of(seq));
+            let (topic, state) = (head.topic, state.as_str());
+            let row = params![name, seq, lane, id, topic, key, created_at, state, holds, replay, code, note, now];
+            ended += tx.prepare_cached(DELIVERY_END_UNREAD)?.execute(row)?;
+        }
+        Ok(ended)
+    }
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use postbox_core::kit::{check_log, lanes_missing, subscription_unknown};
 use postbox_core::{
-    Acquired, Disposition, Error, ErrorKind, Filter, Lease, LogName, Ordering, OwnerId, Pause, StartAt, Subscription,
-    SubscriptionName, Tenant,
+    Acquired, Disposition, Error, ErrorKind, Filter, Lease, LogName, OnDead, Ordering, OwnerId, Pause, StartAt,
+    Subscription, SubscriptionName, Tenant,
 };
 use rusqlite::{OptionalExtension, Row, Transaction, named_params, params};
 
@@ -20,18 +20,18 @@ use crate::unrouted::routed;
 
 /// A subscription by primary key; no lock.
 const SUBSCRIPTION_READ: &str = "SELECT log, topics, tenant, ordering, lanes, paused_by, paused_why, paused_until, revision, \
-generation, again_seq, again_replay, kinds, aggregates, headers FROM postbox_subscription WHERE name = ?1";
+generation, again_seq, again_replay, kinds, aggregates, headers, on_dead FROM postbox_subscription WHERE name = ?1";
 /// Names for error texts, by primary key; no lock.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name LIMIT 50";
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_INSERT: &str = "INSERT INTO postbox_subscription (name, log, topics, tenant, ordering, lanes, created_at, generation, \
-kinds, aggregates, headers) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, (SELECT max(epoch_next) FROM postbox_log), ?8, ?9, ?10)";
+kinds, aggregates, headers, on_dead) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, (SELECT max(epoch_next) FROM postbox_log), ?8, ?9, ?10, ?11)";
 /// The next that is made is of another generation. By primary key; takes the write lock.
 const EPOCH_NEXT: &str =
     "UPDATE postbox_log SET epoch_next = (SELECT max(epoch_next) + 1 FROM postbox_log) WHERE name = ?1";
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_UPDATE: &str = "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4, \
-kinds = ?5, aggregates = ?6, headers = ?7, \
+kinds = ?5, aggregates = ?6, headers = ?7, on_dead = ?8, \
 revision = revision + ((topics, kinds, aggregates, headers) <> (?2, ?5, ?6, ?7) OR tenant IS NOT ?3) WHERE name = ?1";
 /// Without order no row holds its key, and nobody waits for a turn. By the index of keys; takes the
 /// write lock.
@@ -131,6 +131,7 @@ pub(crate) struct SubscriptionRow {
     pub(crate) log: LogName,
     pub(crate) filter: Filter,
     pub(crate) ordering: Ordering,
+    pub(crate) on_dead: OnDead,
     pub(crate) lanes: u16,
     pub(crate) pause: Option<Pause>,
     /// Rises with every change of the filter.
@@ -145,6 +146,11 @@ impl SubscriptionRow {
     /// Which replay an event is that comes from the stream.
     pub(crate) fn replay_of(&self, seq: i64) -> u32 {
         if seq <= self.again.0 { self.again.1 } else { 0 }
+    }
+
+    /// Whether a dead event holds its key.
+    pub(crate) fn halts(&self) -> bool {
+        self.ordering == Ordering::Key && self.on_dead == OnDead::Halt
     }
 
     /// The pause in force.
@@ -163,6 +169,7 @@ pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option
             log: LogName::from_stored(row.get::<_, String>(0)?),
             filter: filter_of(row, 1, 12)?,
             ordering: if ordering == "none" { Ordering::None } else { Ordering::Key },
+            on_dead: if row.get::<_, String>(15)? == "halt" { OnDead::Halt } else { OnDead::Continue },
             lanes: row.get(4)?,
             pause: by.map(|by| Pause { until: until.map(timestamp), by, why: why.unwrap_or_default() }),
             revision: row.get(8)?,
@@ -222,6 +229,7 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
         let headers = serde_json::to_string(headers).expect("a map of strings is JSON");
         let tenant = subscription.filter.tenant.as_ref().map(|tenant| tenant.as_str().to_owned());
         let ordering = if subscription.ordering == Ordering::None { "none" } else { "key" };
+        let on_dead = subscription.on_dead;
         let name = subscription.name.as_str();
         let known = find(tx, &subscription.name)?;
         let is_new = known.is_none();
@@ -232,9 +240,17 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
             let took_everything =
                 is_changed && Reader::find("subscribe", tx, &subscription.name)?.takes_everything(routed(tx, &log)?);
             refuse_future(tx, subscription, last)?;
-            if is_changed || stored.ordering != subscription.ordering {
-                tx.prepare_cached(SUBSCRIPTION_UPDATE)?
-                    .execute(params![name, topics, tenant, ordering, kinds, aggregates, headers])?;
+            if is_changed || (stored.ordering, stored.on_dead) != (subscription.ordering, on_dead) {
+                tx.prepare_cached(SUBSCRIPTION_UPDATE)?.execute(params![
+                    name,
+                    topics,
+                    tenant,
+                    ordering,
+                    kinds,
+                    aggregates,
+                    headers,
+                    on_dead.as_str()
+                ])?;
             }
             if subscription.ordering == Ordering::None {
                 tx.prepare_cached(DELIVERY_UNBLOCK)?.execute(params![name, now])?;
@@ -254,7 +270,8 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
                 now,
                 kinds,
                 aggregates,
-                headers
+                headers,
+                on_dead.as_str()
             ];
             tx.prepare_cached(SUBSCRIPTION_INSERT)?.execute(row)?;
             tx.prepare_cached(EPOCH_NEXT)?.execute([log.as_str()])?;

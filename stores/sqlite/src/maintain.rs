@@ -13,6 +13,7 @@ use crate::inspect::Reader;
 use crate::migrate::{self, checked_log, require_log};
 use crate::schema::log_table;
 use crate::store::SqliteStore;
+use crate::thread::Flush;
 use crate::unrouted::{UNROUTED_FORGET, is_unrouted, note_unrouted, routed};
 
 /// Subscriptions of a log: a walk of a small table; no lock of its own.
@@ -36,12 +37,15 @@ impl Maintain for SqliteStore {
 
     async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
         let log = log.clone();
-        self.change("note_unrouted", move |tx, now| note_unrouted(tx, &log, now)).await
+        self.write("note_unrouted", move |tx, now| note_unrouted(tx, &log, now)).await
     }
 
     async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
         let (log, wanted) = (log.clone(), prune.clone());
-        self.change_or_look("prune", prune.dry_run, move |tx, now| prune_step(tx, &log, &wanted, now)).await
+        self.change_or_look(Flush::Configured, "prune", prune.dry_run, move |tx, now| {
+            prune_step(tx, &log, &wanted, now)
+        })
+        .await
     }
 
     async fn check_receiving(&self) -> Result<()> {

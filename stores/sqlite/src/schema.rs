@@ -197,6 +197,7 @@ CREATE TABLE postbox_subscription (
   aggregates   TEXT    NOT NULL DEFAULT '[]',
   headers      TEXT    NOT NULL DEFAULT '{}',
   ordering     TEXT    NOT NULL CHECK (ordering IN ('key', 'none')),
+  on_dead      TEXT    NOT NULL DEFAULT 'continue' CHECK (on_dead IN ('continue', 'halt')),
   lanes        INTEGER NOT NULL CHECK (lanes BETWEEN 1 AND 256),
   revision     INTEGER NOT NULL DEFAULT 1,
   rerouted     INTEGER NOT NULL DEFAULT 0,

@@ -1,14 +1,14 @@
-//! `postbox discard ID…` and `postbox discard --all`.
+//! `postbox discard` and `postbox mark-dead`, with `ID…` or `--all`.
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
-use postbox_core::{Record, Selection, State};
+use postbox_core::{Change, Record, Selection, State};
 
 use super::named::{Named, Stand};
 use super::steps::Steps;
 use crate::context::Context;
 use crate::failure::Failure;
 
-pub(super) async fn run(context: &Context, selection: Selection, json: bool) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, change: &Change, selection: Selection, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let mut names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
@@ -20,16 +20,17 @@ pub(super) async fn run(context: &Context, selection: Selection, json: bool) -> 
         );
         return Err(Failure::usage(text));
     };
-    let mut steps = Steps::begin("discarded", selection.dry_run, json);
-    let discard = async |selection: &Selection| store.discard(&info.name, selection).await;
+    let word = if change.state() == State::Dead { "marked_dead" } else { "discarded" };
+    let mut steps = Steps::begin(word, selection.dry_run, json);
+    let step = async |selection: &Selection| store.change(&info.name, change, selection).await;
     let Some(ids) = selection.ids.clone() else {
-        let ended = steps.take(selection, &discard).await;
+        let ended = steps.take(selection, &step).await;
         return steps.end(ended);
     };
-    let named = Named::look(store.as_ref(), &infos, &ids, stand).await?;
+    let named = Named::look(store.as_ref(), &infos, &ids, |record| stand(change, record)).await?;
     let ended = async {
         for ids in ids.chunks(CHANGE_EVENTS_MAX) {
-            steps.take(Selection { ids: Some(ids.to_vec()), ..selection.clone() }, &discard).await?;
+            steps.take(Selection { ids: Some(ids.to_vec()), ..selection.clone() }, &step).await?;
         }
         Ok(())
     };
@@ -45,9 +46,10 @@ pub(super) async fn run(context: &Context, selection: Selection, json: bool) -> 
     named.known(context, &infos)
 }
 
-/// What a discard can do.
-fn stand(record: &Record) -> Stand {
+/// What such a change can do.
+fn stand(change: &Change, record: &Record) -> Stand {
     let why = match record.state {
+        State::Dead if change.state() == State::Dead => "it is dead already",
         State::Dispatched => "it was delivered already",
         State::Skipped | State::Unrouted => "it was never meant to go out",
         State::Discarded => "it was taken out before",

@@ -1,6 +1,6 @@
 //! One file a command.
 
-use postbox_core::{Criteria, EventId, IdPrefix, Prune, Replay, Selection, Seq};
+use postbox_core::{Change, Criteria, EventId, IdPrefix, Prune, Replay, Selection, Seq};
 use postbox_server::Roles;
 
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, New, SubscriptionCommand};
@@ -101,7 +101,12 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Discard { meant, code } => {
             let context = inspect()?;
-            discard::run(&context, selection(&context, meant, code).await?, json).await
+            discard::run(&context, &Change::Discard, selection(&context, meant, code).await?, json).await
+        }
+        Command::MarkDead { meant, code, why } => {
+            let context = inspect()?;
+            let selection = selection(&context, meant, code).await?;
+            discard::run(&context, &Change::MarkDead { why }, selection, json).await
         }
         Command::Replay { meant, after, through, rate } => {
             let (context, Chosen { ids, which, limit, dry_run }) = (inspect()?, meant.chosen()?);

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
-use postbox_core::{EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo};
+use postbox_core::{Change, Disposition, EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo};
 
 use super::named::{Named, Stand};
 use super::steps::Steps;
@@ -56,7 +56,7 @@ async fn of_each(
     steps: &mut Steps,
 ) -> Result<(), Failure> {
     for info in infos {
-        steps.take(wanted.clone(), async |selection| store.retry(&info.name, selection).await).await?;
+        steps.take(wanted.clone(), async |selection| store.change(&info.name, &Change::Retry, selection).await).await?;
     }
     Ok(())
 }
@@ -100,7 +100,7 @@ async fn oldest_of_all(
         // One that is due already changes nothing and does not count; then the search goes on.
         for (info, ids) in infos.iter().zip(found).filter(|(_, ids)| !ids.is_empty()) {
             let selection = Selection { ids: Some(ids), dry_run: wanted.dry_run, ..Selection::default() };
-            steps.take(selection, async |selection| store.retry(&info.name, selection).await).await?;
+            steps.take(selection, async |selection| store.change(&info.name, &Change::Retry, selection).await).await?;
         }
     }
     Ok(())
@@ -149,6 +149,10 @@ impl Ahead {
 /// What a retry can do.
 fn stand(record: &Record) -> Stand {
     let why = match record.state {
+        // Read by nobody yet, it has to be passed first.
+        State::Dead if record.code.as_deref() == Some(Disposition::MARKED_DEAD) => {
+            return Stand::MayMove("it was marked before its turn in the log, which has to come first".to_owned());
+        }
         State::Dead => return Stand::Moves,
         // It may be due already, and then naming it changes nothing.
         State::Retrying => return Stand::MayMove("it is on its way".to_owned()),

@@ -1,5 +1,7 @@
 //! Changes of many events: in steps, with a count that is right however they end.
 
+use std::time::Duration;
+
 use anyhow::{Context as _, Result, ensure};
 
 use crate::endpoint::{Endpoint, refuses_all, takes_all};
@@ -170,7 +172,43 @@ async fn retention_gives_up_what_has_been_dead_for_long(kind: Kind) -> Result<()
     Ok(())
 }
 
+fn fails_all(_key: &str) -> (u16, Duration) {
+    (500, Duration::ZERO)
+}
+
+/// What will never go through is given up, for a reason, and its key goes on.
+async fn an_event_is_marked_dead_and_its_key_goes_on(kind: Kind) -> Result<()> {
+    let target = Endpoint::start(fails_all)?;
+    let env = TestEnv::with(kind, &target.subscription("out")).await?;
+    env.insert([("order.placed", "1".to_owned(), 1), ("order.placed", "1".to_owned(), 2)]).await?;
+    env.dispatch(&[])?;
+    let listed = env.json(&["list", "--json"])?;
+    let id = |at: usize| listed[at]["event"]["id"].as_str().context("no id");
+    // The newest first.
+    let (later, head) = (id(0)?, id(1)?);
+    target.set(takes_all);
+    let both = |args: &[&str]| -> Result<(String, String)> {
+        let output = env.output(args)?;
+        Ok((String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?))
+    };
+    ensure!(env.ok(&["mark-dead", "--all", "--limit", "1", "--dry-run"])? == "marked_dead=1 dry_run=true\n");
+    ensure!(env.ok(&["mark-dead", head, "--why", "no such customer"])? == "marked_dead=1\n");
+    let (said, why) = both(&["mark-dead", head])?;
+    ensure!(said == "marked_dead=0\n" && why.contains("it is dead already"), "{said}{why}");
+    ensure!(env.dispatch(&[])? == "dispatched=1 failed=0 dead=0");
+    let dead = env.json(&["list", "--state", "dead", "--code", "marked_dead", "--json"])?;
+    let error = dead[0]["error"].as_str().context("no error")?;
+    ensure!(error.starts_with("marked dead by a person: no such customer; before: "), "{error}");
+    let (findings, _) = both(&["doctor"])?;
+    ensure!(findings.contains("postbox retry --code marked_dead"), "{findings}");
+    let (said, why) = both(&["mark-dead", later])?;
+    ensure!(said == "marked_dead=0\n" && why.contains("it was delivered already"), "{said}{why}");
+    ensure!(env.ok(&["retry", head])? == "retried=1\n" && env.dispatch(&[])? == "dispatched=1 failed=0 dead=0");
+    Ok(())
+}
+
 on_both!(
+    an_event_is_marked_dead_and_its_key_goes_on,
     many_events_are_retried_and_discarded,
     a_retry_that_fails_midway_says_how_much_it_did,
     a_dry_run_says_what_the_run_does,

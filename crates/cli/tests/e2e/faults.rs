@@ -48,6 +48,7 @@ async fn wrong_usage_ends_with_2() -> Result<()> {
         &["show", "not-an-id"],
         &["retry"],
         &["discard"],
+        &["mark-dead"],
         &["prune"],
         &["prune", "--older-than", "soon"],
         &["pause", "no name"],

@@ -62,10 +62,11 @@ async fn every_command_with_a_result_speaks_json(kind: Kind) -> Result<()> {
     ensure!(sent["appended"] == true && sent["log"] == "outbox", "{sent}");
     let again = env.json(&["send", "order.paid", r#"{"n":1}"#, "--id", id, "--json"])?;
     ensure!(again["appended"] == false && again["id"] == *id, "{again}");
-    let expected: [(&[&str], &str, Value); 14] = [
+    let expected: [(&[&str], &str, Value); 15] = [
         (&["--json", "dispatch"], "/dispatched", 1.into()),
         (&["replay", id, "--json"], "/replayed", 1.into()),
         (&["retry", id, "--dry-run", "--json"], "/dry_run", true.into()),
+        (&["mark-dead", id, "--json"], "/marked_dead", 1.into()),
         (&["discard", id, "--json"], "/discarded", 1.into()),
         (&["prune", "--older-than", "0s", "--json"], "/dry_run", false.into()),
         (&["pause", "out", "--for", "1h", "--json"], "/paused", true.into()),

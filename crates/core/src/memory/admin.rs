@@ -5,28 +5,30 @@ use std::time::Duration;
 
 use super::state::{DeliveryRow, LogState, Reader, State};
 use super::{MemoryStore, Server};
-use crate::admin::{Admin, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
+use crate::admin::{Admin, Change, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
+use crate::batch::Disposition;
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::Pause;
 use crate::kit::check_lanes;
+use crate::limits::ERROR_BYTES_MAX;
 use crate::names::SubscriptionName;
 use crate::state::State as EventState;
+use crate::subscription::Ordering;
 use async_trait::async_trait;
 use jiff::Timestamp;
 
 #[async_trait]
 impl Admin for MemoryStore {
-    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        selection.validate("retry")?;
-        let (subscription, selection) = (subscription.clone(), selection.clone());
-        self.call("retry", None, move |server| server.retry(&subscription, &selection)).await
-    }
-
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        selection.validate("discard")?;
-        let (subscription, selection) = (subscription.clone(), selection.clone());
-        self.call("discard", None, move |server| server.discard(&subscription, &selection)).await
+    async fn change(&self, subscription: &SubscriptionName, change: &Change, selection: &Selection) -> Result<Changed> {
+        let operation = change.operation();
+        selection.validate(operation)?;
+        let (subscription, change, selection) = (subscription.clone(), change.clone(), selection.clone());
+        let step = move |server: &Server| match change {
+            Change::Retry => server.retry(&subscription, &selection),
+            Change::Discard | Change::MarkDead { .. } => server.end(&subscription, &change, &selection),
+        };
+        self.call(operation, None, step).await
     }
 
     async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
@@ -67,8 +69,16 @@ impl Server {
         let now = self.clock.now();
         let mut state = self.state("retry")?;
         let (reader, log) = state.data.reader_mut("retry", subscription)?;
-        let mut chosen = reader.select(log, selection, now, |row| match row.state {
-            EventState::Dead => true,
+        // Still in the stream, and passed with it: revived before that, it would go out twice.
+        let is_ahead = |seq: i64, row: &DeliveryRow| {
+            row.code.as_deref() == Some(Disposition::MARKED_DEAD)
+                && log
+                    .rows
+                    .get(&seq)
+                    .is_some_and(|it| it.commit.is_some_and(|commit| !reader.has_passed(seq, commit, &it.event)))
+        };
+        let mut chosen = reader.select(log, selection, now, |seq, row| match row.state {
+            EventState::Dead => !is_ahead(seq, row),
             EventState::Retrying => !row.is_due(now),
             _ => false,
         });
@@ -97,23 +107,28 @@ impl Server {
         Ok(changed)
     }
 
-    fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+    /// Discards, or marks dead.
+    fn end(&self, subscription: &SubscriptionName, change: &Change, selection: &Selection) -> Result<Changed> {
         let now = self.clock.now();
-        let mut state = self.state("discard")?;
-        let (reader, log) = state.data.reader_mut("discard", subscription)?;
-        let mut chosen = reader.select(log, selection, now, |row| row.state.may_become(EventState::Discarded));
+        let mut state = self.state(change.operation())?;
+        let (reader, log) = state.data.reader_mut(change.operation(), subscription)?;
+        let mut chosen = reader.select(log, selection, now, |_, row| row.state.may_become(change.state()));
         chosen.extend(reader.select_pending(log, selection, now));
         chosen.sort_by_key(|(seq, _)| *seq);
         let changed = cut_to_step(&mut chosen, selection);
         if selection.dry_run {
             return Ok(changed);
         }
-        let given_up = selection.given_up();
+        let (note, halt) = (change.note(selection), reader.subscription.halts());
         for (seq, row) in &chosen {
-            let mut row = DeliveryRow { state: EventState::Discarded, due_at: None, updated_at: now, ..row.clone() };
-            if let Some(note) = &given_up {
-                row.error = Some(format!("{note}{}", row.error.unwrap_or_default()));
-            }
+            let mut row = DeliveryRow { state: change.state(), due_at: None, updated_at: now, halt, ..row.clone() };
+            row.code = change.code().map(str::to_owned).or(row.code);
+            row.error = match (&note, row.error) {
+                (Some(note), Some(before)) => {
+                    Some(format!("{note}; before: {before}").chars().take(ERROR_BYTES_MAX).collect())
+                }
+                (note, before) => note.clone().or(before),
+            };
             let key = row.key.clone();
             reader.put(*seq, row);
             if let Some(key) = key {
@@ -194,14 +209,14 @@ impl Reader {
         log: &LogState,
         selection: &Selection,
         now: Timestamp,
-        wanted: impl Fn(&DeliveryRow) -> bool,
+        wanted: impl Fn(i64, &DeliveryRow) -> bool,
     ) -> Vec<(i64, DeliveryRow)> {
         let is_meant = |(seq, row): &(i64, &DeliveryRow)| {
             let event = log.rows.get(seq).map(|row| &row.event);
             let unchanged_for = Duration::try_from(now.duration_since(row.updated_at)).unwrap_or_default();
             let by_id = |ids: &Vec<EventId>| event.is_some_and(|event| ids.contains(&event.id));
             selection.after.is_none_or(|after| *seq > after.0)
-                && wanted(row)
+                && wanted(*seq, row)
                 && selection.which.mean_event(event)
                 && selection.means_code(row.code.as_deref())
                 && selection.means_state(row.state, row.held_key().is_some(), unchanged_for)
@@ -220,7 +235,11 @@ impl Reader {
                 self.wants(event) && selection.which.mean_event(Some(event)) && selection.means_unread()
             })
             .filter(|(seq, commit, event)| self.state_of(log, *seq, *commit, event) == EventState::Pending)
-            .map(|(seq, _, event)| (seq, DeliveryRow::new(self.lane_of(event), event.key.clone(), now)))
+            .map(|(seq, _, event)| {
+                let (ordered, replays) = (self.subscription.ordering == Ordering::Key, self.replay_of(seq));
+                let row = DeliveryRow::new(self.lane_of(event), event.key.clone(), now);
+                (seq, DeliveryRow { ordered, replays, ..row })
+            })
             .collect()
     }
 }

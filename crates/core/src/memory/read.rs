@@ -54,7 +54,7 @@ impl Reader {
             if let Some(key) = event.key.as_ref().filter(|key| self.is_held(key)) {
                 batch.held.insert(key.clone());
             }
-            if self.delivery(*seq).is_some_and(|row| row.state == EventState::Discarded) {
+            if self.delivery(*seq).is_some_and(|row| matches!(row.state, EventState::Discarded | EventState::Dead)) {
                 batch.discarded.insert(Seq(*seq));
             }
             let replay = self.replay_of(*seq);

@@ -13,7 +13,6 @@ use tracing::{debug, error, info, warn};
 use crate::context::{Health, RelayContext};
 use crate::failures::{Failure, Sent};
 use crate::log_lines::rounded;
-use crate::settings::OnDead;
 
 /// What becomes of one delivery.
 #[derive(Debug, Clone)]
@@ -96,7 +95,7 @@ impl RelayContext {
         error: &str,
         took: Option<Duration>,
     ) -> Disposition {
-        let halt = self.settings.on_dead == OnDead::Halt && self.holds_keys() && delivery.event.key.is_some();
+        let halt = self.subscription.halts() && delivery.event.key.is_some();
         Disposition::Dead { code, error: clip(error), halt, took }
     }
 

@@ -8,10 +8,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Admin as _, Apply, Capabilities, Decide, Delivery, Lease, Log as _, Outcome, OwnerId, Result, Selection,
-    Settlement, State,
+    Admin as _, Apply, Capabilities, Change, Decide, Delivery, Lease, Log as _, OnDead, Outcome, OwnerId, Result,
+    Selection, Settlement, State,
 };
-use postbox_engine::{OnDead, Relay, RelaySettings, SeededRandom};
+use postbox_engine::{Relay, RelaySettings, SeededRandom};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
@@ -144,9 +144,10 @@ async fn events_of_other_lanes_do_not_die_with_it() {
 #[tokio::test(start_paused = true)]
 async fn its_key_goes_on_or_halts() {
     for (on_dead, delivered) in [(OnDead::Continue, 9), (OnDead::Halt, 0)] {
-        let env = TestEnv::with((0..10).map(|n| event(1, n))).await;
+        let mut env = TestEnv::with((0..10).map(|n| event(1, n))).await;
+        env.on_dead = on_dead;
         let killer = Killer::new(Capabilities::default(), |it| version(it) == 0);
-        killer.run(&env, &RelaySettings { on_dead, ..fast() }, Duration::ZERO).await;
+        killer.run(&env, &fast(), Duration::ZERO).await;
         let stats = env.stats().await;
         assert_eq!((stats.dead, stats.dispatched, stats.blocked), (1, delivered, 9 - delivered), "{on_dead:?}");
     }
@@ -160,11 +161,11 @@ async fn a_replayed_one_goes_alone_at_once() {
     let killer = Killer::new(Capabilities::default(), move |it| version(it) == 3 && !healed.load(Ordering::SeqCst));
     killer.run(&env, &fast(), Duration::ZERO).await;
     let name = env.subscription().name;
-    assert_eq!(env.store.retry(&name, &Selection::default()).await.expect("replayed").count, 1);
+    assert_eq!(env.store.change(&name, &Change::Retry, &Selection::default()).await.expect("replayed").count, 1);
     assert_eq!(killer.run(&env, &fast(), Duration::ZERO).await, 2, "one crash was left of the three");
     assert_only_dead(&env, &killer, 3, 9).await;
     heals.store(true, Ordering::SeqCst);
-    assert_eq!(env.store.retry(&name, &Selection::default()).await.expect("replayed").count, 1);
+    assert_eq!(env.store.change(&name, &Change::Retry, &Selection::default()).await.expect("replayed").count, 1);
     assert_eq!(killer.run(&env, &fast(), Duration::ZERO).await, 0);
     assert_eq!(env.stats().await.dispatched, 10);
 }

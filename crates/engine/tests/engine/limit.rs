@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use postbox_core::{Admin as _, Capabilities, Outcome, Selection, State};
+use postbox_core::{Admin as _, Capabilities, Change, Outcome, Selection, State};
 
 use crate::support::{self, Recorder, TestEnv, event, fast};
 
@@ -80,7 +80,10 @@ async fn a_limit_counts_what_is_read() {
     let taken_out =
         env.list(State::Pending).await.iter().map(|record| record.event.id).nth(6).expect("of the last three");
     let selection = Selection { ids: Some(vec![taken_out]), ..Selection::default() };
-    assert_eq!(env.store.discard(&env.subscription().name, &selection).await.expect("discarded").count, 1);
+    assert_eq!(
+        env.store.change(&env.subscription().name, &Change::Discard, &selection).await.expect("discarded").count,
+        1
+    );
     for delivered in [0, 0, 0, 0, 0, 0, 0, 1, 1] {
         let drained = relay.drain(Some(1)).await.expect("drained");
         assert_eq!((drained.fetched, drained.delivered), (1, delivered));

@@ -6,7 +6,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Admin as _, BatchLimit, Call, Capabilities, Clock, ErrorKind, Outcome, Pause, Result, Selection, State, Wire,
+    Admin as _, BatchLimit, Call, Capabilities, Change, Clock, ErrorKind, Outcome, Pause, Result, Selection, State,
+    Wire,
 };
 use postbox_engine::{RelaySettings, TokioClock};
 use tokio_util::sync::CancellationToken;
@@ -164,7 +165,8 @@ async fn a_call_in_flight_is_not_made_beside_itself() {
     sink.takes(8 * S);
     let hurrying = async {
         tokio::time::sleep(4 * S).await;
-        let changed = env.store.retry(&env.subscription().name, &Selection::default()).await.expect("hurried");
+        let changed =
+            env.store.change(&env.subscription().name, &Change::Retry, &Selection::default()).await.expect("hurried");
         assert_eq!(changed.count, 1, "its call outlived its batch");
     };
     tokio::join!(env.run_for(&relay, 20 * S), hurrying);

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Admin as _, Capabilities, Outcome, Selection, State};
+use postbox_core::{Admin as _, Capabilities, Change, Outcome, Selection, State};
 use postbox_engine::{Every, Relay, RelaySettings};
 use tokio_util::sync::CancellationToken;
 
@@ -325,7 +325,8 @@ async fn a_scheduled_run_with_nothing_left_rests_until_its_time() {
             ids.extend(env.list(state).await.into_iter().map(|row| row.event.id));
         }
         let selection = Selection { ids: Some(ids), ..Selection::default() };
-        let discarded = env.store.discard(&env.subscription().name, &selection).await.expect("discarded");
+        let discarded =
+            env.store.change(&env.subscription().name, &Change::Discard, &selection).await.expect("discarded");
         assert_eq!(discarded.count, 200);
         tokio::time::sleep(3_600 * S).await;
         let calls = sink.calls();

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, BatchLimit, Capabilities, Delivery, Inspect, LogName, MemoryStore, NewEvent, Ordering, Outcome,
-    Selection, State,
+    Admin as _, BatchLimit, Capabilities, Change, Delivery, Inspect, LogName, MemoryStore, NewEvent, OnDead, Ordering,
+    Outcome, Selection, State,
 };
-use postbox_engine::{Every, InProcessBus, OnDead, Relay, RelaySettings, Sweeper, TokioClock, handler_sink};
+use postbox_engine::{Every, InProcessBus, Relay, RelaySettings, Sweeper, TokioClock, handler_sink};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{self, Answer, Recorder, TestEnv, event, fast};
@@ -54,8 +54,9 @@ async fn a_failed_event_holds_its_key_and_nothing_else() {
 #[tokio::test(start_paused = true)]
 async fn an_event_dies_at_the_cap_and_its_key_goes_on_or_halts() {
     for (on_dead, delivered) in [(OnDead::Continue, 2), (OnDead::Halt, 0)] {
-        let env = TestEnv::with((0..3).map(|n| event(1, n))).await;
-        let (sink, relay) = env.recorded(Capabilities::default(), RelaySettings { on_dead, ..fast() });
+        let mut env = TestEnv::with((0..3).map(|n| event(1, n))).await;
+        env.on_dead = on_dead;
+        let (sink, relay) = env.recorded(Capabilities::default(), fast());
         sink.answers(0, Outcome::retry("http_500", "never"));
         env.run_for(&relay, 120 * S).await;
         let stats = env.stats().await;
@@ -80,7 +81,7 @@ async fn a_permanent_failure_dies_at_once_and_a_replay_has_a_fresh_dedupe_id() {
     assert_eq!(relay.drain(None).await.expect("drained").dead, 1);
     assert_eq!(relay.drain(None).await.expect("drained").fetched, 0, "the dead are not retried on their own");
     let name = env.subscription().name;
-    assert_eq!(env.store.retry(&name, &Selection::default()).await.expect("requeued").count, 1);
+    assert_eq!(env.store.change(&name, &Change::Retry, &Selection::default()).await.expect("requeued").count, 1);
     assert_eq!(relay.drain(None).await.expect("drained").delivered, 1);
     assert!(sink.arrivals()[0].dedupe_id.ends_with("-r1"));
 }

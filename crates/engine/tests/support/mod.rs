@@ -12,7 +12,8 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
     Append, Call, Capabilities, Clock, Criteria, Delivery, Error, ErrorKind, Inspect, ListQuery, Log, LogName,
-    MemoryStore, NewEvent, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Store as _, Subscription, Wire,
+    MemoryStore, NewEvent, OnDead, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Store as _, Subscription,
+    Wire,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings, SystemRandom, TokioClock};
 use tokio::sync::Notify;
@@ -49,6 +50,7 @@ pub fn version(delivery: &Delivery) -> i64 {
 
 pub struct TestEnv {
     pub store: Arc<MemoryStore>,
+    pub on_dead: OnDead,
     clock: TokioClock,
     lanes: u16,
 }
@@ -72,14 +74,14 @@ impl TestEnv {
     }
 
     pub async fn on(store: Arc<MemoryStore>, lanes: u16) -> Self {
-        let env = Self { store, clock: TokioClock::new(), lanes };
+        let env = Self { store, on_dead: OnDead::default(), clock: TokioClock::new(), lanes };
         env.store.subscribe(&env.subscription()).await.expect("subscribed");
         env
     }
 
     pub fn subscription(&self) -> Subscription {
         let name = "test".parse().expect("a name");
-        Subscription { lanes: self.lanes, ..Subscription::new(name, LogName::outbox()) }
+        Subscription { lanes: self.lanes, on_dead: self.on_dead, ..Subscription::new(name, LogName::outbox()) }
     }
 
     pub fn now(&self) -> Timestamp {

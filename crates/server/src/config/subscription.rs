@@ -8,10 +8,10 @@ use postbox_config::{
 };
 use postbox_core::limits::{BATCH_EVENTS_MAX, LANES_MAX};
 use postbox_core::{
-    BatchLimit, Filter, Headers, LogName, Ordering, Rate, RetryPolicy, StartAt, StoreName, Subscription,
+    BatchLimit, Filter, Headers, LogName, OnDead, Ordering, Rate, RetryPolicy, StartAt, StoreName, Subscription,
     SubscriptionName, Tenant, TopicPattern,
 };
-use postbox_engine::{BreakerPolicy, OnDead, RelaySettings};
+use postbox_engine::{BreakerPolicy, RelaySettings};
 
 use crate::cron::Cron;
 use crate::sinks::{SINKS, SinkChoice, sink};
@@ -163,7 +163,7 @@ table! {
 pub struct SubscriptionConfig {
     /// Of several stores, those that have it; empty: all.
     pub stores: Vec<StoreName>,
-    /// Name, log, filter, ordering, lanes, start.
+    /// Name, log, filter, ordering, what a dead event does to its key, lanes, start.
     pub subscription: Subscription,
     /// Batches, retries, timeouts, polling, lease.
     pub settings: RelaySettings,
@@ -200,6 +200,7 @@ impl SubscriptionTable {
             headers: self.headers,
         };
         subscription.ordering = self.ordering;
+        subscription.on_dead = self.on_dead;
         subscription.lanes = self.lanes;
         subscription.start = self.start;
         let usual = RelaySettings::default();
@@ -214,7 +215,6 @@ impl SubscriptionTable {
                 delay_max: self.retry.max,
                 delays: self.retry.delays,
             },
-            on_dead: self.on_dead,
             breaker: BreakerPolicy {
                 base: self.breaker.base,
                 max: self.breaker.max.unwrap_or(match self.sink.type_name() {

@@ -1,7 +1,7 @@
-//! What an operator changes: replay, discard.
+//! What an operator changes: retry, discard.
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
-use postbox_core::{Changed, Criteria, ErrorKind, NewEvent, Selection, State};
+use postbox_core::{Change, Changed, Criteria, ErrorKind, NewEvent, Selection, State};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -28,7 +28,7 @@ pub async fn replaying_twice_replays_once(fixture: &dyn StoreFixture) {
     let id = lane.past([(event("1"), dead())]).await[0];
     let clicks = (0..4).map(|_| {
         let store = lane.store.clone();
-        async move { store.retry(&named("reader"), &these(&[id])).await.expect("each answers") }
+        async move { store.change(&named("reader"), &Change::Retry, &these(&[id])).await.expect("each answers") }
     });
     at_once(clicks).await;
     lane.replay(Selection::default()).await;
@@ -167,7 +167,7 @@ pub async fn a_large_replay_goes_in_bounded_steps(fixture: &dyn StoreFixture) {
     let mut selection = Selection::default();
     let mut counts = Vec::new();
     loop {
-        let changed = lane.store.retry(&named("reader"), &selection).await.expect("replayed");
+        let changed = lane.store.change(&named("reader"), &Change::Retry, &selection).await.expect("replayed");
         counts.push(changed.count);
         let due = lane.due(EVENTS).await;
         assert_eq!(due.deliveries.len() as u64, changed.count);
@@ -189,11 +189,14 @@ pub async fn small_steps_discard_all_that_is_named(fixture: &dyn StoreFixture) {
         Lane::settled(fixture, numbered(4).into_iter().zip([dead(), retry(HOUR), dead(), Delivered])).await;
     ids.extend(append(&lane.store, [event("5"), event("6"), event("7")]).await);
     let mut selection = Selection { limit: Some(0), ..these(&ids) };
-    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("asked"), Changed::default());
+    assert_eq!(
+        lane.store.change(&named("reader"), &Change::Discard, &selection).await.expect("asked"),
+        Changed::default()
+    );
     selection.limit = Some(2);
     let mut counts = Vec::new();
     while counts.len() < 10 {
-        let changed = lane.store.discard(&named("reader"), &selection).await.expect("discarded");
+        let changed = lane.store.change(&named("reader"), &Change::Discard, &selection).await.expect("discarded");
         counts.push(changed.count);
         if changed.next.is_none() {
             break;
@@ -208,8 +211,12 @@ pub async fn too_many_ids_at_once_are_refused(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let id = lane.past([(event("1"), dead())]).await[0];
     let mut selection = these(&[id; CHANGE_EVENTS_MAX + 1]);
-    refused(lane.store.retry(&named("reader"), &selection).await, ErrorKind::Invalid, "too_many_ids");
-    refused(lane.store.discard(&named("reader"), &selection).await, ErrorKind::Invalid, "too_many_ids");
+    refused(lane.store.change(&named("reader"), &Change::Retry, &selection).await, ErrorKind::Invalid, "too_many_ids");
+    refused(
+        lane.store.change(&named("reader"), &Change::Discard, &selection).await,
+        ErrorKind::Invalid,
+        "too_many_ids",
+    );
     selection.ids.as_mut().expect("set above").truncate(CHANGE_EVENTS_MAX);
     assert_eq!(lane.replay(selection).await, 1);
 }
@@ -251,18 +258,21 @@ pub async fn a_dry_run_counts_and_changes_nothing(fixture: &dyn StoreFixture) {
     };
     let reader = named("reader");
     let before = states().await;
-    for (selection, retried, discarded) in [
-        (Selection::default(), 2, 3),
-        (these(&ids), 2, 5),
-        (these(&ids[4..]), 0, 2),
-        (Selection { limit: Some(1), ..Selection::default() }, 1, 1),
-        (Selection { limit: Some(4), ..these(&ids) }, 2, 4),
-        (Selection { code: Some("no_such_code".into()), ..these(&ids) }, 0, 0),
+    for (selection, retried, discarded, marked) in [
+        (Selection::default(), 2, 3, 2),
+        (these(&ids), 2, 5, 4),
+        (these(&ids[4..]), 0, 2, 2),
+        (Selection { limit: Some(1), ..Selection::default() }, 1, 1, 1),
+        (Selection { limit: Some(3), ..these(&ids) }, 2, 3, 3),
+        (Selection { code: Some("no_such_code".into()), ..these(&ids) }, 0, 0, 0),
     ] {
         let counted = Selection { dry_run: true, ..selection.clone() };
         for _ in 0..2 {
-            assert_eq!(lane.store.retry(&reader, &counted).await.expect("counted").count, retried, "{selection:?}");
-            assert_eq!(lane.store.discard(&reader, &counted).await.expect("counted").count, discarded, "{selection:?}");
+            let mark = Change::MarkDead { why: None };
+            for (change, count) in [(Change::Retry, retried), (Change::Discard, discarded), (mark, marked)] {
+                let changed = lane.store.change(&reader, &change, &counted).await.expect("counted");
+                assert_eq!(changed.count, count, "{change:?} {selection:?}");
+            }
         }
     }
     assert_eq!(states().await, before);
@@ -290,7 +300,7 @@ pub async fn what_is_dead_for_long_is_given_up(fixture: &dyn StoreFixture) {
     let late = lane.due(10).await;
     lane.settle_due(&late, vec![dead()]).await;
     let counted = Selection { dry_run: true, ..old(4 * SHORT) };
-    assert_eq!(lane.store.discard(&named("reader"), &counted).await.expect("counted").count, 1);
+    assert_eq!(lane.store.change(&named("reader"), &Change::Discard, &counted).await.expect("counted").count, 1);
     assert_eq!(lane.discard(old(4 * SHORT)).await, 1);
     let given_up = record(&lane.store, ids[0]).await;
     assert_eq!((given_up.state, given_up.code.as_deref()), (State::Discarded, Some("http_422")));
@@ -308,8 +318,8 @@ pub async fn a_large_dry_run_goes_in_the_same_steps(fixture: &dyn StoreFixture) 
     let (lane, _) = Lane::settled(fixture, numbered(EVENTS).into_iter().map(|event| (event, dead()))).await;
     let mut counted = Selection { dry_run: true, ..Selection::default() };
     for expected in [CHANGE_EVENTS_MAX as u64, 500] {
-        let retried = lane.store.retry(&named("reader"), &counted).await.expect("counted");
-        let discarded = lane.store.discard(&named("reader"), &counted).await.expect("counted");
+        let retried = lane.store.change(&named("reader"), &Change::Retry, &counted).await.expect("counted");
+        let discarded = lane.store.change(&named("reader"), &Change::Discard, &counted).await.expect("counted");
         assert_eq!((retried.count, discarded), (expected, retried));
         counted.after = retried.next;
     }

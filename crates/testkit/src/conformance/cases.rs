@@ -102,6 +102,7 @@ macro_rules! conformance_suite {
             a_late_append_with_own_ids_stores_nothing_twice a_late_message_is_a_duplicate
             a_late_replay_sends_nothing_twice a_late_replay_of_the_delivered_is_another_replay
             a_late_look_for_what_nobody_wants_finds_nothing_twice a_late_discard_takes_back_nothing_delivered
+            a_late_mark_takes_back_nothing_delivered
             a_late_prune_takes_nothing_that_is_needed a_late_pause_is_the_same_pause
             a_late_handover_concerns_no_later_death a_late_rename_renames_no_other
             a_late_removal_removes_no_other a_late_reset_moves_nothing_that_was_taken_since
@@ -151,10 +152,17 @@ macro_rules! conformance_suite {
             a_message_that_was_stored_is_a_duplicate a_replay_repeated_replays_once
             a_replay_of_the_delivered_repeated_is_one
             a_look_for_what_nobody_wants_repeated_finds_nothing_twice
-            a_discard_repeated_takes_out_nothing_more a_prune_repeated_takes_nothing_that_is_needed
+            a_discard_repeated_takes_out_nothing_more a_mark_repeated_is_one a_prune_repeated_takes_nothing_that_is_needed
             a_pause_repeated_is_one_pause a_handover_repeated_is_one a_subscription_is_made_once
             a_rename_repeated_is_one a_removal_repeated_removes_nothing_else a_reset_repeated_is_one
             a_change_of_lanes_repeated_is_one a_migration_that_was_done_is_done
+        }
+    };
+    (mark, $fixture:expr) => {
+        $crate::conformance_cases! { mark, $fixture,
+            a_marked_event_is_dead_wherever_it_stood what_is_decided_or_delivered_is_not_marked
+            the_key_of_a_marked_event_goes_on the_key_of_a_marked_event_waits_where_dead_ones_hold_theirs
+            an_event_marked_in_flight_stays_dead an_event_marked_before_it_was_read_is_revived_once_it_is_passed
         }
     };
     (migrate, $fixture:expr) => {
@@ -358,7 +366,7 @@ mod tests {
     #[test]
     fn every_case_is_listed_in_its_suite() {
         for (suite, source) in sources! {
-            append apply crashes dead_letters fidelity filter hold inspect lanes late lease lifecycle lost migrate order
+            append apply crashes dead_letters fidelity filter hold inspect lanes late lease lifecycle lost mark migrate order
             prune read receive receiving replay reset routing settle sink skipped source admin storm tail transact
         } {
             let arm = include_str!("cases.rs").split(&format!("    ({suite}, $fixture:expr)")).nth(1);

@@ -37,10 +37,12 @@ pub enum Call {
     Position,
     /// A settlement with entries.
     Settle,
-    /// `Admin::retry`.
+    /// `Admin::change` to retry.
     Retry,
-    /// `Admin::discard`.
+    /// `Admin::change` to discard.
     Discard,
+    /// `Admin::change` to mark dead.
+    MarkDead,
     /// `Admin::replay`.
     Replay,
     /// `Admin::pause`.

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 pub(super) use postbox_core::Disposition::{Block, Delivered, Discarded, Schedule};
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Criteria, Delivery, Disposition, Entry, ErrorKind, EventId, Filter, Lease, ListQuery,
-    LogName, NewEvent, OwnerId, Record, ResetPlan, ResetTo, Result, Selection, Seq, Settlement, State, Stats, Store,
-    Subscription, SubscriptionInfo, SubscriptionName, TopicPattern,
+    Acquired, Batch, BatchLimit, Change, Criteria, Delivery, Disposition, Entry, ErrorKind, EventId, Filter, Lease,
+    ListQuery, LogName, NewEvent, OwnerId, Record, ResetPlan, ResetTo, Result, Selection, Seq, Settlement, State,
+    Stats, Store, Subscription, SubscriptionInfo, SubscriptionName, TopicPattern,
 };
 
 use super::{OpenTransaction, StoreFixture};
@@ -320,11 +320,11 @@ impl Lane {
     }
 
     pub(super) async fn replay(&self, selection: Selection) -> u64 {
-        self.store.retry(&named("reader"), &selection).await.expect("replayed").count
+        self.store.change(&named("reader"), &Change::Retry, &selection).await.expect("replayed").count
     }
 
     pub(super) async fn discard(&self, selection: Selection) -> u64 {
-        self.store.discard(&named("reader"), &selection).await.expect("discarded").count
+        self.store.change(&named("reader"), &Change::Discard, &selection).await.expect("discarded").count
     }
 
     /// Takes every free lane.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use postbox_core::kit::{LOOK_EVENTS_MAX, LOOK_EVENTS_MIN};
 use postbox_core::limits::{LIST_PAYLOAD_BYTES_MAX, PAYLOAD_BYTES_MAX};
 use postbox_core::{
-    Count, Criteria, ErrorKind, ListQuery, LogName, NewEvent, Pause, Selection, State, Stats, Subscription,
+    Change, Count, Criteria, ErrorKind, ListQuery, LogName, NewEvent, Pause, Selection, State, Stats, Subscription,
 };
 
 use super::StoreFixture;
@@ -18,8 +18,8 @@ pub async fn an_unknown_subscription_is_not_found_and_the_known_are_named(fixtur
     let errors = [
         store.stats(&nobody).await.map(drop),
         store.list(&ListQuery { subscription: nobody.clone(), ..query(State::Dead) }).await.map(drop),
-        store.retry(&nobody, &everything).await.map(drop),
-        store.discard(&nobody, &everything).await.map(drop),
+        store.change(&nobody, &Change::Retry, &everything).await.map(drop),
+        store.change(&nobody, &Change::Discard, &everything).await.map(drop),
         store.pause(&nobody, None).await,
     ];
     for error in errors.map(|result| result.expect_err("refused")) {

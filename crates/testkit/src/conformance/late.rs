@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use postbox_core::{EventId, LogName, Pause, Prune, Received, Replay, ResetTo, StartAt, State, Subscription};
+use postbox_core::{
+    Change, EventId, LogName, Pause, Prune, Received, Replay, ResetTo, Selection, StartAt, State, Subscription,
+};
 
 use super::StoreFixture;
 use super::dead_letters::{handover, letters, texts};
@@ -160,7 +162,7 @@ pub async fn a_late_replay_sends_nothing_twice(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let id = lane.past([(event("1"), dead())]).await[0];
     let selection = these(&[id]);
-    let ask = call!(store, [selection], store.retry(&named("reader"), &selection));
+    let ask = call!(store, [selection], store.change(&named("reader"), &Change::Retry, &selection));
     let lease = lane.lease.clone();
     let arrives = |store: Store| {
         let lane = Lane::of(store, lease.clone());
@@ -176,7 +178,7 @@ pub async fn a_late_discard_takes_back_nothing_delivered(fixture: &dyn StoreFixt
     let (lane, ids) = Lane::settled(fixture, [(keyed("a", "1"), retry(HOUR)), (keyed("a", "2"), Block)]).await;
     let unread = append(&lane.store, [event("3"), event("4")]).await;
     let selection = these(&[ids[0], unread[0]]);
-    let ask = call!(store, [selection], store.discard(&named("reader"), &selection));
+    let ask = call!(store, [selection], store.change(&named("reader"), &Change::Discard, &selection));
     let lease = lane.lease.clone();
     let goes_on = |store: Store| {
         let lane = Lane::of(store, lease.clone());
@@ -192,6 +194,24 @@ pub async fn a_late_discard_takes_back_nothing_delivered(fixture: &dyn StoreFixt
     let stats = stats(&lane.store).await;
     assert_eq!((stats.discarded, stats.dispatched, stats.pending), (2, 2, 0));
     assert!(lane.due(10).await.deliveries.is_empty());
+}
+
+pub async fn a_late_mark_takes_back_nothing_delivered(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(keyed("a", "1"), retry(HOUR)), (keyed("a", "2"), Block)]).await;
+    let (selection, mark) = (these(&ids), Change::MarkDead { why: None });
+    let ask = call!(store, [selection, mark], store.change(&named("reader"), &mark, &selection));
+    let lease = lane.lease.clone();
+    let revived = |store: Store| {
+        let lane = Lane::of(store, lease.clone());
+        async move {
+            lane.replay(Selection::default()).await;
+            assert_eq!(payloads(&lane.drain_due().await), ["1", "2"]);
+        }
+        .boxed()
+    };
+    twice(fixture, Call::MarkDead, ask, revived).await;
+    let stats = stats(&lane.store).await;
+    assert_eq!((stats.dead, stats.dispatched, stats.pending), (0, 2, 0));
 }
 
 /// As a click at that moment would: what was delivered meanwhile goes out once more, under another

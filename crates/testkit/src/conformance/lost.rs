@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    ErrorKind, EventId, LogName, NewEvent, Pause, Prune, Received, Replay, ResetTo, StartAt, State, Store, Subscription,
+    Change, ErrorKind, EventId, LogName, NewEvent, Pause, Prune, Received, Replay, ResetTo, StartAt, State, Store,
+    Subscription,
 };
 
 use super::StoreFixture;
@@ -101,11 +102,12 @@ pub async fn a_replay_repeated_replays_once(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let id = lane.past([(event("1"), dead())]).await[0];
     let (reader, dead) = (named("reader"), these(&[id]));
-    let again = lost(fixture, Call::Retry, &call!(store, [reader, dead], store.retry(&reader, &dead))).await;
-    assert_eq!(again.retry(&reader, &dead).await.expect("asked").count, 0);
+    let again =
+        lost(fixture, Call::Retry, &call!(store, [reader, dead], store.change(&reader, &Change::Retry, &dead))).await;
+    assert_eq!(again.change(&reader, &Change::Retry, &dead).await.expect("asked").count, 0);
     assert_eq!(record(&lane.store, id).await.replays, 1);
     assert_eq!(payloads(&lane.drain_due().await), ["1"]);
-    assert_eq!(again.retry(&reader, &dead).await.expect("asked").count, 0);
+    assert_eq!(again.change(&reader, &Change::Retry, &dead).await.expect("asked").count, 0);
     assert_eq!(record(&lane.store, id).await.state, State::Dispatched);
 }
 
@@ -113,12 +115,26 @@ pub async fn a_discard_repeated_takes_out_nothing_more(fixture: &dyn StoreFixtur
     let (lane, ids) = Lane::settled(fixture, [(keyed("a", "1"), retry(HOUR)), (keyed("a", "2"), Block)]).await;
     let unread = append(&lane.store, [event("3"), event("4")]).await;
     let (reader, both) = (named("reader"), these(&[ids[0], unread[0]]));
-    let again = lost(fixture, Call::Discard, &call!(store, [reader, both], store.discard(&reader, &both))).await;
-    assert_eq!(again.discard(&reader, &both).await.expect("asked").count, 0);
+    let again =
+        lost(fixture, Call::Discard, &call!(store, [reader, both], store.change(&reader, &Change::Discard, &both)))
+            .await;
+    assert_eq!(again.change(&reader, &Change::Discard, &both).await.expect("asked").count, 0);
     assert_eq!(stats(&lane.store).await.discarded, 2);
     assert_eq!(payloads(&lane.drain_due().await), ["2"]);
     let batch = lane.next(10).await;
     assert_eq!((payloads(&batch.deliveries), batch.discarded.len()), (vec!["3".to_owned(), "4".to_owned()], 1));
+}
+
+pub async fn a_mark_repeated_is_one(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(keyed("a", "1"), retry(HOUR)), (keyed("a", "2"), Block)]).await;
+    let unread = append(&lane.store, [event("3"), event("4")]).await;
+    let (reader, both, mark) = (named("reader"), these(&[ids[0], unread[0]]), Change::MarkDead { why: None });
+    let ask = call!(store, [reader, both, mark], store.change(&reader, &mark, &both));
+    let again = lost(fixture, Call::MarkDead, &ask).await;
+    assert_eq!(again.change(&reader, &mark, &both).await.expect("asked").count, 0);
+    assert_eq!(listed(&lane.store, State::Dead).await, ["1", "3"]);
+    assert_eq!(record(&lane.store, ids[0]).await.error.expect("it says why").matches("by a person").count(), 1);
+    assert_eq!(payloads(&lane.drain_due().await), ["2"]);
 }
 
 /// What is on its way is passed over.

@@ -171,6 +171,7 @@ impl CallFaults for MemoryFaults {
             Call::Position | Call::Settle => "settle",
             Call::Retry => "retry",
             Call::Discard => "discard",
+            Call::MarkDead => "mark_dead",
             Call::Replay => "replay",
             Call::NoteUnrouted => "note_unrouted",
             Call::Prune => "prune",

@@ -54,6 +54,8 @@ pub mod lifecycle;
 #[doc(hidden)]
 pub mod lost;
 #[doc(hidden)]
+pub mod mark;
+#[doc(hidden)]
 pub mod migrate;
 #[doc(hidden)]
 pub mod order;
@@ -119,6 +121,7 @@ macro_rules! store_suite {
         $crate::conformance_suite!(reset, $fixture);
         $crate::conformance_suite!(lanes, $fixture);
         $crate::conformance_suite!(receive, $fixture);
+        $crate::conformance_suite!(mark, $fixture);
         $crate::conformance_suite!(migrate, $fixture);
         $crate::conformance_suite!(lost, $fixture);
         $crate::conformance_suite!(late, $fixture);

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use postbox_core::{
-    Error, Event, ListQuery, NewEvent, Record, Result, RetryPolicy, Schemas, Selection, State, Store, Subscription,
-    Tenant, TypedEvent,
+    Change, Error, Event, ListQuery, NewEvent, Record, Result, RetryPolicy, Schemas, Selection, State, Store,
+    Subscription, Tenant, TypedEvent,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings};
 
@@ -195,7 +195,7 @@ pub async fn a_failure_takes_back_what_every_handler_did_until_it_is_retried(fix
     let codes = case.codes(State::Retrying).await;
     assert_eq!(codes, ["handler_error first", "handler_error second", "panic", "panic"]);
     case.healed.0.store(true, Ordering::SeqCst);
-    let changed = case.store.retry(&reader().name, &Selection::default()).await.expect("due now");
+    let changed = case.store.change(&reader().name, &Change::Retry, &Selection::default()).await.expect("due now");
     assert_eq!(changed.count, 4);
     case.drain().await;
     let (mut effects, mut written) = (case.effects().await, case.written().await);

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use postbox_core::{
-    Batch, BatchLimit, Delivery, Entry, Error, EventId, Lease, Result, Settlement, StartAt, State, Store, Subscription,
-    SubscriptionName,
+    Batch, BatchLimit, Change, Delivery, Entry, Error, EventId, Lease, Result, Settlement, StartAt, State, Store,
+    Subscription, SubscriptionName,
 };
 
 use super::StoreFixture;
@@ -181,7 +181,7 @@ impl<'a> World<'a> {
                 // What failed arrives now, and its row goes.
                 Step::Settle => run_due(&lane, &sent).await.expect("still ours"),
                 // A person sends the dead one again.
-                Step::Due => drop(lane.store.retry(&name, &these(&[third])).await.expect("replayed")),
+                Step::Due => drop(lane.store.change(&name, &Change::Retry, &these(&[third])).await.expect("replayed")),
                 _ => {}
             }
         }

@@ -68,6 +68,7 @@ BEGIN
       ('event_id', 'the id of an idempotency key, always the same: an event under it is appended once. Name the event: order-42-paid'),
       ('retry', 'sends dead and retrying events of a subscription again now; how many. At most 1000 ids in a call'),
       ('discard', 'takes events out that are not delivered yet, for good, and lets the next of their keys go; how many. At most 1000 ids in a call'),
+      ('mark_dead', 'makes events dead that are not delivered yet, with a reason for whoever reads it later: no attempt more, until a retry; how many. At most 1000 ids in a call'),
       ('pause', 'stops a subscription, until a time or until somebody resumes: why, until when, by whom (you)'),
       ('resume', 'lets a paused subscription go on'),
       ('once', 'whether this message is seen for the first time, decided in your transaction: do its work only where true'),
@@ -112,7 +113,7 @@ COMMENT ON TABLE {s}.passage IS 'how far each lane came by a former filter';
 COMMENT ON TABLE {s}.sent IS 'skipped events that were sent all the same';
 COMMENT ON TABLE {s}.unrouted IS 'events that no subscription wants';
 COMMENT ON TABLE {s}.replica IS 'relays that are alive';
-COMMENT ON TABLE {s}.delivery IS 'events that left the stream: retrying, blocked, scheduled, dead, discarded. Read it as <log>_dead or <log>_state; change it with retry and discard';
+COMMENT ON TABLE {s}.delivery IS 'events that left the stream: retrying, blocked, scheduled, dead, discarded. Read it as <log>_dead or <log>_state; change it with retry, discard and mark_dead';
 COMMENT ON TABLE {s}.receipt IS 'ids of messages that were received';
 COMMENT ON TABLE {s}.once IS 'ids of messages that were applied, by once';
 COMMENT ON TABLE {s}.conflict IS 'messages that came with a known id and another body';

@@ -139,7 +139,7 @@ BEGIN
         END IF;
 
         -- Only a person's word can be on an event that is not read yet.
-        has_marks := has_rows AND discarded > 0;
+        has_marks := has_rows AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription AND {is_mark});
         late := CASE WHEN had_running THEN ARRAY(
           SELECT DISTINCT running.xid FROM {s}.lane AS n
           CROSS JOIN LATERAL (SELECT pg_snapshot_xip(n.from_snap) UNION ALL SELECT pg_snapshot_xip(n.to_snap)) AS running(xid)

@@ -28,9 +28,9 @@ BEGIN
 END
 ${tag}$;
 
--- One step of `retry` or `discard` (`action`), over the events that are meant: see `Admin` in
--- postbox_core. NULL does not narrow. `dead_micros` means what has been dead for so long, and does
--- not make its key wait for a person; a discard of it begins its error with `given_up`.
+-- One step of `retry`, `discard` or `mark_dead` (`action`), over the events that are meant: see
+-- `Admin` in postbox_core. NULL does not narrow. `dead_micros` means what has been dead for so
+-- long, and does not make its key wait for a person. What is ended begins its error with `note`.
 --
 -- What is meant is found before the lanes are locked, however many rows have to be looked at for
 -- it: under the lock only the step's own rows are written, each if it still is what was found. Ids
@@ -39,18 +39,20 @@ ${tag}$;
 CREATE FUNCTION {s}.change(
   action text, of_name text, of_ids uuid[], topic_like text DEFAULT NULL, of_key text DEFAULT NULL, since timestamptz DEFAULT NULL,
   until timestamptz DEFAULT NULL, of_code text DEFAULT NULL, after_seq bigint DEFAULT 0, most bigint DEFAULT 1000, is_dry boolean DEFAULT false,
-  of_tenant text DEFAULT NULL, dead_micros bigint DEFAULT NULL, given_up text DEFAULT NULL, OUT changed bigint, OUT next_seq bigint)
+  of_tenant text DEFAULT NULL, dead_micros bigint DEFAULT NULL, note text DEFAULT NULL, OUT changed bigint, OUT next_seq bigint)
 LANGUAGE plpgsql VOLATILE {pinned} AS ${tag}$
 DECLARE
   s record;
   -- Which rows may be changed, and how; `$3` is now.
-  may text := CASE action WHEN 'retry' THEN '(d.state = ''dead'' OR (d.state = ''retrying'' AND d.due_at > $3))' ELSE '(d.state <> ''discarded'')' END;
+  may text := CASE action WHEN 'retry' THEN '(d.state = ''dead'' OR (d.state = ''retrying'' AND d.due_at > $3))'
+    WHEN 'mark_dead' THEN '(d.state NOT IN (''dead'', ''discarded''))' ELSE '(d.state <> ''discarded'')' END;
+  is_mark boolean := action = 'mark_dead';
   at timestamptz := clock_timestamp();
   seqs bigint[];
   keys text[];
   unread bigint;
 BEGIN
-  SELECT known.id, known.log INTO s FROM {s}.subscription AS known WHERE known.name = of_name;
+  SELECT known.id, known.log, known.on_dead = 'halt' AS halts INTO s FROM {s}.subscription AS known WHERE known.name = of_name;
   IF NOT FOUND THEN
     PERFORM {s}.subscription_unknown(of_name);
   END IF;
@@ -60,6 +62,13 @@ BEGIN
   END IF;
   IF dead_micros IS NOT NULL THEN
     may := may || format(' AND d.state = ''dead'' AND NOT d.holds AND d.updated_at <= $3 - %s * interval ''1 microsecond''', dead_micros);
+  END IF;
+  -- What was marked dead before it was read is still in the stream: revived before its lane has
+  -- passed it, it would go out twice.
+  IF action = 'retry' THEN
+    may := may || replace(${tag}_sql$ AND (d.code IS DISTINCT FROM 'marked_dead' OR NOT EXISTS (
+      SELECT FROM {log} AS l JOIN {s}.lane AS n ON n.subscription = d.subscription AND n.lane = d.lane
+      WHERE l.seq = d.seq AND {is_unread} OFFSET 0))${tag}_sql$, '{tag}_log', s.log);
   END IF;
   IF of_ids IS NOT NULL AND NOT is_dry THEN
     PERFORM {s}.lock_lanes(s.id);
@@ -99,22 +108,24 @@ BEGIN
         SELECT count(*), array_agg(DISTINCT c.key) FILTER (WHERE c.key IS NOT NULL) FROM changed AS c
       ${tag}_sql$ ELSE ${tag}_sql$
         WITH changed AS (UPDATE {s}.delivery AS d SET
-            state = 'discarded', due_at = NULL, updated_at = clock_timestamp(), error = coalesce($4 || coalesce(d.error, ''), d.error)
+            state = CASE WHEN $5 THEN 'dead' ELSE 'discarded' END, halt = $5 AND $6, code = CASE WHEN $5 THEN 'marked_dead' ELSE d.code END,
+            due_at = NULL, updated_at = clock_timestamp(), error = coalesce(left($4 || coalesce('; before: ' || d.error, ''), 2048), d.error)
           WHERE d.ctid = ANY ({places}) AND {tag}_may RETURNING d.key)
         SELECT count(*), array_agg(DISTINCT c.key) FILTER (WHERE c.key IS NOT NULL) FROM changed AS c
       ${tag}_sql$ END, '{tag}_may', may)
-      INTO changed, keys USING s.id, seqs, at, given_up;
+      INTO changed, keys USING s.id, seqs, at, note, is_mark, s.halts;
     EXECUTE CASE action WHEN 'retry' THEN ${tag}_sql${clear_follower_due}${tag}_sql$ ELSE ${tag}_sql${delivery_release}${tag}_sql$ END
       USING s.id, keys;
   END IF;
   -- Unread events have no row and no code; only ids name them. What marks them keeps them from
   -- being sent when they are read.
-  IF action = 'discard' AND of_ids IS NOT NULL AND of_code IS NULL AND dead_micros IS NULL AND next_seq IS NULL THEN
+  IF action <> 'retry' AND of_ids IS NOT NULL AND of_code IS NULL AND dead_micros IS NULL AND next_seq IS NULL THEN
     EXECUTE replace(replace(CASE WHEN is_dry THEN 'SELECT count(*) FROM ({tag}_unread) AS u' ELSE ${tag}_sql$
-        WITH made AS (INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered) {tag}_unread ON CONFLICT DO NOTHING RETURNING 1)
+        WITH made AS (INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, halt, replays, code, error) {tag}_unread ON CONFLICT DO NOTHING RETURNING 1)
         SELECT count(*) FROM made
       ${tag}_sql$ END, '{tag}_unread', ${tag}_sql$
-        SELECT $1, n.lane, l.seq, l.key, 'discarded', false
+        SELECT $1, n.lane, l.seq, l.key, CASE WHEN $12 THEN 'dead' ELSE 'discarded' END, s.ordering = 'key', $12 AND s.on_dead = 'halt',
+          CASE WHEN l.seq <= s.again_seq THEN s.again_replay ELSE 0 END, CASE WHEN $12 THEN 'marked_dead' END, $13
         FROM (SELECT * FROM {log} WHERE id = ANY ($2) OFFSET 0) AS l
         JOIN {s}.subscription AS s ON s.id = $1
         JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % s.lanes
@@ -122,7 +133,7 @@ BEGIN
           AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq)
         ORDER BY l.seq LIMIT $9
       ${tag}_sql$), '{tag}_log', s.log)
-      INTO unread USING s.id, of_ids, at, topic_like, of_key, since, until, after_seq, most - changed, of_code, of_tenant;
+      INTO unread USING s.id, of_ids, at, topic_like, of_key, since, until, after_seq, most - changed, of_code, of_tenant, is_mark, note;
     -- They are not found again, so the next step may look from the same place; a dry run would find
     -- them again, and has seen all that are named.
     IF unread > 0 AND unread = most - changed AND NOT is_dry THEN
@@ -143,6 +154,13 @@ ${tag}$;
 CREATE FUNCTION {s}.discard(subscription text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
 BEGIN
   RETURN (SELECT c.changed FROM {s}.change('discard', discard.subscription, coalesce(ids, '{}')) AS c);
+END
+${tag}$;
+
+CREATE FUNCTION {s}.mark_dead(subscription text, why text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+BEGIN
+  RETURN (SELECT c.changed FROM {s}.change('mark_dead', mark_dead.subscription, coalesce(ids, '{}'),
+    note => 'marked dead by a person' || coalesce(': ' || nullif(left(why, 512), ''), '')) AS c);
 END
 ${tag}$;
 

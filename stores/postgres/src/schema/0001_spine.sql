@@ -256,6 +256,7 @@ CREATE TABLE {s}.subscription (
   -- It had another tenant before, or none: what is kept of it is not its tenant's alone.
   mixed boolean NOT NULL DEFAULT false,
   ordering text NOT NULL CHECK (ordering IN ('key', 'none')),
+  on_dead text NOT NULL DEFAULT 'continue' CHECK (on_dead IN ('continue', 'halt')),
   lanes smallint NOT NULL CHECK (lanes BETWEEN 1 AND 256),
   -- Rises with the filter: a relay that reads with an older one asks again before it reads on.
   revision int NOT NULL DEFAULT 1,
@@ -387,7 +388,7 @@ CREATE TABLE {s}.delivery (
 CREATE INDEX delivery_due ON {s}.delivery (subscription, lane, due_at) WHERE due_at IS NOT NULL;
 CREATE INDEX delivery_held ON {s}.delivery (subscription, key, seq) WHERE holds;
 CREATE INDEX delivery_held_lane ON {s}.delivery (subscription, lane) WHERE holds;
-CREATE INDEX delivery_discarded ON {s}.delivery (subscription, lane, seq) WHERE state = 'discarded';
+CREATE INDEX delivery_mark ON {s}.delivery (subscription, lane, seq) WHERE state = 'discarded' OR state = 'dead' AND code = 'marked_dead';
 CREATE INDEX delivery_in_flight ON {s}.delivery (subscription, lane) WHERE code IN ('in_flight', 'alone');
 CREATE INDEX delivery_letter ON {s}.delivery (subscription, lane, letter_at, seq) WHERE state = 'dead' AND letters <= replays;
 CREATE INDEX delivery_missing ON {s}.delivery (subscription) WHERE code = 'event_missing';

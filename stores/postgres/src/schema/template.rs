@@ -128,8 +128,10 @@ const FRAGMENTS: &[(&str, &str)] = &[
         "(l.xid >= all_ahead OR CASE WHEN l.xid >= passed_before AND l.xid < all_opened THEN l.seq > settled[1 + l.slot % lane_count] \
          ELSE NOT pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) AND (NOT pg_visible_in_snapshot(l.xid, tos[1 + l.slot % lane_count]) OR l.seq > settled[1 + l.slot % lane_count]) END)",
     ),
-    // True where row `l` is wanted, and not discarded before it was read. In the function that
-    // counts.
+    // True for a delivery row that may be a person's word on an event that is not read yet: the
+    // index `delivery_mark`.
+    ("is_mark", "(d.state {=} 'discarded' OR d.state {=} 'dead' AND d.code {=} 'marked_dead')"),
+    // True where row `l` is wanted, and nobody's word is on it. In the function that counts.
     (
         "is_meant_to_go",
         "{passes} AND NOT (has_marks AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription AND d.seq = l.seq OFFSET 0))",

@@ -8,13 +8,14 @@ use tokio_postgres::Client;
 use crate::support;
 
 /// Functions that people call; the others are the store's own.
-const CALLED: [&str; 13] = [
+const CALLED: [&str; 14] = [
     "enqueue",
     "event_id",
     "receive",
     "once",
     "retry",
     "discard",
+    "mark_dead",
     "pause",
     "resume",
     "depth",

@@ -4,8 +4,9 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Disposition, Entry, Filter, Inspect as _, Log as _, LogName, Maintain as _,
-    Migrate as _, NewEvent, OwnerId, Routed, Selection, Settlement, Store as _, Subscription, SubscriptionName,
+    Admin as _, Append as _, BatchLimit, Change, Disposition, Entry, Filter, Inspect as _, Log as _, LogName,
+    Maintain as _, Migrate as _, NewEvent, OwnerId, Routed, Selection, Settlement, Store as _, Subscription,
+    SubscriptionName,
 };
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
@@ -109,7 +110,7 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     let holder = support::client(&url).await;
     holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
     let (of_name, asking) = (name.clone(), store.clone());
-    let change = tokio::spawn(async move { asking.retry(&of_name, &Selection::default()).await });
+    let change = tokio::spawn(async move { asking.change(&of_name, &Change::Retry, &Selection::default()).await });
     support::until_waited_for(&holder).await;
     tokio::time::timeout(Duration::from_secs(5), store.renew(&lease, TTL)).await.expect("not locked").expect("renewed");
     assert!(!change.is_finished());

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{
-    Admin as _, Append as _, Batch, BatchLimit, Disposition, Entry, EventId, Inbound, Inspect as _, Lease, Log as _,
-    LogName, NewEvent, OwnerId, Pause, Receive as _, Selection, Settlement, SourceName, Store as _, Subscription,
-    SubscriptionName,
+    Admin as _, Append as _, Batch, BatchLimit, Change, Disposition, Entry, EventId, Inbound, Inspect as _, Lease,
+    Log as _, LogName, NewEvent, OwnerId, Pause, Receive as _, Selection, Settlement, SourceName, Store as _,
+    Subscription, SubscriptionName,
 };
 use postbox_postgres::PostgresStore;
 use postbox_testkit::servers::Version;
@@ -104,7 +104,8 @@ async fn call(client: &Client, sql: &str) -> String {
 
 async fn change(client: &Client, action: &str, ids: &[u8]) -> u64 {
     let ids: Vec<String> = ids.iter().map(|n| format!("'{}'", id(*n))).collect();
-    call(client, &format!("postbox.{action}('reader', {})", ids.join(", "))).await.parse().expect("a number")
+    let why = if action == "mark_dead" { "'so'," } else { "" };
+    call(client, &format!("postbox.{action}('reader', {why} {})", ids.join(", "))).await.parse().expect("a number")
 }
 
 /// Each operation once by the store's contract and once by function, on equal logs: equal answers
@@ -124,15 +125,22 @@ async fn a_function_does_what_the_store_does() {
             ("discard", &[4]),
             ("retry", &[6]),
             ("retry", &[6]),
+            // Behind the head, then the head, then the dead one.
+            ("mark_dead", &[3]),
+            ("retry", &[3]),
+            ("mark_dead", &[3, 3, 4]),
             // By its time, pending, delivered, unknown.
+            ("mark_dead", &[9, 77]),
+            ("retry", &[9]),
             ("discard", &[7, 9, 8, 77]),
             ("discard", &[7, 9]),
         ] {
-            let expected = match action {
-                "retry" => store.retry(&reader(), &of(ids)).await,
-                _ => store.discard(&reader(), &of(ids)).await,
+            let asked = match action {
+                "retry" => Change::Retry,
+                "discard" => Change::Discard,
+                _ => Change::MarkDead { why: Some("so".into()) },
             };
-            let expected = expected.expect("changed").count;
+            let expected = store.change(&reader(), &asked, &of(ids)).await.expect("changed").count;
             assert_eq!(change(&client, action, ids).await, expected, "{action} {ids:?}");
             assert_eq!(rows(&client).await, rows(&looks).await, "{action} {ids:?}");
         }
@@ -207,9 +215,9 @@ async fn a_receive_leaves_the_callers_settings_alone() {
 async fn no_ids_are_none_and_never_all() {
     let (_fixture, client, _lease) = filled(Version::V15).await;
     let before = rows(&client).await;
-    for action in ["retry", "discard"] {
+    for action in ["retry('reader'", "discard('reader'", "mark_dead('reader', 'why'"] {
         for ids in ["(SELECT array_agg(id) FROM postbox.outbox WHERE false)", "'{}'::uuid[]"] {
-            assert_eq!(call(&client, &format!("postbox.{action}('reader', VARIADIC {ids})")).await, "0");
+            assert_eq!(call(&client, &format!("postbox.{action}, VARIADIC {ids})")).await, "0");
         }
     }
     assert_eq!(rows(&client).await, before);
@@ -233,6 +241,7 @@ async fn refusals_say_what_why_and_the_cure() {
         ("postbox.resume('raeder')", "PB002", "known: reader"),
         ("postbox.retry('raeder', gen_random_uuid())", "PB002", "known: reader"),
         ("postbox.discard('raeder', gen_random_uuid())", "PB002", "known: reader"),
+        ("postbox.mark_dead('raeder', NULL, gen_random_uuid())", "PB002", "known: reader"),
         (&format!("postbox.retry('reader', {many})"), "too_many_ids", "at most 1000 at a time"),
         (&format!("postbox.discard('reader', {many})"), "too_many_ids", "at most 1000 at a time"),
         ("postbox.pause('reader', 'why', 'infinity')", "until_invalid", "leave it out"),

@@ -2,8 +2,8 @@
 //! judge.
 
 use postbox_core::{
-    Admin as _, Batch, BatchLimit, Criteria, Disposition, Entry, Inspect, Lease, ListQuery, Log, NewEvent, Selection,
-    Settlement, State, Store as _, SubscriptionName,
+    Admin as _, Batch, BatchLimit, Change, Criteria, Disposition, Entry, Inspect, Lease, ListQuery, Log, NewEvent,
+    Selection, Settlement, State, Store as _, SubscriptionName,
 };
 use rusqlite::types::Value;
 use rusqlite::{Connection, params};
@@ -250,7 +250,7 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
     ];
     assert_eq!(codes, expected);
     // A replay does not help, and does no harm.
-    assert_eq!(fixture.store.retry(&name, &Selection::default()).await.expect("asked").count, 6);
+    assert_eq!(fixture.store.change(&name, &Change::Retry, &Selection::default()).await.expect("asked").count, 6);
     let due = fixture.store.due(&lease, BatchLimit::default()).await.expect("read");
     assert_eq!((due.deliveries.len(), due.unreadable.len()), (6, 6), "nothing of them is sent");
     settle_unreadable(&fixture, &lease, &due).await;

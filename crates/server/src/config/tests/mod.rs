@@ -8,7 +8,8 @@ mod sources;
 use std::time::Duration;
 
 use postbox_config::{LiveSecret, Reader, Table};
-use postbox_engine::{OnDead, RelaySettings};
+use postbox_core::OnDead;
+use postbox_engine::RelaySettings;
 use postbox_http::HttpSinkTable;
 use postbox_ingress::WebhookTable;
 use toml::de::DeTable;
@@ -158,7 +159,7 @@ sink = { type = "http", url = "https://example.org/hook", secret = "env:HOOK_SEC
     assert_eq!(subscription.subscription.lanes, 4);
     assert_eq!(subscription.settings.retry.attempts_max, 3);
     assert_eq!(subscription.settings.retry.base, Duration::from_millis(250));
-    assert_eq!(subscription.settings.on_dead, OnDead::Halt);
+    assert_eq!(subscription.subscription.on_dead, OnDead::Halt);
     assert_eq!(http(text).secret, Some(LiveSecret { secret: crate::Secret::new(KEY), until: None }));
 }
 

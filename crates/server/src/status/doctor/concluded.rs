@@ -1,8 +1,8 @@
 //! What is concluded of one subscription: the causes before the symptoms.
 
 use jiff::Timestamp;
-use postbox_core::{Disposition, Pause, Record};
-use postbox_engine::{OnDead, Schedule as _};
+use postbox_core::{Disposition, OnDead, Pause, Record};
+use postbox_engine::Schedule as _;
 
 use super::Finding;
 use super::asked::{Known, is_driven};
@@ -148,7 +148,7 @@ fn store_fails(known: &Known<'_>) -> Option<Finding> {
 
 /// Keys that wait for a person.
 fn halted(known: &Known<'_>) -> Option<Finding> {
-    if known.config.is_some_and(|config| config.settings.on_dead != OnDead::Halt) {
+    if known.config.is_some_and(|config| config.subscription.on_dead != OnDead::Halt) {
         return None;
     }
     let key = |record: &Record| record.event.key.clone();

@@ -210,6 +210,9 @@ fn cure_refused(code: &str, is_dead: bool) -> &'static str {
         "http_redirect" => "the destination has moved: write its final address into the sink's url",
         "http_400" | "http_422" => "the destination does not understand the event: mend the one or the other",
         "row_undecodable" | "headers_invalid" => "nobody can read the event: mend its row or discard it",
+        Disposition::MARKED_DEAD => {
+            "a person gave it up, and its text says why: retry it once that is mended, or discard it for good"
+        }
         Disposition::EXPIRED => "it was not delivered before its `expires_at`: append anew what is wanted all the same",
         "event_missing" => "somebody deleted the event from the log: discard it",
         "timeout" => "the destination takes too long for it: look there, or raise the subscription's `timeout`",

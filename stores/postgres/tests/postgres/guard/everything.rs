@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Admin as _, Append as _, Batch, BatchLimit, Criteria, Delivery, Diagnose as _, Disposition, Entry, EventId,
+    Admin as _, Append as _, Batch, BatchLimit, Change, Criteria, Delivery, Diagnose as _, Disposition, Entry, EventId,
     Inbound, Inspect as _, Lease, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, Outcome,
     OwnerId, Pause, Prune, Receive as _, Received, Selection, Settlement, SourceName, State, Store as _, Subscription,
     SubscriptionName,
@@ -89,6 +89,7 @@ pub(crate) async fn by_hand(client: &Client, schema: &str) {
          SELECT {schema}.receive('hooks', 'bytes', 't', pg_catalog.decode('00ff', 'hex'), tenant => 'acme');
          SELECT {schema}.once('hooks', 'by-hand');
          SELECT {schema}.retry('inbox-reader', (SELECT id FROM {schema}.inbox LIMIT 1));
+         SELECT {schema}.mark_dead('inbox-reader', 'so', (SELECT id FROM {schema}.inbox LIMIT 1));
          SELECT {schema}.discard('inbox-reader', (SELECT id FROM {schema}.inbox LIMIT 1));
          SELECT {schema}.pause('inbox-reader', 'so', until => pg_catalog.clock_timestamp());
          SELECT {schema}.resume('inbox-reader');"
@@ -155,9 +156,9 @@ async fn operate(relay: &PostgresStore, batch: &Batch) {
     let record = relay.get(&name, batch.deliveries[2].event.id).await.expect("asked").expect("there");
     assert_eq!((record.state, record.code.as_deref()), (State::Dead, Some("http_422")));
     let all = Selection::default();
-    assert_eq!(relay.retry(&name, &all).await.expect("requeued").count, 1);
+    assert_eq!(relay.change(&name, &Change::Retry, &all).await.expect("requeued").count, 1);
     let scheduled = Selection { ids: Some(vec![batch.deliveries[3].event.id]), ..Selection::default() };
-    assert_eq!(relay.discard(&name, &scheduled).await.expect("discarded").count, 1);
+    assert_eq!(relay.change(&name, &Change::Discard, &scheduled).await.expect("discarded").count, 1);
     let pause = Pause { until: None, by: "me".into(), why: "so".into() };
     relay.pause(&name, Some(&pause)).await.expect("paused");
     relay.pause(&name, None).await.expect("resumed");

@@ -1,6 +1,6 @@
 //! The printed rights are enough, and no more than that.
 
-use postbox_core::{BatchLimit, Criteria, LogName, Prune, Replay, Selection};
+use postbox_core::{BatchLimit, Change, Criteria, LogName, Prune, Replay, Selection};
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
 use postbox_testkit::servers::Version;
 
@@ -56,8 +56,9 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
         let (replay, prune) =
             (Replay { dry_run: true, ..Replay::default() }, Prune { dry_run: true, ..Prune::default() });
         for counted in [
-            looking.retry(&name, &all).await.map(drop),
-            looking.discard(&name, &all).await.map(drop),
+            looking.change(&name, &Change::Retry, &all).await.map(drop),
+            looking.change(&name, &Change::Discard, &all).await.map(drop),
+            looking.change(&name, &Change::MarkDead { why: None }, &all).await.map(drop),
             looking.replay(&name, &replay).await.map(drop),
             looking.prune(&log, &prune).await.map(drop),
         ] {
@@ -77,6 +78,7 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
         for sql in [
             "postbox.retry('reader', gen_random_uuid())",
             "postbox.discard('reader', (SELECT gen_random_uuid()))",
+            "postbox.mark_dead('reader', 'why', gen_random_uuid())",
             "postbox.pause('reader', 'why')",
             "postbox.resume('reader')",
             "postbox.once('a', 'm')",

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Criteria, Diagnose as _, EventId, Inspect as _, ListQuery, Log as _, LogName,
-    Maintain as _, NewEvent, Prune, Receive as _, Received, Replay, Selection, State, Store as _, Subscription,
-    Tail as _,
+    Admin as _, Append as _, BatchLimit, Change, Criteria, Diagnose as _, EventId, Inspect as _, ListQuery, Log as _,
+    LogName, Maintain as _, NewEvent, Prune, Receive as _, Received, Replay, Selection, State, Store as _,
+    Subscription, Tail as _,
 };
 use postbox_postgres::PostgresStore;
 use postbox_testkit::servers::Version;
@@ -279,21 +279,26 @@ async fn changes(operator: &PostgresStore, world: &World, others: &[EventId]) {
     let (mine, all) = (named("acme-out"), Selection::default());
     let theirs = Selection { ids: Some(others.to_vec()), ..Selection::default() };
     let replay = Replay { ids: Some(others.to_vec()), ..Replay::default() };
-    assert_eq!(operator.retry(&mine, &theirs).await.expect("asked").count, 0);
-    assert_eq!(operator.discard(&mine, &theirs).await.expect("asked").count, 0);
+    assert_eq!(operator.change(&mine, &Change::Retry, &theirs).await.expect("asked").count, 0);
+    let mark = Change::MarkDead { why: None };
+    for end in [&Change::Discard, &mark] {
+        assert_eq!(operator.change(&mine, end, &theirs).await.expect("asked").count, 0);
+    }
     assert_eq!(operator.replay(&mine, &replay).await.expect("asked").count, 0);
     for unknown in ["other-out", "shared", "moved"].map(named) {
         let refused = [
-            operator.retry(&unknown, &all).await.expect_err("unknown"),
-            operator.discard(&unknown, &all).await.expect_err("unknown"),
+            operator.change(&unknown, &Change::Retry, &all).await.expect_err("unknown"),
+            operator.change(&unknown, &Change::Discard, &all).await.expect_err("unknown"),
+            operator.change(&unknown, &mark, &all).await.expect_err("unknown"),
             operator.replay(&unknown, &Replay::default()).await.expect_err("unknown"),
             operator.pause(&unknown, None).await.expect_err("unknown"),
         ];
         assert!(refused.iter().all(|error| error.code() == "subscription_unknown"), "{refused:?}");
     }
-    assert_eq!(operator.retry(&mine, &all).await.expect("retried").count, 2);
+    assert_eq!(operator.change(&mine, &Change::Retry, &all).await.expect("retried").count, 2);
     assert_eq!(operator.replay(&mine, &Replay::default()).await.expect("replayed").count, 2);
-    assert_eq!(operator.discard(&mine, &all).await.expect("discarded").count, 4);
+    assert_eq!(operator.change(&mine, &mark, &all).await.expect("marked").count, 4);
+    assert_eq!(operator.change(&mine, &Change::Discard, &all).await.expect("discarded").count, 4);
     let pause = postbox_core::Pause { until: None, by: "me".into(), why: "so".into() };
     operator.pause(&mine, Some(&pause)).await.expect("paused");
     let subscription = Subscription { lanes: 1, ..Subscription::new(mine.clone(), LogName::outbox()) };
