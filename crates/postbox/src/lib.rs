@@ -116,6 +116,8 @@ struct Guide;
 mod service;
 pub mod test;
 
+/// A point in time, as in [`NewEvent::deliver_at`].
+pub use jiff::Timestamp;
 /// What an `impl` of a layer, a sink or a source is marked with.
 pub use postbox_core::async_trait;
 pub use postbox_core::{

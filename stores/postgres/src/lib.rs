@@ -45,6 +45,11 @@ mod text;
 mod unrouted;
 mod window;
 
+/// The pool of [`PostgresStore::from_pool`].
+pub use deadpool_postgres;
+/// The driver whose transactions events are appended in.
+pub use tokio_postgres;
+
 pub use append::{Postgres, TokioPostgres};
 pub use apply::TxHandler;
 pub use config::{PostgresConfig, PostgresTable};

@@ -38,9 +38,9 @@ impl Append for SqliteStore {
 /// transaction is in.
 ///
 /// Takes a [`rusqlite::Transaction`], a savepoint of one, and a connection with an open
-/// transaction; one without is refused (`Invalid`, code `no_transaction`). If an append fails, your
-/// transaction is as it was before. With the feature `sqlx`, transactions of `sqlx` 0.9 too: there,
-/// roll back after a failure.
+/// transaction; with the feature `sqlx`, transactions of `sqlx` 0.9 too. A connection without one
+/// is refused (`Invalid`, code `no_transaction`). If an append fails, your transaction is as it was
+/// before.
 ///
 /// ```
 /// # fn example() -> Result<(), Box<dyn std::error::Error>> {

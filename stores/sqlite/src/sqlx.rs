@@ -1,7 +1,7 @@
 //! Appending in an `sqlx` transaction.
 
 use ::sqlx::sqlite::SqliteArguments;
-use ::sqlx::{Arguments, AssertSqlSafe, SqliteConnection};
+use ::sqlx::{Arguments, AssertSqlSafe, Connection as _, SqliteConnection};
 use postbox_core::kit::{check_message_id, log_unknown};
 use postbox_core::{
     AppendFuture, Appended, Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName, Transaction,
@@ -29,8 +29,8 @@ impl<'a> Transaction<'a, Sqlite, Sqlx> for ::sqlx::Transaction<'_, ::sqlx::Sqlit
     }
 }
 
-/// For functions that are lent a transaction as a connection. `sqlx` cannot say whether one is
-/// open: without one, each append commits for itself.
+/// For functions that are lent a transaction as a connection. `sqlx` counts the transactions that
+/// it began itself: without one of them, an append is refused.
 impl<'a> Transaction<'a, Sqlite, Sqlx> for SqliteConnection {
     type Appended = AppendFuture<'a>;
 
@@ -39,8 +39,6 @@ impl<'a> Transaction<'a, Sqlite, Sqlx> for SqliteConnection {
     }
 }
 
-/// More than [`EVENTS_PER_STATEMENT`] events take several statements: after a failure the
-/// transaction may hold some of them.
 async fn append_in(
     connection: &mut SqliteConnection,
     log: &LogName,
@@ -51,16 +49,49 @@ async fn append_in(
     events.iter().try_for_each(NewEvent::validate)?;
     let events: Vec<(EventId, NewEvent)> =
         events.into_iter().map(|event| (event.id.unwrap_or_else(EventId::now_v7), event)).collect();
+    if events.is_empty() {
+        return Ok(Appended::default());
+    }
+    require_transaction("append", connection)?;
+    let may_be_known = events.iter().any(|(_, event)| event.id.is_some());
+    let known = if events.len() <= EVENTS_PER_STATEMENT && !may_be_known {
+        insert(connection, &log, &events, "").await?;
+        0
+    } else {
+        // Several statements, and all of them or none.
+        let mut savepoint = connection.begin().await.map_err(|error| classify("append", error))?;
+        let known = insert_chunks(&mut savepoint, &log, &events).await?;
+        savepoint.commit().await.map_err(|error| classify("append", error))?;
+        known
+    };
+    Ok(Appended::new(events.into_iter().map(|(id, _)| id).collect(), known))
+}
+
+/// Refuses a connection without a transaction, where the promise of one could not be kept.
+fn require_transaction(operation: &'static str, connection: &SqliteConnection) -> Result<()> {
+    if !connection.is_in_transaction() {
+        let message = "sqlx has no transaction open; begin one with it (not with the SQL command), \
+                       and commit your change together with its events";
+        return Err(Error::invalid(operation, "no_transaction", message));
+    }
+    Ok(())
+}
+
+/// Inserts events; how many of them the log has already.
+async fn insert_chunks(
+    connection: &mut SqliteConnection,
+    log: &LogName,
+    events: &[(EventId, NewEvent)],
+) -> Result<usize> {
     let mut known = 0;
     for chunk in events.chunks(EVENTS_PER_STATEMENT) {
-        let may_be_known = chunk.iter().any(|(_, event)| event.id.is_some());
-        let inserted = insert(connection, &log, chunk, if may_be_known { OR_NOTHING } else { "" }).await?;
+        let inserted = insert(connection, log, chunk, OR_NOTHING).await?;
         known += chunk.len() - inserted;
         if inserted < chunk.len() {
-            known -= insert_unknown(connection, &log, chunk).await?;
+            known -= insert_unknown(connection, log, chunk).await?;
         }
     }
-    Ok(Appended::new(events.into_iter().map(|(id, _)| id).collect(), known))
+    Ok(known)
 }
 
 /// Inserts rows; how many.
@@ -109,6 +140,7 @@ async fn insert_unknown(
 /// pass `&mut *tx`.
 pub async fn once_in(connection: &mut SqliteConnection, source: &SourceName, message_id: &str) -> Result<bool> {
     check_message_id("once", message_id)?;
+    require_transaction("once", connection)?;
     let noted = ::sqlx::query(AssertSqlSafe(once_insert()))
         .bind(source.as_str())
         .bind(message_id)

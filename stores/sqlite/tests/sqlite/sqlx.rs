@@ -80,3 +80,32 @@ async fn refusals_have_the_same_codes() {
     assert!(postbox_sqlite::sqlx::once_in(&mut tx, &source, "m").await.expect("asked"));
     assert!(!postbox_sqlite::sqlx::once_in(&mut tx, &source, "m").await.expect("asked"));
 }
+
+#[tokio::test]
+async fn without_a_transaction_nothing_is_appended() {
+    let fixture = fixture().await;
+    let mut connection = pool(&fixture).await.acquire().await.expect("a connection");
+    let error = Postbox::new(Sqlite).append(&mut *connection, NewEvent::json("t", "1")).await.expect_err("refused");
+    assert_eq!(error.code(), "no_transaction");
+    let source = SourceName::new("s").expect("valid");
+    let error = postbox_sqlite::sqlx::once_in(&mut connection, &source, "m").await.expect_err("refused");
+    assert_eq!(error.code(), "no_transaction");
+    let lease = fixture.lane().await;
+    assert!(fixture.next(&lease).await.is_empty());
+}
+
+#[tokio::test]
+async fn an_append_that_fails_leaves_the_transaction_as_it_was() {
+    let fixture = fixture().await;
+    let pool = pool(&fixture).await;
+    let mut tx = pool.begin().await.expect("begun");
+    let id = Postbox::new(Sqlite).append(&mut tx, NewEvent::json("t", "first")).await.expect("appended")[0];
+    let mut events: Vec<NewEvent> = (0..700).map(|n| NewEvent::json("t", n.to_string())).collect();
+    events.push(NewEvent::json("t", "another").id(id));
+    let error = Postbox::new(Sqlite).append(&mut tx, events).await.expect_err("taken");
+    assert_eq!(error.code(), "event_id_taken");
+    tx.commit().await.expect("committed");
+    let lease = fixture.lane().await;
+    let batch = fixture.next(&lease).await;
+    assert_eq!(batch.deliveries.iter().map(|it| it.event.id).collect::<Vec<_>>(), [id]);
+}
