@@ -189,8 +189,8 @@ pub(crate) enum Command {
     },
     /// Give events up as dead: no attempt more, until somebody retries them
     ///
-    /// For what will never go through. Without an id: of those that are retrying, blocked or
-    /// scheduled; one that nobody has read yet is marked by its id only. They stay among the dead
+    /// For what will never go through. Without an id: of those that are retrying or blocked; one
+    /// that nobody has read yet is marked by its id only. They stay among the dead
     /// (code marked_dead), go to dead_to, and let their keys go on, unless on_dead is "halt". Works
     /// in steps of at most 1000 events and prints marked_dead=N at the end, also when it is
     /// interrupted or fails midway (then it ends with 1, and the same command goes on with the

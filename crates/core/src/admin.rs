@@ -47,6 +47,12 @@ impl Change {
         }
     }
 
+    /// Whether a row in this state may be meant, whatever the selection says. What waits for its
+    /// time is cancelled, not marked: a retry would send it before that.
+    pub fn takes(&self, from: State) -> bool {
+        from.may_become(self.state()) && !(from == State::Scheduled && self.state() == State::Dead)
+    }
+
     /// The code it writes, if it writes one.
     pub fn code(&self) -> Option<&'static str> {
         matches!(self, Self::MarkDead { .. }).then_some(Disposition::MARKED_DEAD)
@@ -239,8 +245,8 @@ pub struct ResetPlan {
 ///   pending, and releases the next of their keys; discarded events are never delivered (except one
 ///   already in flight). Pending ones must be named by id. The code of a row stays, and so does its
 ///   error; where [`Selection::dead_for`] is asked for, that begins with [`Change::note`].
-/// - [`Change::MarkDead`] makes events dead that are retrying, blocked, scheduled or still pending;
-///   pending ones must be named by id. Attempts and replays stay, the code is
+/// - [`Change::MarkDead`] makes events dead that are retrying, blocked or still pending; pending
+///   ones must be named by id, and have no `deliver_at`. Attempts and replays stay, the code is
 ///   [`Disposition::MARKED_DEAD`], the error begins with [`Change::note`]. They are dead like any
 ///   other: letters, never due, revived by a retry. Their key is held where the subscription says
 ///   so ([`OnDead::Halt`](crate::OnDead::Halt)); otherwise its next is released. One in flight may

@@ -269,7 +269,7 @@ struct End<'a> {
     tx: &'a Transaction<'a>,
     reader: Reader,
     selection: &'a Selection,
-    state: State,
+    change: &'a Change,
     /// Whether the rows hold their keys.
     holds: bool,
     code: Option<&'static str>,
@@ -281,20 +281,20 @@ impl<'a> End<'a> {
     fn of(
         tx: &'a Transaction<'_>,
         name: &SubscriptionName,
-        change: &Change,
+        change: &'a Change,
         selection: &'a Selection,
         now: i64,
     ) -> Work<Self> {
         let reader = Reader::find(change.operation(), tx, name)?;
-        let (state, code, note) = (change.state(), change.code(), change.note(selection));
-        let holds = state == State::Dead && reader.stored.halts();
-        Ok(Self { tx, reader, selection, state, holds, code, note, now })
+        let (code, note) = (change.code(), change.note(selection));
+        let holds = change.state() == State::Dead && reader.stored.halts();
+        Ok(Self { tx, reader, selection, change, holds, code, note, now })
     }
 
     /// Rows by selection, unread events by id.
     fn step(&self) -> Work<Changed> {
-        let Self { tx, reader, selection, state, now, .. } = self;
-        let wanted = |row: &DeliveryRow| row.state.may_become(*state);
+        let Self { tx, reader, selection, change, now, .. } = self;
+        let wanted = |row: &DeliveryRow| change.takes(row.state);
         let (rows, next) = choose(tx, &reader.name, &reader.stored.log, selection, *now, wanted)?;
         if !selection.dry_run {
             self.end(&rows)?;
@@ -313,9 +313,9 @@ impl<'a> End<'a> {
 
     /// Ends rows, and lets what waits behind them go.
     fn end(&self, rows: &[DeliveryRow]) -> Work<()> {
-        let Self { tx, reader, state, holds, code, note, now, .. } = self;
+        let Self { tx, reader, change, holds, code, note, now, .. } = self;
         for row in rows {
-            let row = params![reader.name.as_str(), row.seq, now, state.as_str(), holds, code, note];
+            let row = params![reader.name.as_str(), row.seq, now, change.state().as_str(), holds, code, note];
             tx.prepare_cached(DELIVERY_END)?.execute(row)?;
         }
         for key in rows.iter().filter_map(|row| row.key.as_deref()) {
@@ -326,17 +326,19 @@ impl<'a> End<'a> {
 
     /// Marks unread events, named by id, so that they are not sent when they are read.
     fn end_unread(&self, limit: usize) -> Work<usize> {
-        let Self { tx, reader, selection, state, holds, code, note, now } = self;
+        let Self { tx, reader, selection, change, holds, code, note, now } = self;
         let (Some(ids), name) = (&selection.ids, reader.name.as_str()) else { return Ok(0) };
         // By primary key; takes no lock of its own.
-        let log_head = format!("SELECT {HEAD_COLUMNS} FROM {} l WHERE l.seq = ?1", reader.table);
+        let log_head =
+            format!("SELECT {HEAD_COLUMNS} FROM {} l WHERE l.seq = ?1 AND (?2 OR l.deliver_at IS NULL)", reader.table);
         let mut statement = tx.prepare_cached(&log_head)?;
+        let takes_scheduled = change.takes(State::Scheduled);
         let mut ended = 0;
         for seq in seqs_of(tx, &reader.stored.log, ids)? {
             if ended == limit {
                 break;
             }
-            let mut rows = statement.query([seq])?;
+            let mut rows = statement.query(params![seq, takes_scheduled])?;
             let Some(row) = rows.next()? else { continue };
             let head = Head::read(row)?;
             let is_named = is_meant(&selection.which, row, &head)? && selection.means_unread();
@@ -349,7 +351,7 @@ impl<'a> End<'a> {
             }
             let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));
             let (lane, replay) = (reader.lane(&head), reader.stored.replay_of(seq));
-            let (topic, state) = (head.topic, state.as_str());
+            let (topic, state) = (head.topic, change.state().as_str());
             let row = params![name, seq, lane, id, topic, key, created_at, state, holds, replay, code, note, now];
             ended += tx.prepare_cached(DELIVERY_END_UNREAD)?.execute(row)?;
         }

@@ -50,6 +50,9 @@ pub(super) async fn run(context: &Context, change: &Change, selection: Selection
 fn stand(change: &Change, record: &Record) -> Stand {
     let why = match record.state {
         State::Dead if change.state() == State::Dead => "it is dead already",
+        State::Pending | State::Scheduled if !change.takes(State::Scheduled) && record.event.deliver_at.is_some() => {
+            "it waits for its time; `postbox discard` cancels it"
+        }
         State::Dispatched => "it was delivered already",
         State::Skipped | State::Unrouted => "it was never meant to go out",
         State::Discarded => "it was taken out before",

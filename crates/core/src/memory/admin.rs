@@ -112,8 +112,8 @@ impl Server {
         let now = self.clock.now();
         let mut state = self.state(change.operation())?;
         let (reader, log) = state.data.reader_mut(change.operation(), subscription)?;
-        let mut chosen = reader.select(log, selection, now, |_, row| row.state.may_become(change.state()));
-        chosen.extend(reader.select_pending(log, selection, now));
+        let mut chosen = reader.select(log, selection, now, |_, row| change.takes(row.state));
+        chosen.extend(reader.select_pending(log, change, selection, now));
         chosen.sort_by_key(|(seq, _)| *seq);
         let changed = cut_to_step(&mut chosen, selection);
         if selection.dry_run {
@@ -226,13 +226,20 @@ impl Reader {
     }
 
     /// Pending events named by id, as the rows they are about to get.
-    fn select_pending(&self, log: &LogState, selection: &Selection, now: Timestamp) -> Vec<(i64, DeliveryRow)> {
+    fn select_pending(
+        &self,
+        log: &LogState,
+        change: &Change,
+        selection: &Selection,
+        now: Timestamp,
+    ) -> Vec<(i64, DeliveryRow)> {
+        let takes = |event: &Event| event.deliver_at.is_none() || change.takes(EventState::Scheduled);
         let ids: HashSet<EventId> = selection.ids.iter().flatten().copied().collect();
         ids.iter()
             .filter_map(|id| log.ids.get(id))
             .filter_map(|seq| Some((*seq, log.rows[seq].commit?, &log.rows[seq].event)))
             .filter(|(_, _, event)| {
-                self.wants(event) && selection.which.mean_event(Some(event)) && selection.means_unread()
+                self.wants(event) && selection.which.mean_event(Some(event)) && selection.means_unread() && takes(event)
             })
             .filter(|(seq, commit, event)| self.state_of(log, *seq, *commit, event) == EventState::Pending)
             .map(|(seq, _, event)| {

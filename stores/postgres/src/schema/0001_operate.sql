@@ -45,7 +45,7 @@ DECLARE
   s record;
   -- Which rows may be changed, and how; `$3` is now.
   may text := CASE action WHEN 'retry' THEN '(d.state = ''dead'' OR (d.state = ''retrying'' AND d.due_at > $3))'
-    WHEN 'mark_dead' THEN '(d.state NOT IN (''dead'', ''discarded''))' ELSE '(d.state <> ''discarded'')' END;
+    WHEN 'mark_dead' THEN '(d.state IN (''retrying'', ''blocked''))' ELSE '(d.state <> ''discarded'')' END;
   is_mark boolean := action = 'mark_dead';
   at timestamptz := clock_timestamp();
   seqs bigint[];
@@ -129,7 +129,7 @@ BEGIN
         FROM (SELECT * FROM {log} WHERE id = ANY ($2) OFFSET 0) AS l
         JOIN {s}.subscription AS s ON s.id = $1
         JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % s.lanes
-        WHERE {is_meant} AND {is_unread} AND {is_wanted}
+        WHERE {is_meant} AND {is_unread} AND {is_wanted} AND (l.deliver_at IS NULL OR NOT $12)
           AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq)
         ORDER BY l.seq LIMIT $9
       ${tag}_sql$), '{tag}_log', s.log)
