@@ -1,4 +1,4 @@
-//! `sink = { type = "bus", … }`: events into a log of another store.
+//! `sink = { type = "bus", … }`: delivers events into a log of another store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,7 @@ table! {
     }
 }
 
-/// The keys of the sink, and those of the store it opens.
+/// The sink's own keys, and the store that its `url` opens.
 #[derive(Debug)]
 pub(crate) struct BusTable {
     keys: BusKeys,
@@ -67,7 +67,7 @@ impl SinkConfig for BusTable {
     }
 }
 
-/// The other store, opened when it is first needed: it may be down when we start.
+/// The other store. Opened on first use, because it may be down when the service starts.
 struct OtherStore {
     config: StoreConfig,
     store: OnceCell<Arc<dyn Store>>,
@@ -77,7 +77,8 @@ impl OtherStore {
     async fn store(&self) -> Result<&Arc<dyn Store>> {
         let open = async || {
             let store = open_store(&self.config).await?;
-            // One that is too old or too new takes events all the same, and keeps them wrongly.
+            // Checked here: a store with an older or newer schema would still accept events, but
+            // could store them wrongly.
             store.validate().await?;
             Ok(store)
         };

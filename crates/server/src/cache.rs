@@ -1,4 +1,4 @@
-//! An answer that is expensive to get, kept for a while and asked for once at a time.
+//! An expensive answer, cached for a while and computed once at a time.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -8,8 +8,8 @@ use futures::future::{BoxFuture, Shared};
 use postbox_core::Clock;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Keeps the last answer for `ttl`, counted from its question. Whoever asks while one is on its way
-/// waits for that one, so a crowd costs one question. No lock is held meanwhile.
+/// Keeps the last answer for `ttl`, counted from the start of its computation. Callers that arrive
+/// during a computation share it, so any number of them costs one. No lock is held while computing.
 pub(crate) struct Cached<T> {
     clock: Arc<dyn Clock>,
     ttl: Duration,
@@ -23,9 +23,9 @@ impl<T: Send + Sync + 'static> Cached<T> {
         Self { clock, ttl, last: Mutex::new(None) }
     }
 
-    /// The kept answer, or that of `ask`; `None` if it has none, which is kept as well.
+    /// Returns the cached answer, or computes a new one with `ask`. `None` is cached as well.
     ///
-    /// Cancel-safe: `ask` runs to its end as a task of its own, whoever still waits for it.
+    /// Cancel-safe: `ask` runs to its end in its own task, even if every caller has gone.
     pub(crate) fn get(&self, ask: impl Future<Output = Option<T>> + Send + 'static) -> Answer<T> {
         let now = self.clock.monotonic();
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -34,7 +34,7 @@ impl<T: Send + Sync + 'static> Cached<T> {
         {
             return answer.clone();
         }
-        // Dropped with the cache. A panic is no answer.
+        // Aborted when the cache is dropped. A panic counts as no answer.
         let task = AbortOnDropHandle::new(tokio::spawn(ask));
         let answer = async { task.await.ok().flatten().map(Arc::new) }.boxed().shared();
         *last = Some((now, answer.clone()));
@@ -76,7 +76,7 @@ mod tests {
         let first = cached.get(async { slow.await.ok() });
         assert!(first.clone().now_or_never().is_none());
         drop(first);
-        // However long it takes.
+        // The caller is gone, and the computation still counts as under way after a minute.
         tokio::time::advance(Duration::from_secs(60)).await;
         let second = cached.get(async { unreachable!("one is on its way") });
         answer.send(7).expect("it is still wanted");

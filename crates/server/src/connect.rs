@@ -13,22 +13,22 @@ use crate::config::Config;
 use crate::stores::open_store;
 use crate::wiring;
 
-/// Longest try of one: a person waits.
+/// Time limit of one check: a person waits for the answer.
 const TRY_TIME_MAX: Duration = Duration::from_secs(30);
 
-/// Most stores that are tried at once.
+/// Most stores that are checked at once.
 const STORES_AT_ONCE_MAX: usize = 32;
 
-/// One that was tried, and what was found.
+/// One part that was checked, and the result.
 #[derive(Debug)]
 pub struct Tried {
-    /// As the file names it, e.g. `subscriptions.orders-out.sink`.
+    /// Its name in the file, e.g. `subscriptions.orders-out.sink`.
     pub name: String,
-    /// What it is, or what is wrong and how to mend it.
+    /// What was found, or what is wrong and how to fix it.
     pub found: Result<String>,
 }
 
-/// Tries everything that `config` names: the stores at once, the rest one after the other.
+/// Checks every part that `config` names: the stores concurrently, the rest one after the other.
 pub async fn connect(config: &Config) -> Vec<Tried> {
     let stores = config.per_store().into_iter().map(async |(name, share)| {
         let name = name.map_or_else(|| "store".to_owned(), |name| format!("stores.{name}"));
@@ -58,7 +58,7 @@ async fn one(name: &str, trying: impl Future<Output = Result<String>>) -> Tried 
     Tried { name: name.to_owned(), found }
 }
 
-/// Opens the store and looks at its schema; with sources, also whether it can receive.
+/// Opens the store and validates its schema; with sources, also checks that it can receive.
 async fn store(config: &Config) -> Result<String> {
     let store = open_store(&config.store).await?;
     store.validate().await?;

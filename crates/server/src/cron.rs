@@ -8,14 +8,14 @@ use jiff::tz::TimeZone;
 #[cfg(test)]
 use postbox_engine::Schedule as _;
 
-/// When something happens again and again: `second minute hour day month weekday`, in UTC.
+/// A recurring time: `second minute hour day month weekday`, in UTC.
 ///
 /// Always UTC, so that no run is skipped or doubled when a region changes its clocks.
 #[derive(Clone)]
 pub struct Cron(croner::Cron);
 
 impl postbox_engine::Schedule for Cron {
-    /// `None` when there is no time left (e.g. the 30th of February).
+    /// `None` when the expression has no further time (e.g. the 30th of February).
     fn next_after(&self, now: Timestamp) -> Option<Timestamp> {
         let local = now.to_zoned(TimeZone::UTC).datetime();
         let next = self.0.find_next_occurrence(&local, false).ok()?;

@@ -1,4 +1,4 @@
-//! The HTTP side: health, readiness, status, metrics, and webhooks in.
+//! The HTTP side: health, readiness, status, metrics, and incoming webhooks.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::served_store::ServedStore;
 use crate::status::{Fault, ServiceStatus, StormJson, WorkJson};
 use crate::text::{safe_json, safe_line};
 
-/// What the handlers know.
+/// State shared by the handlers.
 pub(crate) struct Api {
     stores: Vec<Arc<ServedStore>>,
     exporter: Exporter,
@@ -38,11 +38,11 @@ impl Api {
         Self { exporter: Exporter::new(stores.clone(), clock), stores, address, token }
     }
 
-    /// Whether whoever asks may know more than that the service is there.
+    /// Whether this request may read more than whether the service is healthy and ready.
     fn may_read(&self, headers: &HeaderMap) -> bool {
         let Some(token) = &self.token else { return true };
         let given = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
-        // In constant time: how much of a wrong one fits is nobody's business.
+        // Compared in constant time: the time must not reveal how much of a wrong token matches.
         given
             .and_then(|given| given.strip_prefix(b"Bearer "))
             .is_some_and(|given| given.ct_eq(token.expose().as_bytes()).into())
@@ -50,8 +50,8 @@ impl Api {
 
     async fn status(&self) -> ServiceStatus {
         let faults = join_all(self.stores.iter().map(|store| store.faults())).await;
-        // Of several stores, one that works is enough: whoever is sent away for the sake of another
-        // would find nobody who serves it.
+        // One working store is enough. Readiness covers all stores, so "not ready" because of one
+        // store would take the working ones out of service too.
         let ready = faults.iter().any(Vec::is_empty);
         let faults = faults.into_iter().flatten().collect();
         let work = self.stores.iter().flat_map(|of| of.relays().iter().map(|it| WorkJson::of(of.name.as_ref(), it)));
@@ -79,7 +79,7 @@ pub(crate) fn router(api: Arc<Api>, ingress: Router) -> Router {
         .route("/high-water-marks", get(high_water_marks))
         .route_layer(from_fn_with_state(Arc::clone(&api), with_token))
         .route("/readyz", get(readyz))
-        // The process lives and answers.
+        // Liveness: the process runs and answers.
         .route("/healthz", get(async || "ok\n"))
         .with_state(api)
         .merge(ingress)
@@ -98,8 +98,8 @@ async fn with_token(State(api): State<Arc<Api>>, request: Request, next: Next) -
     (StatusCode::UNAUTHORIZED, asks, "this needs the status token: authorization: Bearer …\n").into_response()
 }
 
-/// The store is reachable with the right schema, every relay works, no breaker is open, no source
-/// fails; of several stores that is so of one at least.
+/// Ready: the store is reachable with the right schema, every relay works, no breaker is open and
+/// no source fails. Of several stores, one in that state is enough.
 async fn readyz(State(api): State<Arc<Api>>, headers: HeaderMap) -> (StatusCode, String) {
     let status = api.status().await;
     let (code, head) = match (status.ready, status.faults.is_empty()) {
@@ -119,13 +119,13 @@ async fn status(State(api): State<Arc<Api>>) -> Response {
     json(&api.status().await)
 }
 
-/// Which stream is meant.
+/// The stream that is asked for.
 #[derive(Deserialize)]
 struct MarksOf {
     stream: Option<String>,
 }
 
-/// Asked anew each time: a kept answer could be behind what was delivered since.
+/// Asks the destinations each time: a cached answer could be older than the last delivery.
 async fn high_water_marks(State(api): State<Arc<Api>>, Query(of): Query<MarksOf>) -> Response {
     json(&api.exporter.ask_marks(of.stream.as_deref()).await)
 }

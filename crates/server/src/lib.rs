@@ -14,8 +14,8 @@
 //!
 //! # What this crate deliberately does not do
 //!
-//! It contains no SQL and no delivery logic: it reads a file, joins stores, relays and sinks, and
-//! shows what they say.
+//! It contains no SQL and no delivery logic: it reads the configuration, connects stores, relays
+//! and sinks, and reports their state.
 
 mod bus;
 mod cache;

@@ -1,4 +1,4 @@
-//! One store at work in a service: waited for, worked on, and asked how it fares.
+//! One store served by a service: waits for it, runs its work and reports its faults.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -23,43 +23,43 @@ use crate::sources::Sources;
 use crate::stores::open_store;
 use crate::wiring::{self, Sinks};
 
-/// Longest wait for the store before it counts as not reachable: probes give up after a few
+/// Longest wait for an answer before the store counts as unreachable: probes give up after a few
 /// seconds.
 const ANSWER_WAIT: Duration = Duration::from_secs(2);
-/// The same where there are several: probes give up after a second by default, and one store that
-/// does not answer must not speak for the others.
+/// The same with several stores. Probes give up after one second by default, and one store that
+/// does not answer must not delay the answer about the others.
 const ANSWER_WAIT_OF_MANY: Duration = Duration::from_millis(500);
-/// How long readiness is kept: probes come every second at most, and strangers make no work for the
-/// store.
+/// How long readiness is cached. Probes come every second at most, and strangers must not be able
+/// to put load on the store.
 const READY_TTL: Duration = Duration::from_secs(1);
-/// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several share one answer.
+/// How long depth and lag are cached: scrapers ask every 10 to 60 s, and several share one answer.
 const MEASURED_TTL: Duration = Duration::from_secs(5);
 
-/// One store, and what this service does for it.
+/// One store and everything this service does for it.
 pub(crate) struct ServedStore {
-    /// `None`: there is only one.
+    /// `None` if it is the only store.
     pub(crate) name: Option<StoreName>,
-    /// The configuration as if there were no other.
+    /// Its share of the configuration, as if it were the only store.
     config: Config,
     sinks: Arc<Sinks>,
     sources: Sources,
     taken_up: Arc<TakenUp>,
-    /// Why it is not taken up.
+    /// Why the store is not taken up yet.
     missing: Mutex<Option<Fault>>,
     clock: Arc<dyn Clock>,
     faults: Cached<Vec<Fault>>,
     measured: Cached<Measured>,
 }
 
-/// The store, once it and its subscriptions are there.
+/// The store and its relays, set once its subscriptions exist.
 #[derive(Default)]
 struct TakenUp(OnceLock<(Arc<dyn Store>, Relays)>);
 
 type Relays = Vec<Arc<SupervisedRelay>>;
 
 impl ServedStore {
-    /// Touches no store. `config` is what it has to do; `connections` is how many requests may wait
-    /// for it, `drain_timeout` how long a stop waits for what is in flight.
+    /// Builds it without touching the store. `connections` is how many requests may wait for the
+    /// store, `drain_timeout` how long a stop waits for what is in flight.
     pub(crate) async fn new(
         (name, mut config): (Option<StoreName>, Config),
         sinks: Arc<Sinks>,
@@ -84,13 +84,13 @@ impl ServedStore {
         }))
     }
 
-    /// What its lines in the log stand in: of one among several, each says which. Of the level of
-    /// an error, so that no filter of levels takes it away.
+    /// The span of its log lines: with several stores, each line names its store. It has level
+    /// error, so that no level filter removes it.
     pub(crate) fn span(&self) -> Span {
         self.name.as_ref().map_or_else(Span::none, |name| error_span!("postbox", store = %name))
     }
 
-    /// Where its webhooks come in.
+    /// The routes of its webhooks.
     pub(crate) fn router(&self) -> Router {
         let (router, span) = (self.sources.router(), self.span());
         if span.is_none() {
@@ -99,7 +99,8 @@ impl ServedStore {
         router.layer(from_fn(move |request: Request, next: Next| next.run(request).instrument(span.clone())))
     }
 
-    /// Takes it up: makes its subscriptions, and what drives them. What fails can be tried again.
+    /// Takes the store up: creates its subscriptions and their relays. May be tried again after a
+    /// failure.
     pub(crate) async fn take_up(&self, store: Arc<dyn Store>) -> Result<()> {
         let mut relays = Vec::with_capacity(self.config.subscriptions.len());
         for subscription in &self.config.subscriptions {
@@ -109,14 +110,13 @@ impl ServedStore {
             relays.push(SupervisedRelay::new(relay, schedule));
         }
         self.note_missing(None);
-        // Taken up twice, the first stays.
+        // If it was taken up already, the first one stays.
         _ = self.taken_up.0.set((store, relays));
         Ok(())
     }
 
-    /// Works until `stop`. Where there are several stores, whatever is wrong with this one is
-    /// waited for (it may be away, or its schema not be there yet): the others have nothing to do
-    /// with it.
+    /// Works until `stop`. With several stores, any fault of this one is waited out (it may be
+    /// unreachable, or its schema not there yet), because the others must go on.
     pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken) -> Result<()> {
         if self.taken_up.0.get().is_none() {
             match stop.run_until_cancelled(self.wait_for_it()).await {
@@ -175,24 +175,24 @@ impl ServedStore {
         }
     }
 
-    /// The store, if it is taken up.
+    /// The store, once it is taken up.
     pub(crate) fn store(&self) -> Option<&Arc<dyn Store>> {
         self.taken_up.0.get().map(|(store, _)| store)
     }
 
-    /// Its relays, if it is taken up.
+    /// Its relays, once it is taken up.
     pub(crate) fn relays(&self) -> &[Arc<SupervisedRelay>] {
         self.taken_up.0.get().map_or(&[], |(_, relays)| relays)
     }
 
-    /// Where its messages come from.
+    /// Its sources.
     pub(crate) fn sources(&self) -> &Sources {
         &self.sources
     }
 
-    /// Everything that keeps it from its work.
+    /// Returns everything that keeps it from working.
     pub(crate) async fn faults(self: &Arc<Self>) -> Vec<Fault> {
-        // Of one alone, the question itself ends before.
+        // For a single store, the query itself times out before this does.
         let wait = if self.name.is_some() { ANSWER_WAIT_OF_MANY } else { ANSWER_WAIT * 2 };
         let this = Arc::clone(self);
         let found = self.faults.get(async move { Some(this.find_faults().await) });
@@ -221,14 +221,14 @@ impl ServedStore {
         of_the_store.into_iter().chain(of_relays).chain(of_sources).collect()
     }
 
-    /// What the store says of depth and lag; `None`: it does not answer.
+    /// Returns the store's depth and lag; `None` if it does not answer.
     pub(crate) async fn measured(self: &Arc<Self>) -> Option<Arc<Measured>> {
         let this = Arc::clone(self);
         self.measured.get(async move { Measured::ask(this.store()?.as_ref(), this.relays()).await.ok() }).await
     }
 }
 
-/// Begins a part of the work, whose lines in the log say of which store they are.
+/// Spawns a part of the work. Its log lines name the store.
 fn begin(tasks: &mut JoinSet<Result<()>>, work: impl Future<Output = ()> + Send + 'static) {
     let work = async {
         work.await;
@@ -237,7 +237,7 @@ fn begin(tasks: &mut JoinSet<Result<()>>, work: impl Future<Output = ()> + Send 
     tasks.spawn(work.in_current_span());
 }
 
-/// What is received before the store is there is refused: its sender comes again.
+/// Messages that arrive before the store is taken up are refused; their senders repeat them.
 #[async_trait]
 impl Receive for TakenUp {
     async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {

@@ -1,4 +1,4 @@
-//! The service: relays, receivers, the retention sweep and the HTTP side, started together, stopped
+//! The service: relays, receivers, the retention sweep and the HTTP side, started and stopped
 //! together.
 
 use std::net::SocketAddr;
@@ -22,15 +22,15 @@ use crate::served_store::ServedStore;
 use crate::stores::open_store;
 use crate::wiring::Sinks;
 
-/// Part of the stop deadline that is left to relays and receivers for settling and giving back what
-/// they hold after the last answer.
+/// The part of the stop deadline reserved for relays and receivers, to settle and release what they
+/// hold after the last answer.
 const SETTLE_SHARE: Duration = Duration::from_millis(500);
 
-/// A store that is away, not up yet, or has no room.
+/// Codes of a store that is unreachable, still starting, or full.
 const AWAY: &[&str] = &["store_unreachable", "store_unavailable", "store_timeout", "store_full"];
 
-/// A running service. Dropping it ends everything at once, without settling; nothing is lost, but
-/// what was in flight may arrive again.
+/// A running service. Dropping it ends everything at once without settling: nothing is lost, but
+/// what was in flight may be delivered again.
 pub struct Service {
     address: SocketAddr,
     stop: CancellationToken,
@@ -38,9 +38,10 @@ pub struct Service {
 }
 
 impl Service {
-    /// Starts on the configured store, or stores. One alone is waited for while it is away, and
-    /// what is wrong with it is an error; dropping the future ends the wait. Several are taken up
-    /// one by one, each when it is there and right, whatever is the matter with the others.
+    /// Starts on the configured store or stores. A single store is waited for while it is
+    /// unreachable, and any other fault of it is an error; dropping the future ends the wait.
+    /// Several stores are taken up independently: each as soon as it is reachable and valid,
+    /// whatever the state of the others.
     pub async fn start(config: Config) -> Result<Self> {
         if !config.stores.is_empty() {
             return Self::serve(config, None).await;
@@ -58,7 +59,7 @@ impl Service {
         Self::start_on(config, store).await
     }
 
-    /// Starts on one store that is open already, whatever the configuration says of stores.
+    /// Starts on one store that is already open; the stores in the configuration are ignored.
     /// Everything that can be wrong is found before the first event goes out: the schema, each
     /// subscription, each sink and source, the port.
     pub async fn start_on(config: Config, store: Arc<dyn Store>) -> Result<Self> {
@@ -71,20 +72,22 @@ impl Service {
         if let Some(risk) = config.server.risk() {
             warn!(code = "listens_everywhere", why = %risk, "listener open to all");
         }
-        // First of what can fail, because a port in use is what fails most, and subscriptions would
-        // be left behind in the store.
+        // Bind first. A port in use is the most common failure, and failing later would leave
+        // subscriptions behind in the store.
         let listener = bind(config.server.listen).await?;
         let address = listener.local_addr().unwrap_or(config.server.listen);
         let drain_timeout = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
         let sinks = Arc::new(Sinks::build(&config.subscriptions, config.stores.len(), address, &clock).await?);
         let (mut stores, shares) = (Vec::new(), config.per_store());
-        // Stores that do not answer leave connections to the others, and to those who look.
+        // Requests that wait for a store that does not answer must leave connections for the other
+        // stores, and for probes and scrapers.
         let connections = config.server.connections / (shares.len() + 1);
         for share in shares {
             stores.push(ServedStore::new(share, Arc::clone(&sinks), (connections, drain_timeout), &clock).await?);
         }
         if let (Some(store), [served]) = (store, &stores[..]) {
-            // A standby will be promoted, or somebody reads the log.
+            // Read-only is temporary: a standby is about to be promoted, or somebody inspects the
+            // database.
             let is_waited_for = |error: &Error| is_away(error) || error.code() == "store_read_only";
             wait_for_store(&*clock, is_waited_for, || served.take_up(Arc::clone(&store))).await?;
         }
@@ -109,25 +112,27 @@ impl Service {
         Ok(Self { address, stop, task: AbortOnDropHandle::new(task) })
     }
 
-    /// Where it listens; the real port when the configuration said 0.
+    /// The address it listens on; with the real port if the configuration says 0.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Asks it to stop. Idempotent; returns at once.
+    /// Asks the service to stop. Idempotent; returns at once.
     pub fn stop(&self) {
         self.stop.cancel();
     }
 
-    /// Cancel it to ask for a stop while somebody else waits.
+    /// A handle that stops the service when cancelled, for use while another task waits for the
+    /// end.
     pub fn stop_handle(&self) -> CancellationToken {
         self.stop.clone()
     }
 
-    /// Waits until it has stopped: after [`Self::stop`], or because a task of it failed for good.
+    /// Waits until the service has stopped: after [`Self::stop`], or because one of its tasks
+    /// failed for good.
     ///
-    /// An error with code `stop_timeout` says that the deadline passed; what was in flight then may
-    /// arrive again.
+    /// The error code `stop_timeout` means that the deadline passed; what was in flight may be
+    /// delivered again.
     pub async fn wait(self) -> Result<()> {
         match self.task.await {
             Ok(ended) => ended,
@@ -160,8 +165,8 @@ async fn bind(address: SocketAddr) -> Result<TcpListener> {
     })
 }
 
-/// Waits for the stop, or for the first task that ends without one; then for all, as long as the
-/// deadline allows.
+/// Waits for the stop, or for the first task that ends without one. Then waits for all tasks,
+/// within the deadline.
 async fn lead(
     mut tasks: JoinSet<Result<()>>,
     sinks: Arc<Sinks>,
@@ -185,7 +190,8 @@ async fn lead(
         sinks.close().await;
     };
     if timeout(deadline, rest).await.is_err() {
-        // Dropping the set ends what is left: it is not settled, so it will be delivered again.
+        // Dropping the set aborts the remaining tasks. What they held is not settled, so it is
+        // delivered again.
         let text = format!("did not stop within {deadline:?}; what was in flight may arrive again");
         return Err(Error::new(ErrorKind::Unavailable, "stop", "stop_timeout", text));
     }
@@ -196,7 +202,7 @@ async fn lead(
     ended
 }
 
-/// Waits for all; the first that ends asks the others to stop. Gives the first error.
+/// Waits for all tasks; the first one to end stops the others. Returns the first error.
 pub(crate) async fn join(tasks: &mut JoinSet<Result<()>>, stop: &CancellationToken) -> Result<()> {
     let mut ended = Ok(());
     while let Some(one) = tasks.join_next().await {

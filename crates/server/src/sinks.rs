@@ -1,4 +1,4 @@
-//! The sinks this program knows, and `sink = { … }`, which names one.
+//! The sinks this program knows, and `sink = { … }`, which selects one.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use postbox_http::HttpSinkTable;
 
 use crate::bus::BusTable;
 
-/// Every kind of sink. A new one is one row here.
+/// Every type of sink. A new one is one row here.
 pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
     Adapter::new::<HttpSinkTable>(
         "http",
@@ -70,10 +70,10 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
     Adapter::new::<NoneTable>(NONE, r#"{ type = "none" }"#, |keys| Arc::new(NoneTable::read(keys))),
 ];
 
-/// The sink of a subscription that has none.
+/// The type of a subscription without a sink.
 const NONE: &str = "none";
 
-/// Sinks that a program may be built without.
+/// Sinks that may be compiled out.
 const OPTIONAL: &[&str] = &["kafka", "mqtt", "nats", "rabbitmq", "redis", "sns", "sqs"];
 
 /// Where the events of a subscription go.
@@ -90,17 +90,18 @@ impl Default for SinkChoice {
 }
 
 impl SinkChoice {
-    /// The word after `type =`.
+    /// The value of `type`.
     pub fn type_name(&self) -> &'static str {
         self.type_name
     }
 
-    /// Nowhere yet: the relay stays idle and events stay pending, so nothing is lost.
+    /// Whether there is no sink yet: the relay stays idle and events stay pending, so nothing is
+    /// lost.
     pub fn is_none(&self) -> bool {
         self.type_name == NONE
     }
 
-    /// Whether the event's headers go out with it.
+    /// Whether the event's headers are sent with it.
     pub(crate) fn sends_headers(&self) -> bool {
         self.config.sends_headers()
     }
@@ -110,7 +111,7 @@ impl SinkChoice {
         if self.is_none() { Ok(None) } else { self.config.build(context).await.map(Some) }
     }
 
-    /// Tries to reach it; says what was found. Sends no event and makes nothing.
+    /// Tries to reach the destination and describes the result. Sends no event and creates nothing.
     pub(crate) async fn connect(&self, context: &SinkContext) -> Result<String> {
         self.config.connect(context).await
     }
@@ -145,7 +146,7 @@ impl SinkConfig for FileTable {
         self.envelope == Envelope::Json
     }
 
-    /// Opening a file that is not there would make it.
+    /// The file is not opened if it is missing: that would create it.
     async fn connect(&self, _: &SinkContext) -> Result<String> {
         let shown = self.path.display();
         let fault = |why: String| {

@@ -1,4 +1,4 @@
-//! Where messages come from: webhooks on the ingress, and brokers that are asked for theirs.
+//! Where messages come from: webhooks on the ingress, and broker queues that are pulled from.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use postbox_ingress::{Count, Ingress, WebhookTable};
 use crate::config::store_names;
 use crate::supervised_receiver::SupervisedReceiver;
 
-/// Every kind of source. A new one is one row here.
+/// Every type of source. A new one is one row here.
 pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
     Adapter::new::<Placed<WebhookTable>>(
         "webhook",
@@ -59,7 +59,7 @@ pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
     ),
 ];
 
-/// Sources that a program may be built without.
+/// Sources that may be compiled out.
 const OPTIONAL: &[&str] = &["kafka", "mqtt", "nats", "rabbitmq", "redis", "sqs"];
 
 /// The keys of a source.
@@ -71,9 +71,9 @@ pub(crate) struct SourceTable {
 
 #[derive(Debug)]
 enum SourceKind {
-    /// Senders come to the ingress.
+    /// Senders post to the ingress.
     Webhook(Box<WebhookTable>),
-    /// A receiver asks a broker.
+    /// A receiver pulls from a broker.
     Pulled(Arc<dyn SourceConfig>),
 }
 
@@ -87,7 +87,7 @@ table! {
     }
 }
 
-/// The keys of a kind of source, and those that every source has.
+/// The keys of one type of source, and those that every source has.
 struct Placed<T> {
     place: PlaceTable,
     table: T,
@@ -123,20 +123,20 @@ pub struct NamedSource {
     pub name: SourceName,
     /// The log it stores into.
     pub log: LogName,
-    /// Of several stores, those that have it; empty: all.
+    /// The stores that have it, where there are several; empty: all of them.
     pub stores: Vec<StoreName>,
-    /// The one of several stores that this one stores into.
+    /// The store that this copy of the source writes to, where there are several.
     pub(crate) of_store: Option<StoreName>,
     type_name: &'static str,
     table: Arc<SourceTable>,
 }
 
-/// What the paths of webhooks begin with: where there are several stores, each has its own.
+/// The prefix of webhook paths. With several stores, each has its own.
 fn below(store: Option<&StoreName>) -> String {
     store.map_or_else(|| "/in".to_owned(), |store| format!("/in/{store}"))
 }
 
-/// All of them, by their names.
+/// All sources, by name.
 pub(crate) fn sources() -> Kind<Vec<NamedSource>> {
     let source = adapter("source", SOURCES, OPTIONAL);
     entries(from_core, source).map(|sources| {
@@ -156,19 +156,19 @@ pub(crate) fn sources() -> Kind<Vec<NamedSource>> {
 }
 
 impl NamedSource {
-    /// A source of your own, beside those that the file names.
+    /// A source of your own, added to those in the file.
     pub fn pulled(name: SourceName, type_name: &'static str, config: Arc<dyn SourceConfig>) -> Self {
         let log = config.log().clone();
         let table = Arc::new(SourceTable { stores: Vec::new(), kind: SourceKind::Pulled(config) });
         Self { name, log, stores: Vec::new(), of_store: None, type_name, table }
     }
 
-    /// The word after `type =`.
+    /// The value of `type`.
     pub fn type_name(&self) -> &'static str {
         self.type_name
     }
 
-    /// Tries to reach it; says what was found. Takes no message and makes nothing.
+    /// Tries to reach the source and describes the result. Takes no message and creates nothing.
     pub(crate) async fn connect(&self, clock: &Arc<dyn Clock>) -> Result<String> {
         match &self.table.kind {
             SourceKind::Webhook(table) => {
@@ -181,18 +181,18 @@ impl NamedSource {
         }
     }
 
-    /// Where senders come to, if that is how its messages arrive.
+    /// The path that senders post to; `None` for a pulled source.
     pub fn path(&self) -> Option<String> {
         (!self.is_pulled()).then(|| format!("{}/{}", below(self.of_store.as_ref()), self.name))
     }
 
-    /// Whether a broker is asked for its messages.
+    /// Whether messages are pulled from a broker.
     pub(crate) fn is_pulled(&self) -> bool {
         matches!(&self.table.kind, SourceKind::Pulled(_))
     }
 
-    /// How long the sender goes on sending a message that was not answered (`retry_horizon`). A
-    /// broker's message is settled once it is stored.
+    /// How long the sender repeats a message that got no answer (`retry_horizon`). Zero for a
+    /// broker: its messages are acknowledged once they are stored.
     pub(crate) fn repeats_for(&self) -> Duration {
         match &self.table.kind {
             SourceKind::Webhook(table) => table.repeats_for(),
@@ -200,8 +200,8 @@ impl NamedSource {
         }
     }
 
-    /// How long a message that was captured could be sent again, where that is written: signed as
-    /// far ahead as is allowed, it is young for twice the `tolerance`.
+    /// How long a captured message could be replayed, if `tolerance` is configured: signed as far
+    /// ahead as allowed, a message is fresh for twice the tolerance.
     pub(crate) fn fresh_for(&self) -> Option<Duration> {
         match &self.table.kind {
             SourceKind::Webhook(table) => table.tolerance.map(|tolerance| tolerance.saturating_mul(2)),
@@ -210,18 +210,18 @@ impl NamedSource {
     }
 }
 
-/// Every configured source, ready to be served.
+/// All configured sources of a store, built.
 pub(crate) struct Sources {
     ingress: Arc<Ingress>,
     receivers: Vec<Arc<SupervisedReceiver>>,
-    /// Which log each stores into.
+    /// The log that each source writes to.
     logs: Vec<(SourceName, LogName)>,
-    /// Where webhooks come in.
+    /// The path prefix of its webhooks.
     path: String,
 }
 
 impl Sources {
-    /// `drain_timeout` is how long a stop waits for what is on its way into the store.
+    /// `drain_timeout` is how long a stop waits for messages that are being stored.
     pub(crate) async fn build(
         configs: &[NamedSource],
         of_store: Option<&StoreName>,
@@ -241,7 +241,8 @@ impl Sources {
                 SourceKind::Pulled(table) => {
                     let context = SourceContext { name: name.clone(), clock: Arc::clone(clock) };
                     let source = table.build(&context).await?;
-                    // What it may give out is for its own keys to say.
+                    // The source's own configuration bounds how many messages it hands out
+                    // unsettled.
                     let in_flight_max = source.capabilities().in_flight_max.max(1);
                     let receiver = Receiver::builder(Arc::clone(receive), name.clone(), log.clone())
                         .settings(ReceiverSettings { drain_timeout, in_flight_max, ..ReceiverSettings::default() })
@@ -266,29 +267,29 @@ impl Sources {
         postbox_ingress::router_below(&self.path, Arc::clone(&self.ingress))
     }
 
-    /// Those that ask brokers.
+    /// The receivers of the pulled sources.
     pub(crate) fn receivers(&self) -> &[Arc<SupervisedReceiver>] {
         &self.receivers
     }
 
-    /// The sources that store into a log.
+    /// The sources that write to a log.
     pub(crate) fn of_log(&self, log: &LogName) -> impl Iterator<Item = &SourceName> {
         self.logs.iter().filter(move |(_, its)| its == log).map(|(source, _)| source)
     }
 
-    /// How many headers of each source's messages an event had no room for.
+    /// Number of headers that did not fit into an event, by source.
     pub(crate) fn headers_dropped(&self) -> Vec<(SourceName, u64)> {
         self.ingress.headers_dropped()
     }
 
-    /// The sources whose sender repeats itself.
+    /// The sources with a replay storm: most of their messages are repeats.
     pub(crate) fn storms(&self) -> Vec<(SourceName, Storm)> {
         let pulled = self.receivers.iter().filter_map(|it| Some((it.name.clone(), it.storm()?)));
         self.ingress.storms().into_iter().chain(pulled).collect()
     }
 
-    /// What became of each source's messages: how often senders heard each answer, and what
-    /// receivers counted.
+    /// What became of each source's messages: the answers given to webhook senders, and the
+    /// receivers' counts.
     pub(crate) fn counts(&self) -> Vec<Count> {
         let mut counts = self.ingress.counts();
         counts.extend(self.receivers.iter().flat_map(|receiver| receiver.counts()));

@@ -1,4 +1,4 @@
-//! The stores this program knows, and `[store]`, which names one.
+//! The stores this program knows, and `[store]`, which selects one.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use postbox_engine::TokioClock;
 use postbox_postgres::{PostgresStore, PostgresTable, Roles, ToolScripts};
 use postbox_sqlite::SqliteTable;
 
-/// Every kind of store, by what its URLs begin with. A new one is one row here.
+/// Every type of store, by the prefix of its URLs. A new one is one row here.
 const STORES: &[Adapter<dyn StoreOptions>] = &[
     Adapter::new::<PostgresTable>("postgres", "postgres://user@host/db", |keys| Arc::new(PostgresTable::read(keys))),
     Adapter::new::<SqliteTable>("sqlite:", "sqlite:PATH", |keys| Arc::new(SqliteTable::read(keys))),
@@ -56,7 +56,7 @@ impl Table for StoreOfMany {
     }
 }
 
-/// All of `[stores.NAME]`, by their names.
+/// All `[stores.NAME]`, by name.
 pub(crate) fn stores() -> Kind<Vec<NamedStore>> {
     entries(from_core, nested::<StoreOfMany>())
         .map(|stores| stores.into_iter().map(|(name, StoreOfMany(config))| NamedStore { name, config }).collect())
@@ -76,9 +76,9 @@ pub struct NamedStore {
 pub struct StoreConfig {
     /// `postgres://…`, `sqlite:PATH` or `memory:`.
     pub url: Secret,
-    /// What each of [`STORES`] has beside it.
+    /// The options of each of [`STORES`], read from the section.
     options: Vec<Arc<dyn StoreOptions>>,
-    /// Whether the file names several.
+    /// Whether it is one of several stores.
     is_one_of_many: bool,
 }
 
@@ -97,12 +97,12 @@ impl Table for StoreConfig {
 }
 
 impl StoreConfig {
-    /// What stores have beside the URL.
+    /// The keys that stores have besides the URL.
     pub(crate) fn option_keys() -> impl Iterator<Item = Key> {
         STORES.iter().flat_map(|store| (store.keys)())
     }
 
-    /// The store of a URL, with the options that a section names.
+    /// The store at a URL, with the options of a section.
     pub(crate) fn read_with(section: &Section<'_>, url: Secret) -> Self {
         let options = STORES.iter().map(|store| (store.read)(section)).collect();
         let config = Self { url, options, is_one_of_many: false };
@@ -112,12 +112,13 @@ impl StoreConfig {
         config
     }
 
-    /// What is risky about the way to the store. Never repeats the URL.
+    /// Returns what is risky about the connection to the store, if anything. Never repeats the URL.
     pub fn risk(&self) -> Option<&'static str> {
         self.chosen().ok()?.risk(self.url.expose())
     }
 
-    /// Whether both are one store, as far as the file says. One in memory is always another.
+    /// Whether both are the same store, as far as the configuration shows. Every memory store is
+    /// its own.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.url == other.url
             && self.url.expose() != "memory:"
@@ -128,7 +129,7 @@ impl StoreConfig {
         find(self.url.expose()).map(|index| &*self.options[index])
     }
 
-    /// As [`Self::chosen`], of a URL that is right.
+    /// As `chosen`, and the URL is valid.
     fn checked(&self) -> Result<&dyn StoreOptions> {
         let checked = self.chosen().and_then(|store| store.check(self.url.expose()).map(|()| store));
         checked.map_err(|text| Error::invalid("open", "store_url_invalid", text))
@@ -141,7 +142,7 @@ impl Default for StoreConfig {
     }
 }
 
-/// The row that a URL means. The message never repeats the URL, which may hold a password.
+/// Returns the row for a URL. The message never repeats the URL, which may hold a password.
 fn find(url: &str) -> Result<usize, String> {
     STORES.iter().position(|store| url.starts_with(store.name)).ok_or_else(|| {
         let examples: Vec<_> = STORES.iter().map(|store| format!("{:?}", store.example)).collect();

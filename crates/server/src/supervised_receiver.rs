@@ -1,4 +1,4 @@
-//! One pulled source at work in this service, and the task that keeps it at work.
+//! The receiver of one pulled source, and the task that keeps it running.
 
 use std::sync::Arc;
 
@@ -25,19 +25,19 @@ impl SupervisedReceiver {
         self.receiver.metrics().snapshot()
     }
 
-    /// What its sender repeats, if that is most of what it sends.
+    /// Returns the replay storm of its source, if most of its messages are repeats.
     pub(crate) fn storm(&self) -> Option<Storm> {
         self.receiver.storm()
     }
 
-    /// Why nothing can be had from its source, if that is so.
+    /// Returns why its source cannot be read, if that is so.
     pub(crate) fn fault(&self) -> Option<Fault> {
         let Outage { since, code } = self.receiver.outage()?;
         let what = format!("it fails since {since:.0}, nothing is received; last reason: {code}");
         Some(Fault { store: None, subscription: None, source: Some(self.name.clone()), lane: None, code, what })
     }
 
-    /// What became of the messages, by the words that webhooks are counted by.
+    /// Counts what became of its messages, with the codes that webhook answers have.
     pub(crate) fn counts(&self) -> impl Iterator<Item = Count> + use<'_> {
         let counted = self.snapshot();
         let counts = [
@@ -51,8 +51,8 @@ impl SupervisedReceiver {
         counts.into_iter().map(|(code, count)| Count { source: Some(self.name.clone()), code, count })
     }
 
-    /// Runs until `stop`; starts again when the source ends or after a panic. Dropping this ends
-    /// the receiver; what is not settled comes again.
+    /// Runs until `stop`. Restarts when the source ends and after a panic. Dropping this future
+    /// ends the receiver; what is not settled is delivered again.
     pub(crate) async fn supervise(self: Arc<Self>, clock: Arc<dyn Clock>, stop: CancellationToken) {
         let run = || {
             let (this, stop) = (Arc::clone(&self), stop.clone());

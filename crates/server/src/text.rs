@@ -1,16 +1,16 @@
-//! Text for people. What comes from outside is made safe to print: a payload must not be able to
-//! move the cursor, change the title or hide itself.
+//! Text for people. Foreign text is made safe to print: a payload must not be able to move the
+//! cursor, change the window title or hide itself.
 
 use std::fmt::Write as _;
 
-/// Whether a terminal could take this character for something other than text: control characters
-/// (C0, DEL, C1), line and paragraph separators, and the marks that turn the reading direction.
+/// Whether a terminal may interpret this character instead of showing it: control characters (C0,
+/// DEL, C1), line and paragraph separators, and marks that change the reading direction.
 pub fn is_hostile(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
-/// The text with its hostile characters spelt out, but for those to `keep`.
+/// Escapes the hostile characters of a text, except those to `keep`.
 pub fn neutralise(text: &str, keep: impl Fn(char) -> bool) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {
@@ -27,18 +27,19 @@ pub fn neutralise(text: &str, keep: impl Fn(char) -> bool) -> String {
     safe
 }
 
-/// For one line or one cell.
+/// Makes a text safe for one line or cell.
 pub fn safe_line(text: &str) -> String {
     neutralise(text, |_| false)
 }
 
-/// For text of several lines.
+/// Makes a text of several lines safe.
 pub fn safe_lines(text: &str) -> String {
     neutralise(text, |c| matches!(c, '\n' | '\t'))
 }
 
-/// For JSON text: inside JSON, such characters stand only in strings, where `\uXXXX` means the
-/// same. The bytes below 0x20 that a serialiser leaves outside of strings are line breaks and tabs.
+/// Makes JSON text safe. Hostile characters occur only inside JSON strings, where `\uXXXX` means
+/// the same. The bytes below 0x20 that a serialiser writes outside of strings are line breaks and
+/// tabs.
 pub fn safe_json(json: &str) -> String {
     let mut safe = String::with_capacity(json.len());
     for c in json.chars() {
@@ -51,12 +52,12 @@ pub fn safe_json(json: &str) -> String {
     safe
 }
 
-/// A count as people write it; `~` before one that is estimated.
+/// A count with thousands separators; `~` before an estimate.
 pub fn estimated(count: u64, is_estimate: bool) -> String {
     format!("{}{}", if is_estimate { "~" } else { "" }, grouped(count))
 }
 
-/// The first `most` characters, with an ellipsis when there is more.
+/// The first `most` characters, and an ellipsis if there are more.
 pub fn cut(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.to_owned();

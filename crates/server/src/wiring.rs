@@ -1,4 +1,4 @@
-//! From configuration to running parts.
+//! Builds the running parts from the configuration.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -12,15 +12,15 @@ use postbox_engine::{Relay, RelaySettings};
 
 use crate::config::SubscriptionConfig;
 
-/// The sinks of every subscription: one each, however many stores have it. So a destination sees
-/// one client of this program, not one for each store.
+/// The sinks: one per subscription, shared by all stores that have it. So a destination sees one
+/// client per program, not one per store.
 pub struct Sinks {
     by_subscription: HashMap<SubscriptionName, Destination>,
-    /// Those that several relays use, to be closed after the last of them.
+    /// Sinks that several relays share. They are closed after the last of these relays.
     shared: Vec<Arc<dyn Sink>>,
 }
 
-/// Where the events of a subscription go, and its dead ones.
+/// The sinks of a subscription: for its events, and for its dead ones.
 #[derive(Clone, Default)]
 struct Destination {
     sink: Option<Arc<dyn Sink>>,
@@ -28,8 +28,8 @@ struct Destination {
 }
 
 impl Sinks {
-    /// Builds them for so many stores; calls nobody. `listening` is where the service listens:
-    /// guarded sinks do not call that.
+    /// Builds the sinks for this number of stores, without connecting. `listening` is the address
+    /// of the service itself, which guarded sinks must not call.
     pub async fn build(
         subscriptions: impl IntoIterator<Item = &SubscriptionConfig>,
         stores: usize,
@@ -56,13 +56,13 @@ impl Sinks {
         Ok(sinks)
     }
 
-    /// Closes what no relay could: another might have used it still.
+    /// Closes the shared sinks. No relay may do it, because another could still use them.
     pub(crate) async fn close(&self) {
         join_all(self.shared.iter().map(|sink| sink.close())).await;
     }
 }
 
-/// A sink that the relays of several stores use at once. The first that ends must not close it.
+/// A sink shared by the relays of several stores. The first relay to end must not close it.
 struct Shared(Arc<dyn Sink>);
 
 #[async_trait]
@@ -80,7 +80,7 @@ impl Sink for Shared {
     }
 }
 
-/// The relay of a subscription on a store, with its sink. Touches no store.
+/// Builds the relay of a subscription on a store. Touches no store.
 pub fn relay(
     store: &Arc<dyn Store>,
     config: &SubscriptionConfig,
@@ -102,7 +102,7 @@ pub fn relay(
     builder.build()
 }
 
-/// What the sinks of a subscription are built with.
+/// The context for building a subscription's sinks.
 pub(crate) fn sink_context(settings: &RelaySettings, listening: SocketAddr, clock: &Arc<dyn Clock>) -> SinkContext {
     let RelaySettings { retry, breaker, lease_ttl, deliver_timeout, concurrency, .. } = settings;
     let retry_max = retry.delays.iter().copied().max().unwrap_or(retry.delay_max);

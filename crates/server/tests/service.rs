@@ -1,4 +1,4 @@
-//! The service as a whole, on the memory store: start, work, be asked, stop.
+//! The service as a whole, on the memory store: start, deliver, report, stop.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use tokio::time::timeout;
 
 /// The secret of the published Standard Webhooks vectors.
 const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
-/// Nothing here takes long; this only turns a hang into a failure.
+/// Only turns a hang into a failure: nothing here takes long.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 fn memory() -> Arc<MemoryStore> {
@@ -58,7 +58,7 @@ async fn get(address: SocketAddr, path: &str) -> Result<(u16, String)> {
     exchange(address, &format!("GET {path} HTTP/1.1"), "").await
 }
 
-/// Asks again until the answer is as wanted.
+/// Asks again until the answer is the wanted one.
 async fn until(what: &str, mut wanted: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
     let asking = async {
         while !wanted().await? {
@@ -99,8 +99,8 @@ async fn it_delivers_and_says_so() -> Result<()> {
     stop(service).await
 }
 
-/// What OpenMetrics insists on: samples stand right under their family, no series twice, and the
-/// end is marked.
+/// The rules of OpenMetrics: samples follow their family, no series occurs twice, and the end is
+/// marked.
 fn check_page(page: &str) -> Result<()> {
     let mut names: Vec<String> = Vec::new();
     let (mut families, mut seen) = (std::collections::HashSet::new(), std::collections::HashSet::new());
@@ -128,7 +128,7 @@ fn check_page(page: &str) -> Result<()> {
 
 #[tokio::test]
 async fn a_dead_destination_makes_it_unready_and_healthy() -> Result<()> {
-    // Ours, and nobody listens.
+    // A port that is bound by this test and has no listener.
     let nobody = TcpSocket::new_v4()?;
     nobody.bind(SocketAddr::from(([127, 0, 0, 1], 0)))?;
     let target = nobody.local_addr()?;
@@ -153,7 +153,7 @@ async fn a_dead_destination_makes_it_unready_and_healthy() -> Result<()> {
     stop(service).await
 }
 
-/// What the service says of itself, read as `doctor` does.
+/// The service's status, fetched as `doctor` does.
 async fn asked(service: &Service) -> Result<ServiceStatus> {
     let config = ServerConfig { listen: service.address(), ..ServerConfig::default() };
     fetch(&config).await.context("no status")
@@ -172,7 +172,7 @@ async fn only_a_service_of_ours_has_a_status() -> Result<()> {
         let other = async {
             let (mut stream, _) = listener.accept().await?;
             stream.write_all(answer.as_bytes()).await?;
-            // Until the other side goes away.
+            // Until the peer closes.
             let mut rest = Vec::new();
             let _ = stream.read_to_end(&mut rest).await;
             anyhow::Ok(())
@@ -250,7 +250,7 @@ async fn it_can_be_stopped_at_any_moment_any_number_of_times() -> Result<()> {
         tokio::join!(async { early.cancel() }, async { service.stop() });
         timeout(DEADLINE, service.wait()).await??;
     }
-    // Whatever was stopped in between: every event is there, once.
+    // Whatever was stopped in between, every event arrived exactly once.
     let last = start(&file_subscription(&folder.path().join("events.jsonl")), &store).await?;
     until("twenty lines", async || {
         let lines = std::fs::read_to_string(folder.path().join("events.jsonl"))?;
@@ -284,7 +284,7 @@ async fn a_schedule_delivers_at_its_time() -> Result<()> {
     stop(service).await
 }
 
-/// The row of a broker whose queue is in memory.
+/// A source type whose queue is in memory.
 struct Queue(Arc<MemorySource>);
 
 impl std::fmt::Debug for Queue {
@@ -321,7 +321,7 @@ fn message(id: &str) -> RawMessage {
 #[tokio::test]
 async fn a_pulled_source_is_received_from_until_the_stop() -> Result<()> {
     let (store, queue) = (memory(), Arc::new(MemorySource::new(64, Arc::new(TokioClock::new()))));
-    // Nobody is there when the service starts: that is no reason not to.
+    // The broker is down when the service starts. It starts all the same.
     queue.disconnect();
     let mut config = config("[subscriptions.out]\n")?;
     config.sources.push(NamedSource::pulled("orders".parse()?, "queue", Arc::new(Queue(queue.clone()))));
@@ -343,7 +343,7 @@ async fn a_pulled_source_is_received_from_until_the_stop() -> Result<()> {
     ] {
         ensure!(page.contains(line), "{line} is not in\n{page}");
     }
-    // A source that ends is started again.
+    // A source that ends is restarted.
     queue.close().await;
     queue.reopen();
     queue.publish(message("4"));

@@ -1,4 +1,4 @@
-//! `[stores.NAME]`: what each of several stores has to do.
+//! `[stores.NAME]`: the share of the configuration that each of several stores has.
 
 use postbox_config::{Section, suggestion};
 use postbox_core::StoreName;
@@ -6,8 +6,8 @@ use postbox_core::StoreName;
 use super::Config;
 
 impl Config {
-    /// The configuration as each store has it, as if there were no other; with its name where there
-    /// are several.
+    /// Returns the configuration of each store, as if it were the only one. The name is set only
+    /// where there are several.
     pub fn per_store(&self) -> Vec<(Option<StoreName>, Self)> {
         if self.stores.is_empty() {
             return vec![(None, self.clone())];
@@ -22,7 +22,7 @@ impl Config {
         self.stores.iter().map(share).collect()
     }
 
-    /// The names of the stores, where there are several.
+    /// Returns the names of the stores; empty unless there are several.
     pub fn store_names(&self) -> Vec<&str> {
         self.stores.iter().map(|store| store.name.as_str()).collect()
     }

@@ -30,8 +30,9 @@ pub use telemetry::TelemetryConfig;
 /// The name of the file when none is given.
 pub const FILE_DEFAULT: &str = "postbox.toml";
 
-/// Variables that are a subscription of the outbox each, where there is no file: its name and its
-/// sink. Whoever sets a dispatcher may have it in a private network.
+/// Each variable configures one subscription of the outbox when there is no file: its name and its
+/// sink. `DISPATCHER_URL` may be in a private network, because the operator who sets it chose that
+/// address.
 const ENVIRONMENT: [(&str, &str, &str); 2] = [
     ("SQS_QUEUE_URL", "sqs", r#"{ type = "sqs", queue_url = VALUE }"#),
     (
@@ -41,7 +42,7 @@ const ENVIRONMENT: [(&str, &str, &str); 2] = [
     ),
 ];
 
-/// Why there is no configuration.
+/// Why no configuration could be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The file cannot be read.
@@ -55,7 +56,7 @@ pub enum LoadError {
         /// The cause.
         source: std::io::Error,
     },
-    /// The file says something wrong.
+    /// The file has faults.
     #[error("{0}")]
     Faults(#[from] Faults),
 }
@@ -68,7 +69,7 @@ table! {
         store: StoreConfig = nested::<StoreConfig>();
         /// Where the logs are, where there are several.
         stores: Vec<NamedStore> = stores(), unset("", "acme");
-        // Before the sinks, which must not call where it listens.
+        // Read before the sinks: they need the listen address, which they must not call.
         /// The HTTP side.
         server: ServerConfig = nested::<ServerConfig>();
         /// Who reads which log, and where the events go. One section for each reader.
@@ -90,13 +91,13 @@ impl Config {
         Self::parse_with(text, from_environment(FILE_DEFAULT)).map(|(config, _)| config)
     }
 
-    /// Reads a configuration in another way; beside it, what is allowed and still a risk.
+    /// Reads a configuration with these options. Also returns warnings: what is allowed but risky.
     pub fn parse_with(text: &str, options: ReadOptions<'_>) -> Result<(Self, Vec<Fault>), Faults> {
         read(text, options)
     }
 
-    /// As [`Self::parse_with`] of a file, and of what it names if its secrets are needed. Faults
-    /// begin with its name as given.
+    /// Reads a configuration from a file. Files that it names are checked only if secrets are
+    /// needed. Faults begin with the path as given.
     pub fn load(path: &Path, secrets_needed: bool) -> Result<(Self, Vec<Fault>), LoadError> {
         let text = std::fs::read_to_string(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
         let file = path.display().to_string();
@@ -104,14 +105,14 @@ impl Config {
         Ok(Self::parse_with(&text, options)?)
     }
 
-    /// The configuration without a file: the defaults, and a subscription for each of
+    /// Returns the configuration without a file: the defaults, and one subscription for each of
     /// `SQS_QUEUE_URL` and `DISPATCHER_URL` that is set.
     pub fn without_file(env: impl Fn(&str) -> Option<String>) -> Result<Self, LoadError> {
         let text: String = ENVIRONMENT
             .iter()
             .filter_map(|(variable, name, sink)| {
                 let value = env(variable).filter(|value| !value.is_empty())?;
-                // What JSON quotes, TOML reads.
+                // A JSON string is also a TOML string.
                 let value = Value::from(value).to_string();
                 Some(format!("[subscriptions.{name}]\nsink = {}\n", sink.replace("VALUE", &value)))
             })
@@ -125,9 +126,10 @@ impl Config {
         self.check_freshness(root);
     }
 
-    /// An id that is forgotten while its sender still repeats it would be applied a second time.
-    /// Nothing is remembered for less than 7 days, whatever a sender is said to do: a horizon is
-    /// what its documents promise, and people send messages again by hand.
+    /// Checks `remember_ids`: an id that is forgotten while its sender still repeats the message
+    /// would let the message be applied twice. The minimum is 7 days whatever the sender's horizon
+    /// says, because a horizon is only what the sender's documentation promises, and people resend
+    /// messages by hand.
     fn check_memory(&self, root: &Section<'_>) {
         let remembered = self.retention.remember_ids;
         let written = root.line_at(&["retention", "remember_ids"]);
@@ -155,7 +157,8 @@ impl Config {
         }
     }
 
-    /// A message whose id is forgotten must be too old to be taken again.
+    /// Checks `tolerance`: a message must be too old to be accepted by the time its id is
+    /// forgotten.
     fn check_freshness(&self, root: &Section<'_>) {
         let remembered = self.retention.remember_ids;
         for source in &self.sources {
@@ -171,7 +174,8 @@ impl Config {
     }
 }
 
-/// Secrets from the environment, all of them needed; named files are not read.
+/// Takes all secrets from the environment; none may be missing. Files that the configuration names
+/// are not read.
 fn from_environment(file: &str) -> ReadOptions<'_> {
     ReadOptions { file, env: &|name| std::env::var(name).ok(), secrets_needed: true, files: false }
 }

@@ -1,4 +1,4 @@
-//! `[server]`, `[retention]` and `[log]`: what there is once.
+//! `[server]`, `[retention]` and `[log]`: the sections that exist once.
 
 use std::net::SocketAddr;
 use std::str::FromStr as _;
@@ -10,11 +10,11 @@ use postbox_listen::ServeLimits;
 
 use crate::cron::Cron;
 
-/// Most connections that may be allowed: what a machine can hold open when it is set up for that.
+/// Upper limit of `connections`: about what a machine tuned for it can hold open.
 const CONNECTIONS_MAX: usize = 65_536;
-/// Shortest status token: nobody guesses 16 characters of a random one.
+/// Shortest status token, in bytes: 16 random characters cannot be guessed.
 const TOKEN_BYTES_MIN: usize = 16;
-/// Shortest of the times.
+/// Shortest allowed timeout.
 const TIMEOUT_MIN: Duration = Duration::from_millis(100);
 
 fn address(text: &str) -> Result<SocketAddr, String> {
@@ -61,7 +61,7 @@ impl ServerConfig {
         }
     }
 
-    /// What is risky about where the service listens.
+    /// Returns what is risky about the listen address, if anything.
     pub fn risk(&self) -> Option<&'static str> {
         (self.listen.ip().is_unspecified() && self.status_token.is_none()).then_some(
             "it listens on every address of this machine, where everybody can read /metrics and /readyz; write the one \
@@ -69,7 +69,7 @@ impl ServerConfig {
         )
     }
 
-    /// Most connections, and how long a head may take.
+    /// Returns the connection limit and the time limit of a request head.
     pub(crate) fn limits(&self) -> ServeLimits {
         ServeLimits { connections: self.connections, header_timeout: self.header_timeout }
     }
@@ -121,7 +121,7 @@ pub enum LogFormat {
 /// What a log filter may begin with.
 const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
 
-/// A whole filter is checked by the subscriber that reads it; one word is checked here.
+/// Checks a single word. A whole filter is checked by the subscriber that parses it.
 fn level(text: &str) -> Result<String, String> {
     match text.contains(['=', ',']) || LEVELS.contains(&text) {
         true => Ok(text.to_owned()),

@@ -1,4 +1,4 @@
-//! `[subscriptions.NAME]`: who reads which log, and where it goes.
+//! `[subscriptions.NAME]`: which log is read, and where its events go.
 
 use std::str::FromStr as _;
 use std::time::Duration;
@@ -16,17 +16,18 @@ use postbox_engine::{BreakerPolicy, RelaySettings};
 use crate::cron::Cron;
 use crate::sinks::{SINKS, SinkChoice, sink};
 
-/// Most deliveries at once to one destination: more than any endpoint answers faster for, and 1,024
-/// sockets are the usual limit of a process.
+/// Upper limit of `concurrency`. More parallel deliveries make no known endpoint faster, and a
+/// process usually has 1,024 sockets.
 const CONCURRENCY_MAX: usize = 512;
-/// Most attempts: at the 5 minute cap this is a week of trying.
+/// Upper limit of `max_attempts`. With the default waits of up to 3 hours, 10,000 attempts take
+/// over two years.
 const ATTEMPTS_MAX: u32 = 10_000;
-/// Shortest lease: below it a pause of the program or the database already loses the lane.
+/// Shortest lease. With less, a short pause of the process or the database already loses the lane.
 const LEASE_MIN: Duration = Duration::from_secs(1);
-/// The longest a destination of our own is left alone: something goes out within a second after it
-/// is back, the time to connect included.
+/// Longest breaker wait for the operator's own destinations (every sink but `http`). Delivery must
+/// resume within a second after the destination is back, and connecting takes part of that second.
 const OWN_BREAKER_MAX: Duration = Duration::from_millis(800);
-/// Shortest of all other times.
+/// Shortest value of all other durations.
 const MS: Duration = Duration::from_millis(1);
 
 /// `stores`, of a subscription or a source.
@@ -42,7 +43,7 @@ fn as_written(text: &str) -> Result<String, String> {
     Ok(text.to_owned())
 }
 
-/// A part of the filter, by the rules of the filter.
+/// A part of the filter, checked by `Filter::validate`.
 fn contents<T: Clone + 'static>(kind: Kind<T>, set: fn(T, &mut Filter)) -> Kind<T> {
     kind.check(move |value| {
         let mut filter = Filter::default();
@@ -158,24 +159,24 @@ table! {
     }
 }
 
-/// A subscription, and how it is worked off.
+/// A subscription and the settings of its relay.
 #[derive(Debug, Clone)]
 pub struct SubscriptionConfig {
-    /// Of several stores, those that have it; empty: all.
+    /// The stores that have it, where there are several; empty: all of them.
     pub stores: Vec<StoreName>,
     /// Name, log, filter, ordering, what a dead event does to its key, lanes, start.
     pub subscription: Subscription,
     /// Batches, retries, timeouts, polling, lease.
     pub settings: RelaySettings,
-    /// Deliver only at these times, all that is there, instead of always.
+    /// Deliver everything pending at these times only; `None`: always.
     pub schedule: Option<Cron>,
     /// Where the events go.
     pub sink: SinkChoice,
-    /// Where dead events go too.
+    /// Where dead events are sent as well.
     pub dead_to: Option<SinkChoice>,
 }
 
-/// All of them, by their names.
+/// All subscriptions, by name.
 pub(super) fn subscriptions() -> Kind<Vec<SubscriptionConfig>> {
     entries(from_core, nested::<SubscriptionTable>())
         .map(|tables| tables.into_iter().map(|(name, table)| table.config(name)).collect())

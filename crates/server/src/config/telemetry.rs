@@ -4,7 +4,7 @@ use http::{HeaderName, HeaderValue};
 use postbox_config::{Kind, Secret, Section, entries, fraction, secret, table, text};
 use postbox_http::check_url;
 
-/// Where collectors speak gRPC as a rule, which we do not.
+/// The usual gRPC port of collectors. Traces are sent over HTTP, so this port is a mistake.
 const GRPC_PORT: &str = ":4317";
 
 table! {

@@ -1,14 +1,14 @@
-//! Every family of series there is: its type, its name, its labels, what it says. The page of the
-//! guide is made of this table.
+//! Every metric family: its type, name, labels and help text. The guide's page is generated from
+//! this table.
 //!
-//! `store` is empty, and so left out, where there is one store only: to a query that is the same
-//! label with nothing in it.
+//! The `store` label is empty, and so left out, where there is only one store. To a query, an empty
+//! label and a missing one are the same.
 
 use prometheus_client::metrics::MetricType;
 
 /// A family of series with `N` labels.
 pub(super) struct Family<const N: usize> {
-    /// Without the `_total` of counters, which the format adds.
+    /// Without the `_total` of counters, which the format appends.
     pub(super) name: &'static str,
     pub(super) kind: MetricType,
     pub(super) labels: [&'static str; N],

@@ -1,8 +1,8 @@
-//! `/metrics`: what the relays counted, and what the store says of depth and lag.
+//! `/metrics`: the relays' counters, and the store's depth and lag.
 //!
-//! Counters come from memory and are always fresh. Depth and lag are asked of the store, high-water
-//! marks of the destinations, and kept for five seconds. Topics are chosen by whoever appends, so
-//! only the deepest have a label of their own; the rest is summed up as `other`.
+//! Counters come from memory and are always current. Depth and lag come from the store, high-water
+//! marks from the destinations; both are cached for five seconds. Publishers choose topics, so only
+//! the deepest topics have a label of their own; the rest are summed up as `other`.
 
 mod family;
 mod page;
@@ -28,20 +28,21 @@ use crate::cache::Cached;
 use crate::served_store::ServedStore;
 use crate::status::{self, MarksJson, StatsJson, TopicJson, UnroutedLog};
 
-/// How long high-water marks are kept: scrapers ask every 10 to 60 s, and several share one answer.
+/// How long high-water marks are cached: scrapers ask every 10 to 60 s, and several share one
+/// answer.
 const MARKS_TTL: Duration = Duration::from_secs(5);
-/// Most topics with a label of their own per subscription.
+/// Most topics with their own label per subscription; it bounds the number of series.
 const TOPICS_MAX: usize = 30;
 
-/// The format of the page.
+/// The content type of the page.
 pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// The label of everything that has none of its own.
+/// The label for everything without its own label.
 const OTHER: &str = "other";
-/// The label of what is of no source.
+/// The label for events without a source.
 const NONE: &str = "none";
 
-/// Everything that is measured.
+/// Collects all metrics.
 pub(crate) struct Exporter {
     stores: Vec<Arc<ServedStore>>,
     marks: Cached<Vec<MarksJson>>,
@@ -52,8 +53,8 @@ impl Exporter {
         Self { stores, marks: Cached::new(clock, MARKS_TTL) }
     }
 
-    /// The page. A store that does not answer costs [`status::STATS_WAIT`] and its own figures, no
-    /// others; a subscription that cannot be counted costs its own.
+    /// Renders the page. A store that does not answer costs [`status::STATS_WAIT`] and only its own
+    /// figures are missing; the same holds for a subscription that cannot be counted.
     pub(crate) async fn page(&self) -> String {
         let relays = self.relays();
         let marks = self.marks.get(async move { Some(status::marks(&relays, None).await) });
@@ -62,12 +63,12 @@ impl Exporter {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(scrape));
         let mut page = String::new();
-        // Only a writer fails, and a string does not.
+        // Only the writer can fail, and a `String` does not.
         let _ = text::encode(&mut page, &registry);
         page
     }
 
-    /// Where the destinations' streams end, asked anew.
+    /// Asks the destinations where their streams end, without the cache.
     pub(crate) async fn ask_marks(&self, stream: Option<&str>) -> Vec<MarksJson> {
         status::marks(&self.relays(), stream).await
     }
@@ -77,18 +78,18 @@ impl Exporter {
     }
 }
 
-/// What a store says of its subscriptions, and of what nobody wants.
+/// What a store reports about its subscriptions and its unrouted events.
 pub(crate) struct Measured {
     counted: Vec<Counted>,
     unrouted: Vec<UnroutedLog>,
 }
 
-/// A subscription and its counts, if they could be had.
+/// A subscription and its counts, if they are known.
 type Counted = (SubscriptionName, Option<StatsJson>);
 
 impl Measured {
-    /// An error says that the store does not answer; one that says that it cannot look now is an
-    /// answer.
+    /// An error means that the store does not answer. A store that answers that it cannot count
+    /// right now (locked, busy, timed out) is not an error.
     pub(crate) async fn ask(store: &dyn Store, relays: &[Arc<SupervisedRelay>]) -> Result<Self> {
         let deadline = Instant::now() + status::STATS_WAIT;
         let infos = match timeout_at(deadline, store.subscriptions()).await.map_err(|_| status::too_slow())? {
@@ -105,14 +106,14 @@ impl Measured {
     }
 }
 
-/// One look at everything.
+/// The data of one scrape.
 struct Scrape {
-    /// Beside each what it says; `None`: it does not answer.
+    /// Each store with its figures; `None`: it did not answer.
     stores: Vec<(Arc<ServedStore>, Option<Arc<Measured>>)>,
     marks: Option<Arc<Vec<MarksJson>>>,
 }
 
-/// The label of a store; empty where there is only one.
+/// Returns the store's label; empty where there is only one.
 fn label(store: &ServedStore) -> String {
     store.name.as_ref().map_or_else(String::new, StoreName::to_string)
 }
@@ -165,7 +166,7 @@ fn depth(page: &mut Page<'_>, all: &[(String, &Measured)]) -> fmt::Result {
         counts.map(|(state, count)| ([store.into(), name.into(), state.as_str().into()], count))
     });
     page.family(&family::EVENTS, events)?;
-    // Nothing where something waits and nobody knows since when.
+    // No sample where events are pending and the age of the oldest is unknown.
     let oldest = named().filter_map(|(store, name, stats)| {
         let age = stats.oldest_pending_seconds.or((stats.pending == 0).then_some(0.0))?;
         Some(([store.into(), name.into()], age))
@@ -198,8 +199,7 @@ fn unrouted_events(page: &mut Page<'_>, all: &[(String, &Measured)]) -> fmt::Res
     page.family(&family::UNROUTED, events)
 }
 
-/// The topics with a label of their own: the deepest. One that is called `other` is among the
-/// others.
+/// The topics with their own label: the deepest. A topic called `other` counts as part of the rest.
 fn own_topics(stats: &StatsJson) -> impl Iterator<Item = &TopicJson> {
     stats.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER)
 }
@@ -256,7 +256,7 @@ fn relays(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
     page.family(&family::BREAKER_STATE, breakers)
 }
 
-/// A series has numbers only: the one that the position begins with.
+/// A sample is a number: the leading number of the position.
 fn high_water_marks(page: &mut Page<'_>, all: &[MarksJson]) -> fmt::Result {
     let marks = all.iter().flat_map(|MarksJson { subscription, high_water_marks, .. }| {
         high_water_marks.iter().filter_map(|HighWaterMark { stream, position }| {
@@ -273,7 +273,7 @@ fn received(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
         .flat_map(|store| store.sources().counts().into_iter().map(|count| (label(store), count)))
         .collect();
     let name = |count: &Count| count.source.as_ref().map_or_else(|| NONE.to_owned(), SourceName::to_string);
-    // Every answer that was ever given, and the three that everybody draws.
+    // Every answer given at least once, and always the three that dashboards draw.
     let is_drawn = |count: &Count| count.count > 0 || ["accepted", "duplicate", "conflict"].contains(&count.code);
     let drawn = counts.iter().filter(|(_, count)| is_drawn(count));
     let drawn = drawn.map(|(store, count)| ([store.clone(), name(count), count.code.into()], count.count));
@@ -308,9 +308,9 @@ fn received(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
     page.family(&family::DUPLICATES, recognised.chain(at_destinations))
 }
 
-/// What a destination had already, by label: with zeros for the sources that may come, so that the
-/// first one is seen as a rise. Who appends chooses the source, `none` included: one label, one
-/// series.
+/// Duplicates reported by the destination, by label. Known sources start at zero, so that the first
+/// duplicate shows as a rise. Publishers choose the source, and may call it `none`: that adds to
+/// the same series as events without one.
 fn by_source(counted: BTreeMap<Option<String>, u64>, known: impl Iterator<Item = String>) -> BTreeMap<String, u64> {
     let mut labels: BTreeMap<String, u64> = known.map(|source| (source, 0)).collect();
     for (source, count) in counted {
@@ -322,7 +322,7 @@ fn by_source(counted: BTreeMap<Option<String>, u64>, known: impl Iterator<Item =
     labels
 }
 
-/// The largest causes by name, the rest as `other`: hostile topics must not fill a time series
+/// The largest causes by name, the rest as `other`: hostile topics must not flood a time series
 /// database.
 fn capped(causes: BTreeMap<(String, String), u64>) -> Vec<((String, String), u64)> {
     let mut causes: Vec<_> = causes.into_iter().collect();

@@ -1,4 +1,4 @@
-//! A page of metrics in the making.
+//! Writes a page of metrics.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use crate::text::neutralise;
 /// Writes one family after the other.
 pub(super) struct Page<'a>(pub(super) DescriptorEncoder<'a>);
 
-/// What a series says.
+/// The value of a series.
 pub(super) trait Sample {
     fn encode(&self, kind: MetricType, encoder: &mut MetricEncoder<'_>) -> fmt::Result;
 }
@@ -39,7 +39,7 @@ impl Sample for HistogramSnapshot {
 }
 
 impl Page<'_> {
-    /// One family with its series: the values of its labels, and what each says.
+    /// Writes one family and its series: the label values and the sample of each.
     pub(super) fn family<const N: usize, V: Sample>(
         &mut self,
         family: &Family<N>,
@@ -48,7 +48,7 @@ impl Page<'_> {
         let Family { name, kind, labels, help } = family;
         let mut encoder = self.0.encode_descriptor(name, help, None, *kind)?;
         for (values, value) in series {
-            // Who appends chooses topics, and must not be able to hide one in a terminal.
+            // Publishers choose topics; a topic must not be able to hide a line in a terminal.
             let values = values.map(|value| neutralise(&value, |c| c == '\n'));
             let labels: Vec<(&str, String)> =
                 labels.iter().copied().zip(values).filter(|(_, value)| !value.is_empty()).collect();

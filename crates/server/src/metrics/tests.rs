@@ -1,4 +1,4 @@
-//! The page, and the guide's page about it.
+//! The metrics page, and the guide's page about it.
 
 use std::path::PathBuf;
 
@@ -51,7 +51,7 @@ fn labels_are_escaped_and_neutralised_and_left_out_where_they_are_empty() {
     assert_eq!(page, expected);
 }
 
-/// What a query calls a family: counters end with `_total`.
+/// The name that a query uses: that of a counter ends with `_total`.
 fn queried(name: &str, kind: MetricType) -> String {
     if matches!(kind, MetricType::Counter) { format!("{name}_total") } else { name.to_owned() }
 }
@@ -60,7 +60,7 @@ fn documentation(path: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(path)
 }
 
-/// The table stands in the guide as the families are declared. `UPDATE=1` writes it there.
+/// The guide's table equals the declared families. `UPDATE=1` rewrites it.
 #[test]
 fn the_tables_of_the_guide_are_those_of_the_declared_families() {
     const BEGIN: &str = "<!-- families -->\n";
@@ -86,7 +86,7 @@ fn the_tables_of_the_guide_are_those_of_the_declared_families() {
     );
 }
 
-/// Every series and every label that an alert or a panel asks for is there.
+/// Every series and label that an alert or a panel uses exists.
 #[test]
 fn alerts_and_the_dashboard_ask_for_what_there_is() {
     for file in ["monitoring/alerts.yml", "monitoring/dashboard.json"] {

@@ -1,26 +1,26 @@
-//! Messages that were kept out: `list --state conflict --json`.
+//! Rejected messages: `list --state conflict --json`.
 
 use postbox_core::{Conflict, SourceName};
 use serde::Serialize;
 
-/// A message id that came again with another body.
+/// A message id that arrived again with another body.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ConflictJson<'a> {
-    /// Where it came from.
+    /// The source.
     pub source: &'a SourceName,
     /// The tenant.
     pub tenant: Option<&'a str>,
     /// The sender's id.
     pub message_id: &'a str,
-    /// How often it came with another body.
+    /// How often it arrived with another body.
     pub times: u64,
-    /// When that happened first.
+    /// When that first happened.
     pub first_at: String,
-    /// When that happened last.
+    /// When that last happened.
     pub last_at: String,
-    /// SHA-256 of the body that was stored, in hexadecimal digits.
+    /// SHA-256 of the stored body, in hexadecimal digits.
     pub digest_stored: String,
-    /// SHA-256 of the body that was refused last.
+    /// SHA-256 of the body that was rejected last.
     pub digest_refused: String,
 }
 

@@ -1,4 +1,4 @@
-//! An event and where it stands: `list --json` and `show --json`.
+//! An event and its state: `list --json` and `show --json`.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -8,7 +8,7 @@ use postbox_core::{
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-/// The event's own fields; the same names as the `file` and `stdout` sinks write.
+/// The event's own fields, named as the `file` and `stdout` sinks name them.
 #[derive(Debug, Serialize)]
 pub struct EventJson<'a> {
     id: EventId,
@@ -25,18 +25,17 @@ pub struct EventJson<'a> {
     created_at: String,
     deliver_at: Option<String>,
     expires_at: Option<String>,
-    /// The JSON itself, if the payload is JSON …
+    /// The payload itself, if it is JSON …
     #[serde(skip_serializing_if = "Option::is_none")]
     payload: Option<&'a RawValue>,
-    /// … else its bytes.
+    /// … else its bytes in base64.
     #[serde(skip_serializing_if = "Option::is_none")]
     payload_base64: Option<String>,
 }
 
 impl<'a> From<&'a Event> for EventJson<'a> {
     fn from(event: &'a Event) -> Self {
-        // The payload as it is, not parsed into values and written again: numbers keep their
-        // digits.
+        // The raw payload, not parsed and written again, so that numbers keep their digits.
         let payload = event.is_json().then(|| serde_json::from_slice(&event.payload).ok()).flatten();
         Self {
             id: event.id,
@@ -59,7 +58,7 @@ impl<'a> From<&'a Event> for EventJson<'a> {
     }
 }
 
-/// Where an event stands in one subscription.
+/// The state of an event in one subscription.
 #[derive(Debug, Serialize)]
 pub struct DeliveryJson<'a> {
     subscription: &'a SubscriptionName,
@@ -71,11 +70,11 @@ pub struct DeliveryJson<'a> {
     code: Option<&'a str>,
     error: Option<&'a str>,
     updated_at: Option<String>,
-    /// The latest last.
+    /// The latest is last.
     last_attempts: Vec<AttemptJson<'a>>,
 }
 
-/// One call that did not deliver it.
+/// One attempt that did not deliver the event.
 #[derive(Debug, Serialize)]
 struct AttemptJson<'a> {
     at: String,
@@ -114,7 +113,7 @@ impl<'a> DeliveryJson<'a> {
     }
 }
 
-/// One event in one subscription, as `list` has it.
+/// One event in one subscription, as `list` shows it.
 #[derive(Debug, Serialize)]
 pub struct RecordJson<'a> {
     #[serde(flatten)]
@@ -123,13 +122,13 @@ pub struct RecordJson<'a> {
 }
 
 impl<'a> RecordJson<'a> {
-    /// What the store says of it.
+    /// Builds it from the store's record.
     pub fn new(subscription: &'a SubscriptionName, record: &'a Record) -> Self {
         Self { delivery: DeliveryJson::new(subscription, record), event: EventJson::from(&record.event) }
     }
 }
 
-/// One event as it was appended, as `tail` has it.
+/// One event as it was appended, as `tail` shows it.
 #[derive(Debug, Serialize)]
 pub struct TailedJson<'a> {
     seq: Seq,
@@ -137,13 +136,13 @@ pub struct TailedJson<'a> {
 }
 
 impl<'a> TailedJson<'a> {
-    /// What the log has.
+    /// Builds it from the log's entry.
     pub fn new(seq: Seq, event: &'a Event) -> Self {
         Self { seq, event: EventJson::from(event) }
     }
 }
 
-/// One event and where it stands in each subscription, as `show` has it.
+/// One event and its state in each subscription, as `show` shows it.
 #[derive(Debug, Serialize)]
 pub struct ShowJson<'a> {
     event: EventJson<'a>,
@@ -151,7 +150,7 @@ pub struct ShowJson<'a> {
 }
 
 impl<'a> ShowJson<'a> {
-    /// What the store says of it, in each subscription that has it; `None` without any.
+    /// Builds it from the records of each subscription that has the event; `None` if none has.
     pub fn new(found: &'a [(SubscriptionInfo, Record)]) -> Option<Self> {
         let (_, first) = found.first()?;
         let deliveries = found.iter().map(|(info, record)| DeliveryJson::new(&info.name, record));

@@ -10,10 +10,10 @@ use postbox_engine::SupervisedRelay;
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 
-/// Longest wait for the destinations: they are asked at once, and nobody waits for one that is
-/// down.
+/// Longest wait for the destinations. They are asked concurrently, and one that is down must not
+/// delay the answer.
 const MARKS_WAIT: Duration = Duration::from_secs(2);
-/// Most streams of a destination that are listed: with a key in its name there is no end of them.
+/// Most streams listed per destination: names that contain a key are unbounded.
 const STREAMS_MAX: usize = 30;
 
 /// The high-water marks of one subscription's destination.
@@ -21,14 +21,14 @@ const STREAMS_MAX: usize = 30;
 pub struct MarksJson {
     /// The subscription.
     pub subscription: SubscriptionName,
-    /// One for each stream that is there, by name.
+    /// One for each existing stream, by name.
     pub high_water_marks: Vec<HighWaterMark>,
     /// Why they are not known.
     pub fault: Option<String>,
 }
 
-/// What each destination that can says of this stream, or of all that events may be in. A
-/// subscription that several stores have is one destination.
+/// The marks of each destination that can report them, for this stream or for every stream that
+/// events may be in. A subscription that several stores have is one destination and asked once.
 pub(crate) async fn marks(relays: &[Arc<SupervisedRelay>], stream: Option<&str>) -> Vec<MarksJson> {
     let mut known = BTreeSet::new();
     let asked = relays.iter().filter(|relay| known.insert(relay.name())).filter_map(|relay| {

@@ -1,6 +1,6 @@
-//! State as data: what `stats`, `list`, `show` and `doctor` say, what the service says of itself at
-//! `/status`, and what `/metrics` shows of the store. Each JSON type is declared and built here, so
-//! that a command and an HTTP answer never differ.
+//! State as data: the output of `stats`, `list`, `show` and `doctor`, the service's `/status`, and
+//! the store's figures in `/metrics`. Each JSON type is declared and built here, so that a command
+//! and an HTTP answer never differ.
 
 mod conflict;
 mod doctor;

@@ -1,4 +1,4 @@
-//! What the running service says of itself at `/status`, and how `doctor` and `stats` read it.
+//! The running service's `/status`, and how `doctor` and `stats` fetch it.
 
 use std::error::Error;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -20,9 +20,10 @@ use super::{MarksJson, StatsJson, StormJson, WorkJson};
 use crate::config::ServerConfig;
 use crate::fault::Fault;
 
-/// Longest wait: a service on this machine answers at once, and its look at the store is bounded.
+/// Longest wait for the service. One on this machine answers at once, and its queries to the store
+/// are bounded.
 const WAIT_MAX: Duration = Duration::from_secs(3);
-/// Most of an answer that is read: a fault or a subscription's work is a few hundred bytes, and
+/// Most bytes read of an answer. A fault or a subscription's work takes a few hundred bytes, and
 /// there may be a hundred stores with twenty subscriptions each.
 const ANSWER_BYTES_MAX: usize = 1024 * 1024;
 
@@ -33,20 +34,21 @@ pub struct ServiceStatus {
     pub version: String,
     /// Where it listens.
     pub address: SocketAddr,
-    /// Whether nothing keeps it from its work; of several stores, from that of one at least.
+    /// Whether nothing keeps it from working; with several stores, whether that holds for at least
+    /// one.
     pub ready: bool,
-    /// What keeps it from its work.
+    /// What keeps it from working.
     pub faults: Vec<Fault>,
-    /// How each subscription is worked off.
+    /// How each subscription proceeds.
     #[serde(default)]
     pub work: Vec<WorkJson>,
-    /// Senders that repeat themselves.
+    /// Sources with a replay storm.
     #[serde(default)]
     pub storms: Vec<StormJson>,
 }
 
 impl ServiceStatus {
-    /// What it says of one of several stores, or of the one that has no name.
+    /// Keeps only what concerns one of several stores, or the single store without a name.
     #[must_use]
     pub fn of_store(mut self, store: Option<&StoreName>) -> Self {
         self.faults.retain(|it| it.store.as_ref() == store);
@@ -56,12 +58,13 @@ impl ServiceStatus {
     }
 }
 
-/// Asks the service that listens as configured; `None`: nobody listens there, or somebody else.
+/// Fetches the status of the service that listens as configured; `None` if none does, or if another
+/// program answers.
 pub async fn fetch(config: &ServerConfig) -> Option<ServiceStatus> {
     timeout(WAIT_MAX, ask(config, "/status")).await.ok()?.ok()
 }
 
-/// Adds to each count where the destination's streams end, if a service listens as configured.
+/// Adds the high-water marks to each count, if a service listens as configured.
 pub async fn add_marks(config: &ServerConfig, counted: &mut [StatsJson]) {
     let asked = timeout(WAIT_MAX, ask::<Vec<MarksJson>>(config, "/high-water-marks")).await;
     for marks in asked.ok().and_then(Result::ok).unwrap_or_default() {

@@ -10,54 +10,54 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::text::estimated;
 
-/// Longest time to count all subscriptions. A count takes milliseconds; what keeps it longer is a
-/// lock or an overloaded database, and whoever looks at either must not wait for it.
+/// Time limit for counting all subscriptions. A count takes milliseconds. If it takes longer, the
+/// cause is a lock or an overloaded database, and people who diagnose that must not wait for it.
 pub const STATS_WAIT: Duration = Duration::from_secs(2);
 
-/// The counts of one subscription, or of a log that nobody reads.
+/// The counts of one subscription, or of a log that no subscription reads.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StatsJson {
-    /// `None` for a log that nobody reads: all of its events are pending.
+    /// `None` for a log that no subscription reads: all its events are pending.
     pub subscription: Option<SubscriptionName>,
     /// The log.
     pub log: LogName,
     /// Everything still to be delivered: unread + retrying + blocked + scheduled.
     pub pending: u64,
-    /// Part of `pending`: failed, to be tried again.
+    /// Part of `pending`: failed, and will be retried.
     pub retrying: u64,
-    /// Part of `pending`: behind their key.
+    /// Part of `pending`: behind an earlier event of their key.
     pub blocked: u64,
     /// Part of `pending`: waiting for their time.
     pub scheduled: u64,
     /// Waiting for a person.
     pub dead: u64,
-    /// Taken out by a person.
+    /// Discarded by a person.
     pub discarded: u64,
     /// Delivered since the subscription began.
     pub dispatched: u64,
-    /// Passed and never sent, because it was not wanted; of what the log still has, and no part of
-    /// `total`.
+    /// Passed without being sent, because the filter did not want them. Counts only events that the
+    /// log still has; not part of `total`.
     pub skipped: u64,
     /// `dispatched + pending + dead + discarded`.
     pub total: u64,
-    /// Events of the log that no subscription wants, as far as they were counted.
+    /// Events of the log that no subscription wants, counted up to a limit.
     pub unrouted: u64,
-    /// Whether there was too much to count: unread events are estimated from samples, and of a
-    /// state with rows there are that many or more.
+    /// Whether there was too much to count. Then unread events are estimated from samples, and the
+    /// counts of states kept as delivery rows are lower bounds.
     pub estimated: bool,
     /// Whether `skipped` is estimated from samples.
     pub skipped_estimated: bool,
-    /// Up to how many of each kind were counted one by one.
+    /// The limit up to which each kind was counted one by one.
     #[serde(skip)]
     pub share: u64,
-    /// Age of the oldest pending event, from when it may be delivered; `None` also where it is not
-    /// known.
+    /// Age of the oldest pending event, from when it may be delivered; `None` if none is pending or
+    /// the age is unknown.
     pub oldest_pending_seconds: Option<f64>,
     /// Whether a person paused the subscription.
     pub paused: bool,
     /// The deepest topics.
     pub topics: Vec<TopicJson>,
-    /// Where the destination's streams end, as the running service hears it; empty without one.
+    /// The high-water marks reported by the running service; empty without one.
     pub high_water_marks: Vec<HighWaterMark>,
 }
 
@@ -68,12 +68,12 @@ pub struct TopicJson {
     pub topic: String,
     /// How many are pending.
     pub pending: u64,
-    /// Age of the oldest, if it is known.
+    /// Age of the oldest, if known.
     pub oldest_pending_seconds: Option<f64>,
 }
 
 impl StatsJson {
-    /// Of a subscription.
+    /// The counts of a subscription.
     pub fn of(info: &SubscriptionInfo, stats: Stats) -> Self {
         Self::new(Some(info.name.clone()), info.log.clone(), info.paused.is_some(), stats)
     }
@@ -107,19 +107,19 @@ impl StatsJson {
         }
     }
 
-    /// A number of rows in a state as people write it: `~` where there may be more.
+    /// Formats a count of delivery rows; `~` marks a lower bound.
     pub fn of_rows(&self, count: u64) -> String {
         estimated(count, count > self.share)
     }
 
-    /// The counts of a log that nobody reads.
+    /// The counts of a log that no subscription reads.
     pub fn unread(log: LogName, count: Count) -> Self {
         let Count { events, is_estimate } = count;
         Self::new(None, log, false, Stats { pending: events, total: events, is_estimate, ..Stats::default() })
     }
 }
 
-/// The counts of these subscriptions, or why one could not be counted in time.
+/// Counts each of these subscriptions; an error is one that could not be counted in time.
 pub async fn stats(store: &dyn Inspect, infos: &[SubscriptionInfo], deadline: Instant) -> Vec<Result<StatsJson>> {
     let names: Vec<SubscriptionName> = infos.iter().map(|info| info.name.clone()).collect();
     let counted = timeout_at(deadline, store.stats_of(&names)).await;

@@ -14,58 +14,58 @@ pub struct SubscriptionJson {
     pub subscription: SubscriptionName,
     /// The log it reads.
     pub log: LogName,
-    /// The topics it wants; none: all.
+    /// The topics it wants; empty: all.
     pub topics: Vec<TopicPattern>,
-    /// The tenant whose events it wants; `None`: everybody's.
+    /// The tenant whose events it wants; `None`: all.
     pub tenant: Option<Tenant>,
-    /// The kinds it wants; none: all.
+    /// The kinds it wants; empty: all.
     pub kinds: Vec<String>,
-    /// The aggregates it wants; none: all.
+    /// The aggregates it wants; empty: all.
     pub aggregates: Vec<String>,
-    /// The headers that its events have.
+    /// The headers that its events must have.
     pub headers: Headers,
-    /// In which order events go out.
+    /// The order in which events are delivered.
     pub ordering: Ordering,
     /// Its lanes.
     pub lanes: Vec<LaneJson>,
-    /// Why it does not run, if it is paused.
+    /// Its pause, if a person or a destination paused it.
     pub paused: Option<PauseJson>,
-    /// Its counts, if they were there in time.
+    /// Its counts, if they were available in time.
     pub counts: Option<StatsJson>,
 }
 
 /// A lane.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LaneJson {
-    /// Which one.
+    /// Its number.
     pub lane: u16,
-    /// How often it was granted.
+    /// Number of the latest lease.
     pub epoch: i64,
-    /// Who holds it.
+    /// The relay that holds it.
     pub relay: Option<OwnerId>,
-    /// How long the lease still runs.
+    /// Remaining time of the lease.
     pub lease_seconds: Option<f64>,
 }
 
 /// A pause.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PauseJson {
-    /// Until when; `None`: until a person resumes.
+    /// When it ends; `None`: when a person resumes.
     pub until: Option<String>,
-    /// Who.
+    /// Who paused it.
     pub by: String,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
 impl SubscriptionJson {
-    /// Which events it wants.
+    /// Returns its filter.
     pub fn filter(&self) -> Filter {
         let Self { topics, tenant, kinds, aggregates, headers, .. } = self.clone();
         Filter { topics, tenant, kinds, aggregates, headers }
     }
 
-    /// With its counts.
+    /// Builds it, with its counts if known.
     pub fn new(info: &SubscriptionInfo, counts: Option<StatsJson>) -> Self {
         let lanes = info.lanes.iter().map(|lane| LaneJson {
             lane: lane.lane,
@@ -93,7 +93,7 @@ impl SubscriptionJson {
         }
     }
 
-    /// How many relays drive it.
+    /// Returns the number of relays that drive its lanes.
     pub fn relays(&self) -> usize {
         let mut relays: Vec<_> = self.lanes.iter().filter_map(|lane| lane.relay.as_ref()).collect();
         relays.sort();

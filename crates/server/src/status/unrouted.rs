@@ -10,9 +10,9 @@ use postbox_core::{Filter, Inspect, LogName, Result, SubscriptionInfo, UnroutedT
 use super::Finding;
 use crate::text::{cut, grouped, span};
 
-/// Most topics that are named.
+/// Most topics that a message names.
 const TOPICS_NAMED: usize = 3;
-/// Longest topic that is named in full.
+/// Longest topic name, in characters; the rest is cut.
 const TOPIC_CHARS: usize = 60;
 
 /// Events of one log that no subscription wants.
@@ -20,16 +20,16 @@ const TOPIC_CHARS: usize = 60;
 pub struct UnroutedLog {
     /// The log.
     pub log: LogName,
-    /// How many; counted up to a bound.
+    /// Number of events, counted up to a limit.
     pub count: u64,
-    /// The same by topic, most first.
+    /// The same by topic, largest first.
     pub topics: Vec<UnroutedTopic>,
-    /// What to do about it, and the code of the slip that it looks like.
+    /// What to do, and the finding's code if it looks like a spelling mistake.
     cure: (String, Option<&'static str>),
 }
 
-/// What nobody wants of the logs that these subscriptions read; logs without such events are left
-/// out.
+/// Events that no subscription wants, for each log that these subscriptions read. Logs without such
+/// events are left out.
 pub async fn unrouted(store: &dyn Inspect, infos: &[SubscriptionInfo]) -> Result<Vec<UnroutedLog>> {
     let mut by_log: BTreeMap<&LogName, Vec<&SubscriptionInfo>> = BTreeMap::new();
     for info in infos {
@@ -47,7 +47,7 @@ pub async fn unrouted(store: &dyn Inspect, infos: &[SubscriptionInfo]) -> Result
 }
 
 impl UnroutedLog {
-    /// One sentence: how many, of which topics, since when.
+    /// One sentence: how many, of which topics, for how long.
     pub fn what(&self) -> String {
         let named = self.topics.iter().take(TOPICS_NAMED);
         let mut topics: Vec<String> =
@@ -67,12 +67,12 @@ impl UnroutedLog {
         )
     }
 
-    /// What to do about it.
+    /// What to do about them.
     pub fn cure(&self) -> &str {
         &self.cure.0
     }
 
-    /// For `doctor`: a problem where it looks like a slip of the pen.
+    /// The finding of `doctor`: a problem if it looks like a spelling mistake, else a note.
     pub(super) fn finding(&self) -> Finding {
         match &self.cure {
             (cure, Some(slip)) => Finding::problem(slip, self.what(), cure),
@@ -81,8 +81,8 @@ impl UnroutedLog {
     }
 }
 
-/// They are kept until somebody decides. The first word of a topic that is nearly the one of a
-/// pattern is a slip.
+/// Chooses the cure. Unrouted events are kept until a person decides. If the first word of a topic
+/// is nearly that of a pattern, it is taken for a spelling mistake.
 fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, Option<&'static str>) {
     for topic in topics.iter().take(TOPICS_NAMED) {
         let (first, _) = topic.topic.split_once('.').unwrap_or((&topic.topic, ""));
@@ -101,7 +101,7 @@ fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, Optio
             }
         }
     }
-    // The topic is wanted, only not of this tenant.
+    // A subscription wants the topic, but the rest of its filter excludes these events.
     for info in infos {
         let Filter { tenant, kinds, aggregates, headers, .. } = &info.filter;
         let is_wanted = topics.iter().take(TOPICS_NAMED).any(|topic| info.filter.wants_topic(&topic.topic));

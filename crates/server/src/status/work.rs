@@ -1,11 +1,11 @@
-//! What only the running service knows of its work: how fast it goes, and what fails beside it.
+//! What only the running service knows: how fast it delivers, and what fails.
 
 use jiff::Timestamp;
 use postbox_core::{SourceName, StoreName, SubscriptionName};
 use postbox_engine::{Outage, Pace, Storm, SupervisedRelay};
 use serde::{Deserialize, Serialize};
 
-/// How one subscription is worked off, over the last minute or less.
+/// How one subscription proceeds, over the last minute or less.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WorkJson {
     /// Its store, where there are several.
@@ -13,49 +13,49 @@ pub struct WorkJson {
     pub store: Option<StoreName>,
     /// The subscription.
     pub subscription: SubscriptionName,
-    /// Calls of the destination; `None` where there is none.
+    /// Calls to the destination; `None` if there were none.
     pub calls: Option<CallsJson>,
-    /// The destination is down: nothing is sent but one event at a time.
+    /// The destination is down: only one event at a time is sent, as a probe.
     pub destination_fails: Option<FailsJson>,
-    /// Reads or settlements fail because the store is away, full or busy.
+    /// Reads or settlements fail because the store is unreachable, full or busy.
     pub store_fails: Option<FailsJson>,
-    /// The sink of `dead_to` does not take dead events.
+    /// The `dead_to` sink does not accept dead events.
     pub dead_to_fails: Option<FailsJson>,
 }
 
-/// Calls of a destination, over the last minute or less.
+/// Calls to a destination, over the last minute or less.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CallsJson {
-    /// How many ended.
+    /// Number of calls that ended.
     pub ended: u64,
-    /// How many events each brought, on average.
+    /// Average number of events per call.
     pub events_each: f64,
-    /// What each took, on average; where none ended, for how long they go on.
+    /// Average duration of a call; if none ended, the average age of those in flight.
     pub seconds_each: f64,
-    /// How many went on at once, on average, while any did.
+    /// Average number of calls in flight, over the time in which there was any.
     pub at_once: f64,
-    /// Most that may go on at once.
+    /// Most calls that may be in flight.
     pub at_once_max: usize,
-    /// How many go on now.
+    /// Calls in flight now.
     pub in_flight: u32,
     /// The configured rate.
     pub rate: Option<String>,
-    /// The same in events a second.
+    /// The same as events per second.
     pub rate_per_second: Option<f64>,
-    /// Whether events wait for the rate.
+    /// Whether events are held back by the rate.
     pub held_by_rate: bool,
 }
 
-/// Something that fails.
+/// Something that fails now.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailsJson {
-    /// Since when.
+    /// Since when it fails.
     pub since: String,
-    /// Why, the last time.
+    /// Code of the last failure.
     pub code: String,
 }
 
-/// A sender that repeats itself: what came from it within a minute.
+/// A source with a replay storm, and its messages of the last minute.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StormJson {
     /// Its store, where there are several.
@@ -63,9 +63,9 @@ pub struct StormJson {
     pub store: Option<StoreName>,
     /// The source.
     pub source: SourceName,
-    /// All messages.
+    /// All its messages.
     pub arrivals: u64,
-    /// Those that had come before.
+    /// Those that had arrived before.
     pub repeats: u64,
 }
 
@@ -84,7 +84,7 @@ impl WorkJson {
 }
 
 impl CallsJson {
-    /// `None`: nothing was called lately.
+    /// `None`: no call in the last minute.
     fn of(pace: Pace) -> Option<Self> {
         let each = |sum: f64, count: u64| if count > 0 { sum / count as f64 } else { 0.0 };
         if pace.calls == 0 && pace.in_flight == 0 {
@@ -108,7 +108,7 @@ impl CallsJson {
         })
     }
 
-    /// What the destination takes in a second while `at_once` calls go on.
+    /// Events per second that the destination takes with `at_once` calls in flight.
     pub fn events_per_second(&self, at_once: f64) -> f64 {
         at_once * self.events_each / self.seconds_each.max(1e-6)
     }

@@ -1,4 +1,4 @@
-//! What is made from the declared keys fits what is read.
+//! Everything generated from the declared keys agrees with what the parser accepts.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use toml::Table;
 use super::super::{Config, default_toml, json_schema};
 use super::{examples_in_the_documentation, uncommented};
 
-/// The first key of `value` that the schema does not know, by its path.
+/// The path of the first key of `value` that the schema does not have.
 fn unknown(value: &toml::Value, schema: &Value) -> Option<String> {
     for choice in ["oneOf", "anyOf"] {
         if let Some(choices) = schema[choice].as_array() {
@@ -82,7 +82,7 @@ fn the_schema_says_what_editors_show() {
     assert_eq!(http["required"], serde_json::json!(["url", "type"]));
 }
 
-/// Names of all keys, those of adapters too.
+/// Names of all keys, including those of adapters.
 fn names(keys: &[Key]) -> Vec<&'static str> {
     let below = |key: &Key| {
         let variants = key.shape.variants.iter().flat_map(|variant| names(&variant.keys));
@@ -99,7 +99,7 @@ fn every_key_appears_in_the_default_file() {
     assert!(missing.is_empty(), "{missing:?} in\n{text}");
 }
 
-/// The tables stand in the guide as they are declared. `UPDATE=1` writes them there.
+/// The guide's tables equal the declared keys. `UPDATE=1` rewrites them.
 #[test]
 fn the_tables_of_the_guide_are_those_of_the_declared_keys() {
     const BEGIN: &str = "<!-- keys: ";

@@ -6,7 +6,7 @@ use super::*;
 
 const TWO: &str = "[stores.a]\nurl = \"sqlite:a.db\"\n[stores.b]\nurl = \"sqlite:b.db\"\n";
 
-/// The names of the subscriptions and sources that each store has.
+/// The subscriptions and sources of each store.
 fn shares(text: &str) -> Vec<(String, Vec<String>)> {
     let share = |(name, config): (Option<StoreName>, Config)| {
         let subscriptions = config.subscriptions.iter().map(|it| it.subscription.name.to_string());
@@ -28,7 +28,7 @@ fn each_store_has_what_is_not_said_to_be_of_others() {
         shares(&(TWO.to_owned() + &more)),
         [("a".to_owned(), of(&["all", "/in/a/in", "/in/a/one"])), ("b".to_owned(), of(&["all", "one", "/in/b/in"]))]
     );
-    // One store has no name, and paths without one.
+    // A single store has no name, and none in its paths.
     let alone = format!("[store]\nurl = \"sqlite:a.db\"\n[subscriptions.all]\n[sources.in]\n{webhook}");
     assert_eq!(shares(&alone), [(String::new(), of(&["all", "/in/in"]))]);
 }
@@ -47,7 +47,7 @@ fn a_store_of_many_has_a_url_of_its_own() {
     let message = fault(twice);
     assert!(message.contains(":3: ") && message.contains("stores.b is the same store as stores.a"), "{message}");
     assert!(!message.contains("hunter2"), "{message}");
-    // A schema for each tenant in one database.
+    // Several schemas in one database, one for each tenant.
     parse(&twice.replace("[stores.b]\n", "[stores.b]\nschema = \"other\"\n")).expect("no faults");
     let message = fault("[stores.\"a b\"]\nurl = \"sqlite:a.db\"\n");
     assert!(message.contains("stores.a b: "), "{message}");

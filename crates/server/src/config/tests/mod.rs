@@ -1,4 +1,4 @@
-//! What a configuration accepts, and what it says when it does not.
+//! What a configuration accepts, and the faults it reports.
 
 mod documents;
 mod many;
@@ -32,7 +32,7 @@ pub(super) fn env(name: &str) -> Option<String> {
     }
 }
 
-/// As a service reads it, with the environment of these tests.
+/// The options a service reads with, and the environment of these tests.
 pub(super) fn options() -> ReadOptions<'static> {
     ReadOptions { env: &env, ..from_environment(FILE_DEFAULT) }
 }
@@ -41,12 +41,12 @@ pub(super) fn parse(text: &str) -> Result<Config, Faults> {
     Config::parse_with(text, options()).map(|(config, _)| config)
 }
 
-/// What is allowed and still a risk in a configuration that is right.
+/// The warnings of a valid configuration.
 pub(super) fn warnings(text: &str) -> Vec<Fault> {
     Config::parse_with(text, options()).expect("no faults").1
 }
 
-/// The table of an adapter at `path`, in a configuration that is right.
+/// The table of an adapter at `path` of a valid configuration.
 fn adapter<T: Table>(text: &str, path: &[&str]) -> T {
     parse(text).expect("no faults");
     let root = DeTable::parse(text).expect("it is TOML");
@@ -99,8 +99,8 @@ fn assert_defaults(text: &str) {
     assert!(config.subscriptions.is_empty() && config.sources.is_empty() && config.stores.is_empty());
 }
 
-/// The default file with every commented-out key in force. Of `[store]` and `[stores.acme]`, one
-/// can be: the second.
+/// The default file with every commented-out key in force. `[store]` and `[stores.acme]` exclude
+/// each other; the second is kept.
 fn uncommented() -> String {
     let text = default_toml();
     let lines = text.lines().map(|line| match line.strip_prefix('#') {
@@ -118,7 +118,7 @@ fn the_examples_in_the_default_file_are_right_when_uncommented() {
     let config = parse(&uncommented()).expect("no faults");
     assert_eq!(config.subscriptions.len(), 1);
     assert_eq!(config.sources.len(), crate::sources::SOURCES.len(), "one of each type");
-    // What the comments show as defaults are the defaults.
+    // The values that the comments show as defaults are the defaults.
     let shown = &config.subscriptions[0];
     let RelaySettings { concurrency, rate, .. } = shown.settings;
     assert_eq!(shown.settings, RelaySettings { concurrency, rate, ..RelaySettings::default() });
@@ -307,7 +307,7 @@ fn names_urls_and_schedules_are_checked() {
     assert!(fault("[subscriptions.a]\nretry = { base = \"4h\" }").contains("longer than max"));
 }
 
-/// An empty list would let in everything, and mean nothing.
+/// An empty list is ambiguous: it could mean everything or nothing.
 #[test]
 fn a_filter_that_is_empty_is_refused_at_its_line() {
     for line in
@@ -316,7 +316,7 @@ fn a_filter_that_is_empty_is_refused_at_its_line() {
         let found = fault(&format!("[subscriptions.a]\n{line}"));
         assert!(found.contains(":2: subscriptions.a.") && found.contains("leave it out for all"), "{found}");
     }
-    // What is wrong in it is one fault, not two.
+    // A wrong element gives one fault, not two.
     assert!(fault("[subscriptions.a]\nkinds = [1]").contains("text in quotes"));
 }
 
@@ -333,7 +333,7 @@ fn a_variable_is_refused_where_none_is_looked_up() {
         let found = fault(&format!("[subscriptions.a]\n{line}"));
         assert!(found.contains(":2: subscriptions.a.") && found.contains("is not looked up here"), "{found}");
     }
-    // What only looks like one.
+    // Values that only look like variables.
     parse("[subscriptions.a]\ntopics = [\"env:created\", \"env:*\"]\nkinds = [\"env:\"]").expect("no faults");
 }
 
@@ -346,10 +346,10 @@ fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
     let secrets = http(&subscription(&format!("\"env:PARTNER_SECRET\", {OLD}"))).secrets;
     assert_eq!(secrets[0].until, None);
     assert_eq!(secrets[1].until, "2026-12-01T00:00:00Z".parse().ok());
-    // In any order, and beside `secret`.
+    // In any order, and together with `secret`.
     parse(&subscription(&format!("{OLD}, \"env:PARTNER_SECRET\""))).expect("no faults");
     parse(&subscription(OLD).replace("secrets", "secret = \"env:PARTNER_SECRET\"\nsecrets")).expect("no faults");
-    // Only old ones: then nothing would be signed once the last date has come.
+    // With old keys only, nothing would be signed after the last date.
     for only in [OLD.to_owned(), format!("{OLD}, {OLD}")] {
         let message = fault(&subscription(&only));
         assert!(
@@ -363,11 +363,11 @@ fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
     assert!(retiring("{ secret = \"env:HOOK_SECRET\", untill = \"x\" }").contains("did you mean `until`?"));
     let short = retiring("{ secret = \"env:SHORT\", until = \"2026-12-01T00:00:00Z\" }");
     assert!(short.starts_with("postbox.toml:4: ") && !short.contains("whsec_abc"), "{short}");
-    // A new one that is not there yet is one fault, not two.
+    // A new key whose variable is missing gives one fault, not two.
     assert!(fault(&subscription(&format!("\"env:NOT_THERE\", {OLD}"))).contains("NOT_THERE"));
-    // As many as are allowed at the sink, and found before it starts.
+    // The limit on keys is found before the sink starts.
     assert!(fault(&subscription(&["\"env:PARTNER_SECRET\""; 9].join(", "))).contains("at most 8"));
-    // Who only looks does without them.
+    // Commands that only read need no secrets.
     let reading = ReadOptions { env: &|_| None, secrets_needed: false, ..options() };
     assert!(Config::parse_with(&subscription(&format!("\"env:PARTNER_SECRET\", {OLD}")), reading).is_ok());
 }
@@ -471,7 +471,7 @@ fn a_sink_that_could_not_sign_or_show_itself_is_reported_at_its_line() {
         let message = fault(&sink(wrong));
         assert!(message.starts_with("postbox.toml:4: ") && message.contains(hint), "{message}");
     }
-    // The files are looked at where they are needed, and only there.
+    // Files are checked only by commands that need them.
     let own = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
     let missing = "/nonexistent/a.pem";
     let read = |text: &str, files| Config::parse_with(text, ReadOptions { files, ..options() });
@@ -481,7 +481,7 @@ fn a_sink_that_could_not_sign_or_show_itself_is_reported_at_its_line() {
         (format!("client_key = \"{missing}\"\nclient_cert = \"{missing}\""), 5),
         (format!("client_key = \"{own}\"\nclient_cert = \"{own}\""), 5),
     ] {
-        // Also of a target in the own network.
+        // The same for a target in an allowed private network.
         let inside = sink(&keys).replace("https://h/", "https://10.0.0.1/") + "allow = [\"10.0.0.0/8\"]\n";
         let message = read(&inside, true).expect_err("unusable").to_string();
         assert!(message.starts_with(&format!("postbox.toml:{line}: ")) && message.contains("is unusable"), "{message}");
@@ -500,7 +500,7 @@ fn examples_in_the_documentation() -> Vec<(String, String)> {
     for page in pages.filter(|page| page.extension().is_some_and(|extension| extension == "md")) {
         let text = std::fs::read_to_string(&page).expect("a page of text");
         let code = text.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next());
-        // Cargo manifests are TOML too.
+        // Cargo manifests are TOML as well.
         let ours = code.filter(|code| !code.contains("[dependencies]") && !code.contains("[package]"));
         examples.extend(ours.map(|code| (page.display().to_string(), code.to_owned())));
     }

@@ -1,9 +1,9 @@
-//! What a configuration never repeats, and what it warns of.
+//! What faults never repeat, and what a configuration warns of.
 
 use super::super::{Config, ReadOptions};
 use super::{KEY, fault, faults, options, parse, warnings};
 
-/// Wherever somebody puts a secret by mistake, the complaint names the place and not the secret.
+/// A secret in any wrong place: the fault names the place and not the secret.
 #[test]
 fn a_secret_in_the_wrong_place_is_not_repeated() {
     let canary = "Xk3vTq9LmZ2rWc8PbN4y";

@@ -1,4 +1,4 @@
-//! What a source accepts, and what it says when it does not.
+//! What a source accepts, and the faults it reports.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn ids_are_remembered_longer_than_senders_repeat() {
     let source = |more: &str, scheme: &str| {
         format!("[sources.partner]\ntype = \"webhook\"\nscheme = \"{scheme}\"\nsecret = \"{KEY}\"\n{more}\n")
     };
-    // Never less than a week, whatever the sender says, and whether there is a sender or not.
+    // The minimum is a week, whatever the horizon, and with or without a source.
     let cure = "write remember_ids = \"7d\", the least";
     let message = fault(&(source("", "stripe") + "[retention]\nremember_ids = \"47h\"\n"));
     assert!(message.contains(":7: ") && message.contains("\"47h\"") && message.contains(cure), "{message}");
@@ -17,8 +17,8 @@ fn ids_are_remembered_longer_than_senders_repeat() {
     }
     let message = fault(&(source("retry_horizon = \"1h\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n"));
     assert!(message.contains(cure), "{message}");
-    // And never less than the sender repeats: the same rule for what is configured, and for what is
-    // not.
+    // It must also be as long as the sender repeats, whether the horizon is configured or the
+    // default.
     let message = fault(&(source("retry_horizon = \"8d\"", "stripe") + "[retention]\nremember_ids = \"7d\"\n"));
     assert!(message.contains(":7: ") && message.contains("\"7d\"") && message.contains("sources.partner"), "{message}");
     assert!(
@@ -30,7 +30,7 @@ fn ids_are_remembered_longer_than_senders_repeat() {
         message.contains(":1: ") && message.contains("\"30d\"") && message.contains("remember_ids = \"60d\""),
         "{message}"
     );
-    // One fault and one cure, where both rules are broken.
+    // Where both rules are broken, there is one fault and one cure.
     let message = fault(&(source("retry_horizon = \"60d\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n"));
     assert!(message.contains("write remember_ids = \"60d\""), "{message}");
     parse(&(source("retry_horizon = \"8d\"", "stripe") + "[retention]\nremember_ids = \"8d\"\n")).expect("it is so");
@@ -89,7 +89,7 @@ fn an_old_key_may_carry_the_date_its_overlap_ends() {
     assert!(retiring("{ until = \"2026-12-01T00:00:00Z\" }").contains("has no secret"));
     assert!(retiring("{ secret = \"env:HOOK_SECRET\", untill = \"x\" }").contains("did you mean `until`?"));
     assert!(retiring("7").contains("must be a list, each of it text in quotes or a table, not integer"));
-    // Only old ones: then nobody could send once the date has come.
+    // With old keys only, nobody could send after the date.
     let only = fault(&source("{ secret = \"env:HOOK_SECRET\", until = \"2026-12-01T00:00:00Z\" }"));
     assert!(only.starts_with("postbox.toml:4: ") && only.contains("give the new one too, without an end"), "{only}");
 }
@@ -189,7 +189,7 @@ fn a_tolerance_fits_what_is_signed_and_remembered() {
     parse(&source("hmac", &format!("tolerance = \"5m\"\n{timed}"))).expect("it signs a time");
     let twice = fault(&source("hmac", &format!("{hmac}timestamp_header = \"X-Sig\"\n")));
     assert!(twice.starts_with("postbox.toml:6: ") && twice.contains("both the signature and the time"), "{twice}");
-    // Signed as far ahead as is allowed, a message is fresh for twice the tolerance.
+    // Signed as far ahead as allowed, a message stays fresh for twice the tolerance.
     for (tolerance, remembered) in [("60d", "30d"), ("15d", "30d"), ("4d", "7d")] {
         let text = source("slack", &format!("tolerance = \"{tolerance}\"\n"))
             + &format!("[retention]\nremember_ids = \"{remembered}\"\n");

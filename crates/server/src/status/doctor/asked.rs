@@ -1,4 +1,4 @@
-//! What is asked of the store and the service. Every look is bounded in rows, and all of them
+//! What the doctor asks the store and the service. Each query is bounded in rows, and all of them
 //! together in time.
 
 use std::borrow::Cow;
@@ -14,20 +14,20 @@ use crate::config::SubscriptionConfig;
 use crate::status::stats::{StatsJson, too_slow};
 use crate::status::{Fault, ServiceStatus, WorkJson};
 
-/// Most events looked at for each question; what keeps a queue waiting stands at its head.
+/// Most events read per question. What blocks a queue is at its head, so the first few are enough.
 pub(super) const LOOK: usize = 20;
-/// Newest events looked at, to know how many come and of which keys.
+/// Number of newest events read to estimate the arrival rate and the most frequent key.
 const ARRIVALS_LOOK: usize = 1_000;
-/// What came before says nothing of now.
+/// Older arrivals do not count: they say nothing about the current rate.
 const ARRIVALS_WITHIN: Duration = Duration::from_secs(60);
 
-/// What is known of one subscription.
+/// What is known about one subscription.
 pub(super) struct Known<'a> {
     pub(super) info: &'a SubscriptionInfo,
     pub(super) stats: &'a StatsJson,
-    /// How it is configured where the doctor was called.
+    /// Its configuration, if the doctor has it.
     pub(super) config: Option<&'a SubscriptionConfig>,
-    /// What the running service says of its work.
+    /// What the running service reports about its work.
     pub(super) work: Option<&'a WorkJson>,
     pub(super) fault: Option<&'a Fault>,
     pub(super) retrying: Vec<Record>,
@@ -37,11 +37,11 @@ pub(super) struct Known<'a> {
     pub(super) arrivals: Option<Arrivals>,
 }
 
-/// What came lately of what a subscription wants.
+/// Recent arrivals that match the subscription's filter.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Arrivals {
     pub(super) per_second: f64,
-    /// The key that most of them have, and how many of how many.
+    /// The most frequent key, and how many of the `of` events have it.
     pub(super) key: Option<(String, usize)>,
     pub(super) of: usize,
 }
@@ -76,20 +76,20 @@ impl<'a> Known<'a> {
         timeout_at(deadline, asking).await.unwrap_or_else(|_| Err(too_slow()))
     }
 
-    /// Whether a relay has every lane.
+    /// Whether every lane has a relay.
     pub(super) fn is_driven(&self) -> bool {
         self.info.lanes.iter().all(is_driven)
     }
 
-    /// What waits in the stream: not behind a retry, a key or its time.
+    /// Number of unread events: pending, but neither retrying, blocked nor scheduled.
     pub(super) fn unread(&self) -> u64 {
         let StatsJson { pending, retrying, blocked, scheduled, .. } = self.stats;
         pending.saturating_sub(retrying + blocked + scheduled)
     }
 }
 
-/// Whether a relay has the lane. After a rename or a change of lanes the former lease runs on, and
-/// nobody has it.
+/// Whether a relay drives the lane. After a rename or a change of lanes the former lease still
+/// runs, but nobody owns it.
 pub(super) fn is_driven(lane: &LaneInfo) -> bool {
     lane.lease_left.is_some() && lane.owner.is_some()
 }
@@ -108,12 +108,12 @@ async fn list(store: &dyn Inspect, name: &SubscriptionName, state: State, count:
     if count > 0 { store.list(&query).await } else { Ok(Vec::new()) }
 }
 
-/// `None`: nothing came lately.
+/// `None`: nothing arrived lately.
 fn arrivals(newest: &[Arrival], filter: &Filter) -> Option<Arrivals> {
     let is_meant =
         |it: &&Arrival| it.age <= ARRIVALS_WITHIN && filter.matches(it.traits(), || Cow::Borrowed(&it.headers));
     let meant: Vec<&Arrival> = newest.iter().filter(is_meant).collect();
-    // Where all that is looked at is of the last minute, that is less time.
+    // If every event that was read is younger than a minute, they span less than a minute.
     let within = match newest.last() {
         Some(first) if newest.len() == ARRIVALS_LOOK => first.age.min(ARRIVALS_WITHIN),
         _ => ARRIVALS_WITHIN,

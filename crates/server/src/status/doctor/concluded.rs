@@ -1,4 +1,4 @@
-//! What is concluded of one subscription: the causes before the symptoms.
+//! Findings about one subscription: causes before symptoms.
 
 use jiff::Timestamp;
 use postbox_core::{Disposition, OnDead, Pause, Record};
@@ -11,7 +11,7 @@ use super::speed::{is_late, speed};
 use crate::status::ServiceStatus;
 use crate::text::{cut, estimated, span};
 
-/// Everything about a subscription.
+/// Returns all findings about a subscription.
 pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Vec<Finding> {
     let address = service.map(|service| service.address.to_string());
     let mut findings: Vec<Finding> = known.info.paused.iter().map(|pause| paused(known, pause)).collect();
@@ -42,7 +42,7 @@ fn paused(known: &Known<'_>, pause: &Pause) -> Finding {
     let what = format!("paused{until} by {}: {}", pause.by, pause.why);
     let resume = format!("postbox resume {}", known.info.name);
     match pause.by == "postbox" {
-        // It answered that it must never be called again.
+        // The destination answered 410: it must never be called again.
         true => Finding::problem(
             "endpoint_gone",
             what,
@@ -54,7 +54,7 @@ fn paused(known: &Known<'_>, pause: &Pause) -> Finding {
     }
 }
 
-/// Whether anybody drives the lanes.
+/// Whether relays drive the lanes.
 fn driven(known: &Known<'_>) -> Finding {
     let (info, count) = (known.info, known.info.lanes.len());
     if count == 0 {
@@ -72,7 +72,7 @@ fn driven(known: &Known<'_>) -> Finding {
     }
     let what = format!("no relay drives lane {} of {count}", idle.join(", "));
     let finding = match known.config {
-        // A pause is said of its own; so is one that waits for its hour, or has nowhere to send to.
+        // Reported elsewhere: a pause, a schedule and a missing sink each have their own finding.
         _ if info.paused.is_some() => return Finding::fine("not_driven", what),
         Some(config) if config.schedule.is_some() || config.sink.is_none() => return Finding::fine("not_driven", what),
         Some(_) => {
@@ -91,7 +91,7 @@ fn driven(known: &Known<'_>) -> Finding {
     if known.stats.pending > 0 { finding } else { Finding { severity: super::Severity::Note, ..finding } }
 }
 
-/// A subscription that is configured to keep its events for later.
+/// A subscription that is configured to keep its events for now.
 fn nowhere(known: &Known<'_>, is_served: bool) -> Option<Finding> {
     let config = known.config.filter(|_| known.stats.pending > 0)?;
     if config.sink.is_none() {
@@ -113,7 +113,7 @@ fn nowhere(known: &Known<'_>, is_served: bool) -> Option<Finding> {
     )))
 }
 
-/// A relay that has ended, or a lane that fails at every call.
+/// A relay that ended, or a lane whose every call fails.
 fn relay_fails(known: &Known<'_>, address: Option<&str>) -> Option<Finding> {
     let fault = known
         .fault
@@ -146,7 +146,7 @@ fn store_fails(known: &Known<'_>) -> Option<Finding> {
     Some(Finding::problem("store_failing", what, cure).reason(&fails.code))
 }
 
-/// Keys that wait for a person.
+/// Keys that wait for a person (`on_dead = "halt"`).
 fn halted(known: &Known<'_>) -> Option<Finding> {
     if known.config.is_some_and(|config| config.subscription.on_dead != OnDead::Halt) {
         return None;
@@ -173,7 +173,7 @@ fn blocked(known: &Known<'_>) -> Option<Finding> {
     let finding = Finding::note("blocked", what);
     let name = &known.info.name;
     Some(match head {
-        // Nothing failed: the one before is on its way, or goes next.
+        // Nothing failed: the earlier event is in flight, or goes next.
         Some(head) if head.code.as_deref().is_none_or(Disposition::is_own_code) => finding,
         Some(head) => {
             let id = head.event.id;

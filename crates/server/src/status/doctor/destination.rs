@@ -1,5 +1,4 @@
-//! What is known of a destination that takes nothing, or refuses what it gets; and what a person
-//! can do, by the code.
+//! Findings about a destination that is down or refuses events, and the cure for each code.
 
 use std::time::Duration;
 
@@ -11,15 +10,17 @@ use super::asked::{Known, LOOK};
 use crate::status::StatsJson;
 use crate::text::{cut, span};
 
-/// So many events that failed for the same reason are not the fault of one.
+/// Number of events that must fail for the same reason before the destination is blamed and not an
+/// event.
 const SAME_MIN: usize = 3;
 
-/// A destination that is down: by the service that runs, and by the events that met it and were not
-/// charged.
+/// A destination that is down: as reported by the running service, or by events that failed without
+/// being charged an attempt.
 pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> {
     let uncharged = known.retrying.iter().filter_map(|record| Some((record, record.code.as_deref()?)));
     let last = uncharged
-        // One that a person sends again has its old reason, and says nothing of now.
+        // An event that a person retried still carries its old reason, which says nothing about
+        // now.
         .filter(|(record, code)| record.attempts == 0 && record.replays == 0 && !Disposition::is_own_code(code))
         .max_by_key(|(record, _)| record.updated_at);
     let said = last.map(|(record, code)| {
@@ -43,10 +44,10 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
     Some(Finding::problem("destination_down", what, cure_down(code, text)).reason(code))
 }
 
-/// Events that failed and are tried again.
+/// Events that failed and will be retried.
 pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
-    // Without a code nothing has failed: it was replayed, or handed to a subscription whose filter
-    // begins to want it.
+    // Without a code nothing failed: the event was replayed, or left the stream because a changed
+    // filter now wants it.
     let (untried, tried): (Vec<&Record>, Vec<&Record>) = known.retrying.iter().partition(|it| it.code.is_none());
     let failed = tried.into_iter().filter(|it| !it.code.as_deref().is_some_and(Disposition::is_own_code));
     let failed: Vec<&Record> = failed.collect();
@@ -78,14 +79,14 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Events that died, by reason.
+/// Dead events, by reason.
 pub(super) fn dead(known: &Known<'_>) -> Vec<Finding> {
     let dead: Vec<&Record> = known.dead.iter().collect();
     let name = &known.info.name;
     let finding = |reason: &Reason<'_>| {
         let of = of_all(known.stats, reason.count, dead.len(), known.stats.dead);
         let what = format!("{of} dead: {}", reason.said());
-        // What expired would do so again, and poison is never sent.
+        // An expired event would expire again, and poison is never sent: discard both.
         let is_of_reason = |record: &&&Record| record.code.as_deref() == Some(reason.code);
         let is_poison =
             dead.iter().find(is_of_reason).is_some_and(|it| Unreadable::poison(&it.event.headers).is_some());
@@ -103,7 +104,7 @@ pub(super) fn dead(known: &Known<'_>) -> Vec<Finding> {
     reasons(&dead).iter().map(finding).collect()
 }
 
-/// Why several events failed.
+/// A reason that several events failed for.
 struct Reason<'a> {
     code: &'a str,
     count: usize,
@@ -111,7 +112,7 @@ struct Reason<'a> {
 }
 
 impl Reason<'_> {
-    /// What a destination said was made harmless when it was stored.
+    /// The destination's text is safe to print: it was neutralised when it was stored.
     fn said(&self) -> String {
         match self.text {
             "" => self.code.to_owned(),
@@ -120,7 +121,7 @@ impl Reason<'_> {
     }
 }
 
-/// Most frequent first, with one text each.
+/// Most frequent first, with one example text each.
 fn reasons<'a>(records: &[&'a Record]) -> Vec<Reason<'a>> {
     let mut reasons: Vec<Reason<'a>> = Vec::new();
     for record in records {
@@ -134,7 +135,7 @@ fn reasons<'a>(records: &[&'a Record]) -> Vec<Reason<'a>> {
     reasons
 }
 
-/// What part of all of them is meant; only the first are looked at.
+/// Phrases how many of all events this is about; only the first few were looked at.
 fn of_all(stats: &StatsJson, count: usize, looked: usize, all: u64) -> String {
     match () {
         () if count == looked => stats.of_rows(all),
@@ -147,7 +148,7 @@ fn text(record: &Record) -> &str {
     record.error.as_deref().unwrap_or_default()
 }
 
-/// When the next of them is due.
+/// When the next of these events is due.
 pub(super) fn soonest(records: &[Record]) -> String {
     let Some(at) = records.iter().filter_map(|record| record.due_at).min() else { return "none has a time".into() };
     match Duration::try_from(at.duration_since(Timestamp::now())) {
@@ -156,7 +157,8 @@ pub(super) fn soonest(records: &[Record]) -> String {
     }
 }
 
-/// A destination that is down is asked again and again: delivery goes on by itself.
+/// The cure for a destination that is down. It is retried by itself, so delivery resumes without a
+/// restart.
 fn cure_down(code: &str, text: &str) -> &'static str {
     match code {
         "address_forbidden" => {
@@ -168,7 +170,7 @@ fn cure_down(code: &str, text: &str) -> &'static str {
         "connect_refused" | "connect_failed" | "connect_timeout" => {
             "is the destination up, and can the relay's machine reach the host and port of the sink's url?"
         }
-        // The first bytes of the answer were no TLS.
+        // The first bytes of the answer were not TLS.
         "tls_failed" if text.contains("InvalidContentType") => {
             "this port speaks no TLS: name the one that does in the sink's url, or write http:// if that is meant"
         }
@@ -201,7 +203,7 @@ fn cure_down(code: &str, text: &str) -> &'static str {
     }
 }
 
-/// A destination that answers, and refuses.
+/// The cure for a destination that answers and refuses.
 fn cure_refused(code: &str, is_dead: bool) -> &'static str {
     match code {
         "http_401" | "http_403" => "the destination refuses us: correct the sink's secret, headers or url",

@@ -1,11 +1,11 @@
-//! What the doctor says: a code to go by, how bad it is, what it is, and what to do.
+//! A finding of the doctor: a stable code, a severity, what was found, and the cure.
 
 use postbox_core::{Count, Error, LogName, SubscriptionName};
 use serde::Serialize;
 
 use crate::text::estimated;
 
-/// How bad a finding is.
+/// How serious a finding is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
@@ -13,25 +13,25 @@ pub enum Severity {
     Fine,
     /// Worth knowing.
     Note,
-    /// Somebody has to do something.
+    /// A person has to act.
     Problem,
 }
 
-/// One thing that was found, and what to do about it.
+/// One thing that was found, and its cure.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// Stable: what kind of thing it is.
+    /// The kind of finding. Stable.
     pub code: String,
-    /// Stable: why, where a destination or a store said so.
+    /// The code that a destination or a store gave as the reason. Stable.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// How bad it is.
+    /// How serious it is.
     pub severity: Severity,
-    /// Whose it is; `None`: the store's.
+    /// The subscription concerned; `None`: the store.
     pub subscription: Option<String>,
     /// What was found.
     pub message: String,
-    /// What to do about it.
+    /// The cure.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cure: Option<String>,
 }
@@ -52,18 +52,18 @@ impl Finding {
         Self::new(Severity::Note, code, message)
     }
 
-    /// Something is wrong, and this would help.
+    /// Something is wrong, with its cure.
     pub fn problem(code: &str, message: impl Into<String>, cure: impl Into<String>) -> Self {
         Self::new(Severity::Problem, code, message).cure(cure)
     }
 
-    /// Nobody reads this log, though it has events.
+    /// A log with events that no subscription reads.
     pub fn unread(log: &LogName, count: Count, cure: String) -> Self {
         let count = estimated(count.events, count.is_estimate);
         Self::problem("log_unread", format!("nobody reads the {log}: {count} event(s) wait there"), cure)
     }
 
-    /// Something that an error says, whose text has its cure after the first semicolon.
+    /// A finding from an error's text: the cure follows the first semicolon.
     pub(super) fn failed(code: &str, text: &str) -> Self {
         match text.split_once("; ") {
             Some((message, cure)) => Self::problem(code, message, cure),
@@ -79,7 +79,7 @@ impl Finding {
         Self { reason: Some(reason.to_owned()), ..self }
     }
 
-    /// It is this subscription's.
+    /// Assigns the finding to this subscription.
     #[must_use]
     pub fn of(self, subscription: &SubscriptionName) -> Self {
         Self { subscription: Some(subscription.to_string()), ..self }

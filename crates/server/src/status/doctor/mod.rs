@@ -1,5 +1,5 @@
-//! Why something is late: `postbox doctor`. It looks at the store, so it works while relays run
-//! elsewhere, and uses what a running service says of itself.
+//! Why events are late: `postbox doctor`. It reads the store, so it works while relays run
+//! elsewhere, and uses the status of a running service if there is one.
 
 mod asked;
 mod concluded;
@@ -19,9 +19,8 @@ use super::{Fault, ServiceStatus, StormJson};
 use crate::config::SubscriptionConfig;
 use crate::text::{cut, grouped, span};
 
-/// Everything about these subscriptions, the causes before the symptoms: what the store suffers
-/// from, then each subscription, then what comes in. `configured` is what the configuration at hand
-/// says of them.
+/// Returns all findings, causes before symptoms: first the store, then each subscription, then the
+/// sources. `configured` is what the local configuration has for these subscriptions.
 pub async fn diagnose(
     store: &dyn Store,
     infos: &[SubscriptionInfo],
@@ -66,7 +65,7 @@ pub async fn diagnose(
     findings
 }
 
-/// Somebody holds a lock that others wait for.
+/// A session holds a lock that others wait for.
 fn blocker(blocker: &Blocker) -> Finding {
     let Blocker { session, program, query, tables, waiting, waited, end } = blocker;
     let what = format!(
@@ -79,7 +78,7 @@ fn blocker(blocker: &Blocker) -> Finding {
     Finding::problem("session_blocks", what, format!("let it end its transaction, or end it: {end}"))
 }
 
-/// What helps a source that fails with this code.
+/// The cure for a source that fails with this code.
 fn cure_of_source(code: &str) -> &'static str {
     match code {
         "rabbitmq_message_unreadable" => {
@@ -89,8 +88,7 @@ fn cure_of_source(code: &str) -> &'static str {
     }
 }
 
-/// What the service says of the store, of its sources, and of subscriptions that are no longer
-/// there.
+/// What the service reports about the store, its sources, and subscriptions that no longer exist.
 fn of_service(service: &ServiceStatus, infos: &[SubscriptionInfo]) -> Vec<Finding> {
     let is_known = |name: &SubscriptionName| infos.iter().any(|info| info.name == *name);
     let others = service.faults.iter().filter(|fault| !fault.subscription.as_ref().is_some_and(is_known));
@@ -111,7 +109,7 @@ fn of_service(service: &ServiceStatus, infos: &[SubscriptionInfo]) -> Vec<Findin
     others.map(finding).collect()
 }
 
-/// Messages that were kept out. The sender thinks that they arrived.
+/// Rejected messages. Their senders believe that they arrived.
 async fn conflicts(store: &dyn Store) -> Result<Option<Finding>> {
     let conflicts = store.conflicts(LOOK).await?;
     let Some(last) = conflicts.first() else { return Ok(None) };
@@ -124,7 +122,7 @@ async fn conflicts(store: &dyn Store) -> Result<Option<Finding>> {
     Ok(Some(Finding::note("message_conflict", what).cure("postbox list --state conflict")))
 }
 
-/// A sender repeats itself.
+/// A sender that repeats its messages.
 fn storm(storm: &StormJson) -> Finding {
     let (repeats, arrivals) = (grouped(storm.repeats), grouped(storm.arrivals));
     let what = format!(

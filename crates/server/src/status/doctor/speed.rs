@@ -1,4 +1,4 @@
-//! Why events wait although nothing is down: the arithmetic of what comes, and what goes out.
+//! Why events wait although nothing is down: compares the arrival rate with the delivery rate.
 
 use std::time::Duration;
 
@@ -9,23 +9,23 @@ use super::asked::Known;
 use crate::status::CallsJson;
 use crate::text::{cut, estimated, grouped, span};
 
-/// Pending for longer than this is late.
+/// Events that are pending for longer than this are late.
 pub(super) const LATE: Duration = Duration::from_secs(10);
-/// Where no call ended yet, those under way say something from this age on.
+/// Before any call has ended, calls in flight count as slow from this age.
 const SAYS_SOMETHING: Duration = Duration::from_secs(1);
-/// Most that `concurrency` may say.
+/// The largest value that the cure may suggest for `concurrency`: the configuration's limit.
 const CONCURRENCY_MAX: f64 = 512.0;
-/// From this share of what may go on at once, that is what holds events up.
+/// If at least this share of the allowed calls is in use, concurrency is the bottleneck.
 const MOST: f64 = 0.7;
-/// Room above what comes, for the hours when more does.
+/// Headroom of a suggested rate or concurrency above the arrival rate, for busier hours.
 const ROOM: f64 = 1.25;
 
-/// What holds events up, if they are late and go out.
+/// Returns what limits the delivery rate, if events are late although they go out.
 pub(super) fn speed(known: &Known<'_>) -> Option<Finding> {
     let calls = known.work?.calls.as_ref()?;
-    // Calls that just began say nothing yet.
+    // Calls that have just begun are no evidence yet.
     let is_known = calls.ended > 0 || calls.seconds_each > SAYS_SOMETHING.as_secs_f64();
-    // What waits for a retry is not held up here.
+    // Events that wait for a retry are not held up by the delivery speed.
     let waits = known.unread() > 0 || known.retrying.iter().any(is_under_way);
     if !is_known || !is_late(known) || !waits {
         return None;
@@ -60,21 +60,21 @@ pub(super) fn speed(known: &Known<'_>) -> Option<Finding> {
     Some(finding("destination_slow", known, &how, Flow { takes, arrive, share: 1.0 }, faster(calls, takes, arrive)))
 }
 
-/// Whether something has been waiting for longer than it should.
+/// Whether the oldest pending event is late.
 pub(super) fn is_late(known: &Known<'_>) -> bool {
     known.stats.pending > 0 && known.stats.oldest_pending_seconds.is_none_or(|age| age > LATE.as_secs_f64())
 }
 
-/// What comes and what goes out in a second.
+/// Events per second: what the destination takes, and what arrives.
 #[derive(Clone, Copy)]
 struct Flow {
     takes: f64,
     arrive: f64,
-    /// The part of all that waits which this is about.
+    /// The part of all waiting events that this is about.
     share: f64,
 }
 
-/// A backlog that ends by itself is worth knowing, one that grows is a problem.
+/// A backlog that shrinks is a note, one that grows is a problem.
 fn finding(code: &str, known: &Known<'_>, how: &str, flow: Flow, cure: String) -> Finding {
     let Flow { takes, arrive, share } = flow;
     let pending = estimated(known.stats.pending, known.stats.estimated);
@@ -86,7 +86,7 @@ fn finding(code: &str, known: &Known<'_>, how: &str, flow: Flow, cure: String) -
     Finding::problem(code, format!("{message}, and it grows"), cure)
 }
 
-/// The key that most events have, and its share of them, where it takes one call at a time.
+/// The key that most events have, and its share of them, if events of one key go out one at a time.
 fn one_key(known: &Known<'_>, calls: &CallsJson) -> Option<(String, f64)> {
     if known.info.ordering != Ordering::Key || calls.at_once_max == 1 {
         return None;
@@ -101,7 +101,7 @@ fn one_key(known: &Known<'_>, calls: &CallsJson) -> Option<(String, f64)> {
             *count as f64 / of as f64,
         ));
     }
-    // Nothing came lately: what waits behind an event that is under way.
+    // Nothing arrived lately: take the key that blocked events share with an event in flight.
     let mut keys = known.retrying.iter().filter(|it| is_under_way(it)).filter_map(|it| it.event.key.as_ref());
     let key = keys.find(|key| known.blocked.iter().all(|it| it.event.key.as_ref() == Some(key)))?;
     (!known.blocked.is_empty()).then(|| (format!("the events that wait have the key {}", cut(key.as_str(), 60)), 1.0))
@@ -114,7 +114,7 @@ fn is_under_way(record: &Record) -> bool {
 fn faster(calls: &CallsJson, takes: f64, arrive: f64) -> String {
     let needed = (calls.at_once_max as f64 * arrive * ROOM / takes.max(1e-6)).ceil();
     match () {
-        // One call at a time, in order: nothing to be raised here.
+        // One call at a time, in order: no setting to raise.
         () if calls.at_once_max == 1 && calls.events_each > 1.0 => "make the destination faster".to_owned(),
         () if takes > arrive => {
             "wait, or raise the subscription's `concurrency` if the destination bears it".to_owned()
