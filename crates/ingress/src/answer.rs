@@ -1,4 +1,4 @@
-//! What the sender hears, and what the owner counts.
+//! Answers to senders, and the counters of each answer.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -8,25 +8,25 @@ use http::{HeaderValue, StatusCode, header};
 use postbox_core::SourceName;
 use postbox_webhook::Refusal;
 
-/// The end of one request.
+/// The result of one request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Answer {
     Accepted,
     Duplicate,
     Conflict,
-    /// A provider's handshake, answered after verification; nothing is stored.
+    /// A provider's handshake: answered after verification, nothing is stored.
     Challenge(String),
-    /// CloudEvents: this origin may send, so many a minute (`None`: as many as it likes).
+    /// CloudEvents consent: this origin may send `per_minute` messages a minute (`None`: no limit).
     Consent {
         origin: String,
         per_minute: Option<u64>,
     },
-    /// CloudEvents: no consent. The status alone would not be one anyway; only the headers are.
+    /// CloudEvents consent denied. The headers grant consent, not the status.
     OriginRefused,
-    /// The source's own function wants nothing of it.
+    /// The source's `convert` function returned nothing to store.
     Ignored,
-    /// SNS: a subscription was confirmed; was not, because the configuration does not say so; could
-    /// not be; has ended.
+    /// SNS subscription: confirmed; not confirmed because the configuration does not allow it;
+    /// confirmation failed; subscription ended.
     Confirmed,
     Unconfirmed,
     ConfirmationFailed,
@@ -36,24 +36,24 @@ pub(crate) enum Answer {
     Refused(Refusal),
     UnknownSource,
     EncodingRefused,
-    /// Another transfer coding than `chunked`, or one beside it.
+    /// A transfer coding other than exactly `chunked`.
     TransferRefused,
     BodyTooLarge,
     BodyTooSlow,
-    /// It began first when there was no more room for bodies.
+    /// The oldest body, dropped when the buffer was full.
     BodyPushedOut,
     BodyBroken,
-    /// Genuine, but not an event; the code says which part is wrong.
+    /// Verified, but not an event. The code names the part that is wrong.
     Unmapped(&'static str),
-    /// The source's own function panicked.
+    /// The source's `convert` function panicked.
     ConvertPanicked,
     Busy,
-    /// More than the source's rate; the wait until the next.
+    /// The source's rate is exceeded; with the wait until the next message is allowed.
     TooMany(Duration),
     StoreDown,
 }
 
-/// Codes that are not refusals of the verifier.
+/// Codes of answers that do not come from the verifier.
 const CODES: [&str; 29] = [
     "accepted",
     "duplicate",
@@ -91,7 +91,7 @@ impl Answer {
         self.code_and_status().0
     }
 
-    /// The stable code, and the status that the sender gets.
+    /// Returns the stable code and the HTTP status.
     fn code_and_status(&self) -> (&'static str, StatusCode) {
         match self {
             Self::Accepted => ("accepted", StatusCode::ACCEPTED),
@@ -115,7 +115,8 @@ impl Answer {
             Self::BodyPushedOut => ("body_pushed_out", StatusCode::REQUEST_TIMEOUT),
             Self::BodyBroken => ("body_broken", StatusCode::BAD_REQUEST),
             Self::Unmapped(code) => (*code, StatusCode::UNPROCESSABLE_ENTITY),
-            // The sender comes again, perhaps to a mended function.
+            // A server error, so that the sender repeats the message: the function may be fixed by
+            // then.
             Self::ConvertPanicked => ("convert_panicked", StatusCode::INTERNAL_SERVER_ERROR),
             Self::Busy => ("busy", StatusCode::SERVICE_UNAVAILABLE),
             Self::TooMany(_) => ("rate_limited", StatusCode::TOO_MANY_REQUESTS),
@@ -123,14 +124,15 @@ impl Answer {
         }
     }
 
-    /// When to come again: soon after a crowd, a little later after an outage.
+    /// When the sender should repeat: after a second if the ingress is busy, later after an outage.
     fn retry_after(&self) -> Option<HeaderValue> {
         match self {
             Self::Busy => Some(HeaderValue::from_static("1")),
             Self::StoreDown | Self::ConfirmationFailed | Self::CertificateUnavailable => {
                 Some(HeaderValue::from_static("10"))
             }
-            // Whole seconds, up: whoever comes at the very moment would be too early.
+            // Rounded up to whole seconds: a sender that comes at the exact moment could be too
+            // early.
             Self::TooMany(wait) => Some(HeaderValue::from(wait.as_secs() + 1)),
             _ => None,
         }
@@ -140,7 +142,7 @@ impl Answer {
 impl IntoResponse for Answer {
     fn into_response(self) -> Response {
         let text = match &self {
-            // Which of its parts was wrong would help somebody who guesses.
+            // The body does not say which part was wrong: that would help an attacker who guesses.
             Self::Refused(_) => "unverified".to_owned(),
             Self::Challenge(challenge) => challenge.clone(),
             other => other.code().to_owned(),
@@ -149,7 +151,8 @@ impl IntoResponse for Answer {
             (self.code_and_status().1, [(header::CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response();
         response.headers_mut().insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
         if self == Self::TransferRefused {
-            // Whoever stands between may see another end of the body than we do.
+            // A proxy in between may disagree about where the body ends, so the connection is not
+            // reused.
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         if let Some(wait) = self.retry_after() {
@@ -167,18 +170,18 @@ impl IntoResponse for Answer {
     }
 }
 
-/// One counter of one source.
+/// The counter of one answer of one source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Count {
-    /// The source; `None` for requests to names that are none.
+    /// The source; `None` for requests to unknown sources.
     pub source: Option<SourceName>,
     /// The answer's stable code.
     pub code: &'static str,
-    /// How often, since the start.
+    /// Number of such answers since the start.
     pub count: u64,
 }
 
-/// One counter for each code.
+/// A counter for each code.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     plain: [AtomicU64; CODES.len()],

@@ -1,4 +1,4 @@
-//! Reading a body: bounded while it streams, whatever its length claims to be, and in bounded time.
+//! Reads bodies, bounded in size while they stream (whatever length they claim) and in time.
 
 use std::time::Duration;
 
@@ -13,12 +13,12 @@ use crate::SourceLimits;
 use crate::answer::Answer;
 use crate::buffer::Share;
 
-/// Refuses what needs no reading: transfer codings that we do not undo, encodings (a signature
-/// covers the bytes as sent, and a small body may unpack to a huge one) and bodies that admit that
-/// they are too large.
+/// Refuses a request by its headers alone: unsupported transfer codings, content encodings (a
+/// signature covers the bytes as sent, and a small body may unpack to a huge one), and bodies whose
+/// declared length is too large.
 pub(crate) fn check_headers(headers: &HeaderMap, limits: &SourceLimits) -> Result<(), Answer> {
-    // A length beside it is not seen here: the server drops that header and closes the connection
-    // after the answer (RFC 9112, 6.3).
+    // A `content-length` besides it never arrives here: the server drops that header and closes the
+    // connection after the answer (RFC 9112, 6.3).
     let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
     let chunked = |value: &http::HeaderValue| value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked");
     if !codings.next().is_none_or(chunked) || codings.next().is_some() {
@@ -35,7 +35,7 @@ pub(crate) fn check_headers(headers: &HeaderMap, limits: &SourceLimits) -> Resul
     }
 }
 
-/// Reads the whole body, in the time given.
+/// Reads the whole body within `timeout`.
 pub(crate) async fn read(
     body: Body,
     bytes_max: usize,
@@ -43,7 +43,7 @@ pub(crate) async fn read(
     clock: &dyn Clock,
     timeout: Duration,
 ) -> Result<Bytes, Answer> {
-    // In this order: a body that is there needs no timer.
+    // Biased: a body that is already here is read without starting a timer.
     tokio::select! {
         biased;
         received = collect(body, bytes_max, share) => received,
@@ -54,14 +54,14 @@ pub(crate) async fn read(
 async fn collect(mut body: Body, bytes_max: usize, share: &mut Share<'_>) -> Result<Bytes, Answer> {
     let claimed = body.size_hint().exact().and_then(|length| usize::try_from(length).ok());
     let most = claimed.unwrap_or(bytes_max).min(bytes_max);
-    // Nothing is reserved ahead: a claimed length costs its sender nothing.
+    // Memory is reserved for bytes that arrived, never for a declared length.
     let mut length = 0;
     while let Some(frame) = body.frame().await {
         let Ok(chunk) = frame.map_err(|_| Answer::BodyBroken)?.into_data() else { continue };
         if length + chunk.len() > bytes_max {
             return Err(Answer::BodyTooLarge);
         }
-        // Copied, because a chunk keeps the whole buffer alive that it was cut from.
+        // Copied, because a chunk keeps alive the whole read buffer that it is part of.
         share.append(&chunk, length, most)?;
         length += chunk.len();
     }

@@ -1,13 +1,12 @@
-//! What the bodies of one source hold in memory together, and which of them makes room.
+//! Bounds the memory that the bodies of one source hold, and chooses which body makes room.
 //!
-//! Before its last byte is here nothing tells a stranger's body from a genuine one. So it must not
-//! be the last comer who is sent away when the buffer is full: strangers whose bodies never end
-//! would keep everybody out. The body that began first, and is not verified, makes room; a genuine
-//! one is here within moments of its first byte.
-
+//! Until its last byte has arrived, a stranger's body cannot be distinguished from a genuine one.
+//! So a full buffer must not reject the newest body: strangers whose bodies never end would keep
+//! everybody out. Instead the oldest unverified body is dropped. A genuine body arrives within
+//! moments of its first byte.
 //!
-//! The bytes lie here until the body is whole, so that making room frees memory at once, whenever
-//! the task that read them runs next.
+//! The buffer owns the bytes until the body is complete, so dropping a body frees its memory at
+//! once, whenever the task that reads it runs next.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,8 +16,8 @@ use tokio::sync::Notify;
 
 use crate::answer::Answer;
 
-/// A body grows by pieces of this size at most: what is reserved and not used is less than a piece,
-/// and nothing is moved while it grows.
+/// Largest piece by which a body grows. Less than one piece is reserved and unused, and growing
+/// moves no bytes.
 const PIECE_BYTES_MAX: usize = 64 * 1024;
 
 /// The buffer of one source.
@@ -26,13 +25,13 @@ pub(crate) struct Buffer(Mutex<State>);
 
 struct State {
     free: usize,
-    /// What is not verified, by a number that grows with time.
+    /// Unverified bodies, oldest first: numbers grow with time.
     unverified: BTreeMap<u64, Held>,
     next: u64,
 }
 
 struct Held {
-    /// What is reserved for it, be it still in here or taken out to be verified.
+    /// Bytes reserved for it, whether still in here or taken out for verification.
     bytes: usize,
     pieces: Vec<Vec<u8>>,
     pushed_out: Arc<Notify>,
@@ -43,7 +42,7 @@ impl Buffer {
         Self(Mutex::new(State { free: bytes, unverified: BTreeMap::new(), next: 0 }))
     }
 
-    /// A share for one body; it holds nothing yet.
+    /// Returns an empty share, for one body.
     pub(crate) fn share(&self) -> Share<'_> {
         Share { buffer: self, number: None, kept: 0, pushed_out: Arc::default() }
     }
@@ -54,15 +53,15 @@ impl Buffer {
 }
 
 impl State {
-    /// Reserves memory, at the cost of whoever began first. [`Answer::Busy`] if verified messages
-    /// on their way into the store hold the rest.
+    /// Reserves memory, dropping the oldest unverified bodies if needed. [`Answer::Busy`] if
+    /// verified messages that are being stored hold the rest.
     fn reserve(&mut self, number: u64, bytes: usize) -> Result<&mut Held, Answer> {
         while self.free < bytes && self.unverified.len() > 1 {
             let Some((_, first)) = self.unverified.pop_first() else { break };
             self.free += first.bytes;
             first.pushed_out.notify_one();
         }
-        // It may have been the first itself.
+        // This body may have been the oldest.
         let held = self.unverified.get_mut(&number).ok_or(Answer::BodyPushedOut)?;
         self.free = self.free.checked_sub(bytes).ok_or(Answer::Busy)?;
         held.bytes += bytes;
@@ -70,24 +69,24 @@ impl State {
     }
 }
 
-/// One body's part of the buffer. Dropping it gives back what it holds.
+/// One body's share of the buffer. Dropping it releases its memory.
 pub(crate) struct Share<'a> {
     buffer: &'a Buffer,
-    /// Its number among those that are not verified, once it holds anything.
+    /// Its number among the unverified bodies, once it holds anything.
     number: Option<u64>,
-    /// What it holds since it is verified.
+    /// Bytes it holds as a verified body.
     kept: usize,
     pushed_out: Arc<Notify>,
 }
 
 impl Share<'_> {
-    /// Resolves when this body has made room.
+    /// Resolves when this body was dropped to make room.
     pub(crate) fn pushed_out(&self) -> impl Future<Output = ()> + use<> {
         let pushed_out = Arc::clone(&self.pushed_out);
         async move { pushed_out.notified().await }
     }
 
-    /// Adds to the body, which has `length` bytes so far and will have `most` at most.
+    /// Appends a chunk to a body of `length` bytes, which will have at most `most`.
     pub(crate) fn append(&mut self, chunk: &[u8], length: usize, most: usize) -> Result<(), Answer> {
         let mut state = self.buffer.state();
         let number = *self.number.get_or_insert_with(|| {
@@ -115,7 +114,7 @@ impl Share<'_> {
         Ok(())
     }
 
-    /// The body, which is whole. It can still be pushed out.
+    /// Returns the complete body. It counts as unverified and can still be dropped.
     pub(crate) fn take(&mut self) -> Result<Bytes, Answer> {
         let Some(number) = self.number else { return Ok(Bytes::new()) };
         let mut state = self.buffer.state();
@@ -126,12 +125,13 @@ impl Share<'_> {
             return Ok(pieces.remove(0).into());
         }
         let mut whole = Vec::with_capacity(pieces.iter().map(Vec::len).sum());
-        // Each piece goes as soon as it is copied.
+        // Each piece is freed as soon as it is copied.
         pieces.into_iter().for_each(|piece| whole.extend_from_slice(&piece));
         Ok(whole.into())
     }
 
-    /// It is verified and stays until it is dropped; unless it has made room already.
+    /// Marks the body as verified: it keeps its memory until the share is dropped. Fails if it was
+    /// dropped to make room.
     pub(crate) fn keep(&mut self) -> Result<(), Answer> {
         let Some(number) = self.number.take() else { return Ok(()) };
         let held = self.buffer.state().unverified.remove(&number).ok_or(Answer::BodyPushedOut)?;

@@ -1,4 +1,4 @@
-//! `[sources.NAME]` with `type = "webhook"`: its keys, and the source that is built from them.
+//! `[sources.NAME]` with `type = "webhook"`: its keys, and how a source is built from them.
 
 use std::time::Duration;
 
@@ -14,10 +14,9 @@ use postbox_webhook::{Scheme, Settings, Tolerance, UnixSeconds, Verify};
 
 use crate::{Mapping, Origin, SourceLimits, WebhookSource};
 
-/// Most verified messages on their way into the store at once that may be allowed: more than any
-/// store commits at a time.
+/// Upper limit of `concurrency`: more verified messages than any store commits at a time.
 const CONCURRENCY_MAX: usize = 10_000;
-/// For senders that nothing is known of.
+/// Retry horizon of senders whose schedule is unknown.
 const HORIZON_UNKNOWN: Duration = Duration::from_hours(7 * 24);
 
 table! {
@@ -103,7 +102,7 @@ table! {
     }
 }
 
-/// The keys that only one scheme has.
+/// Keys that only one scheme has.
 const OF_ONE_SCHEME: [(Scheme, &[&str]); 3] = [
     (Scheme::Sns, &["topics", "confirm"]),
     (Scheme::Twilio, &["public_url"]),
@@ -112,7 +111,8 @@ const OF_ONE_SCHEME: [(Scheme, &[&str]); 3] = [
 
 impl WebhookTable {
     fn check(&self, section: &Section<'_>) {
-        // Without a scheme every key is allowed, so that one fault does not look like three.
+        // Without a scheme every key is accepted, so that one missing key is one fault and not
+        // three.
         if let Some(scheme) = self.scheme {
             let others = OF_ONE_SCHEME.iter().filter(|(its, _)| *its != scheme);
             let others: Vec<&str> = others.flat_map(|(_, keys)| keys.iter().copied()).collect();
@@ -144,7 +144,7 @@ impl WebhookTable {
         section.fault("tolerance", text);
     }
 
-    /// What of a message its sender's signature must cover: all that it is known by.
+    /// Checks that the signature covers what a message is identified by: its id and its tenant.
     fn check_mapping(&self, section: &Section<'_>, scheme: Scheme) {
         let list = |origin: &Option<Origin>| origin.iter().cloned().collect();
         let known_by = Mapping { id: list(&self.id), tenant: list(&self.tenant), ..Mapping::default() };
@@ -175,7 +175,7 @@ impl WebhookTable {
         }
     }
 
-    /// Whether scheme, secrets and the rest make a verifier together.
+    /// Checks that scheme, secrets and settings make a working verifier.
     fn check_keys(&self, section: &Section<'_>) {
         let path = &section.path;
         let (secrets, known) = all_secrets(&self.secret, &self.secrets);
@@ -210,7 +210,7 @@ impl WebhookTable {
         }
     }
 
-    /// The message never repeats a key.
+    /// Builds the verifier. An error never repeats a key.
     fn verifier(&self, scheme: Scheme) -> Result<Box<dyn Verify>, String> {
         let (secrets, _) = all_secrets(&self.secret, &self.secrets);
         let end = |live: &LiveSecret| live.until.map(|until| UnixSeconds(until.as_second()));
@@ -236,12 +236,12 @@ impl WebhookTable {
         Settings { tolerance: tolerance.unwrap_or(usual), public_url: self.public_url.clone(), layout }
     }
 
-    /// How long the sender goes on sending a message that was not answered.
+    /// How long the sender repeats a message that got no answer.
     pub fn repeats_for(&self) -> Duration {
         self.retry_horizon.unwrap_or_else(|| self.scheme.map_or(HORIZON_UNKNOWN, retry_horizon))
     }
 
-    /// The source. The message of an error never repeats a key.
+    /// Builds the source. An error never repeats a key.
     pub fn source(&self, name: SourceName) -> Result<WebhookSource> {
         let invalid = |text| Error::invalid("configure", "secret_invalid", format!("source {name}: {text}"));
         let scheme = self.scheme.ok_or_else(|| invalid("it has no scheme".to_owned()))?;
@@ -277,38 +277,38 @@ impl WebhookTable {
     }
 }
 
-/// How long senders of a scheme go on by the documents named here, rounded up to whole days.
-/// `docs/guide/inbox.md` has the same table for users.
+/// How long senders of a scheme repeat a message, according to the documents named here, rounded up
+/// to whole days. `docs/guide/inbox.md` has the same table for users.
 fn retry_horizon(scheme: Scheme) -> Duration {
     let days = |days: u64| Duration::from_hours(days * 24);
     match scheme {
         // The example schedule of the specification ends 75 h 35 min 5 s after the first attempt;
-        // Svix's own after 27 h 35 min.
+        // Svix's own ends after 27 h 35 min.
         // https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md#deliverability-and-reliability
         // https://docs.svix.com/retries
         Scheme::StandardWebhooks => days(4),
-        // By itself for up to three days. A person can have any event of the last 30 days sent
-        // again. https://docs.stripe.com/webhooks#automatic-retries
+        // Automatically for up to three days. A person can resend any event of the last 30 days.
+        // https://docs.stripe.com/webhooks#automatic-retries
         // https://docs.stripe.com/webhooks/process-undelivered-events
         Scheme::Stripe => days(3),
-        // Never by itself. By hand, among the deliveries of the last three days at github.com and
-        // of the last seven on Enterprise Server.
+        // Never automatically. By hand: deliveries of the last three days at github.com, of the
+        // last seven on Enterprise Server.
         // https://docs.github.com/en/webhooks/testing-and-troubleshooting-webhooks/redelivering-webhooks
         Scheme::GitHub => days(7),
-        // Eight times within four hours since September 2024, and up to a day late; 19 times within
-        // 48 hours before. https://shopify.dev/changelog/updates-to-webhook-retry-mechanism
+        // Eight times within four hours since September 2024, and up to a day late; before that, 19
+        // times within 48 hours. https://shopify.dev/changelog/updates-to-webhook-retry-mechanism
         // https://shopify.dev/docs/apps/build/webhooks/best-practices
         Scheme::Shopify => days(2),
-        // Three times within minutes (at once, after one, after five). Where *delayed events* are
-        // on, for about a day more: said so elsewhere, not found in the document itself, and
-        // allowed for.
+        // Three times within minutes (at once, after one, after five). With *delayed events* on,
+        // for about a day more; third-party sources say so, the document itself does not, and the
+        // horizon allows for it.
         // https://docs.slack.dev/apis/events-api
         Scheme::Slack => days(2),
-        // Once more by default, five times at most, all of it within 15 seconds (`rc` and `tt`).
+        // Once more by default, five times at most, all within 15 seconds (`rc` and `tt`).
         // https://www.twilio.com/docs/usage/webhooks/webhooks-connection-overrides
         Scheme::Twilio => days(1),
-        // HTTP and HTTPS: 3,600 seconds in all, a hard limit. What went to a dead letter queue does
-        // not come from SNS any more.
+        // HTTP and HTTPS: 3,600 seconds in all, a hard limit. SNS does not resend what went to a
+        // dead letter queue.
         // https://docs.aws.amazon.com/sns/latest/dg/sns-message-delivery-retries.html
         Scheme::Sns => days(1),
         _ => HORIZON_UNKNOWN,
@@ -333,7 +333,7 @@ fn id(text: &str) -> Result<Origin, String> {
     }
 }
 
-/// A star is refused: it would consent to everybody's sending here.
+/// A star is refused: it would grant consent to any sender.
 fn sender(text: &str) -> Result<String, String> {
     match !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'*') {
         true => Ok(text.to_owned()),
@@ -353,7 +353,7 @@ fn header(text: &str) -> Result<String, String> {
     http::HeaderName::try_from(text).map(|name| name.to_string()).map_err(|_| format!("{text:?} is no header name"))
 }
 
-/// A place in the message, or a text that an event can have there.
+/// A place in the message, or a fixed text that the event field accepts.
 fn origin<T>(text: &str, fixed: fn(&str) -> Result<T, String>) -> Result<Origin, String> {
     if let Some(name) = text.strip_prefix("header:") {
         return header(name).map(Origin::Header);

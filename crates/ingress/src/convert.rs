@@ -1,4 +1,4 @@
-//! A source's own function, from a verified message to an event.
+//! A source's `convert` function, from a verified message to an event.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,15 +12,14 @@ use tracing::{error, warn};
 
 use crate::answer::Answer;
 
-/// A message that is genuine. Of its headers only those are that the scheme signs; see the scheme's
-/// table.
+/// A verified message. Only the headers that the scheme signs are verified; see the scheme's table.
 #[derive(Debug, Clone, Copy)]
 pub struct Message<'a> {
-    /// Where it came in.
+    /// The source it arrived at.
     pub source: &'a SourceName,
-    /// The id by which it is stored once.
+    /// The id under which it is stored once.
     pub message_id: &'a str,
-    /// What the signature says of it.
+    /// What the signature covers.
     pub verified: &'a Verified,
     /// The request's headers.
     pub headers: &'a HeaderMap,
@@ -41,8 +40,8 @@ impl Convert {
         Self(Arc::new(function))
     }
 
-    /// The event, or what the sender hears instead. A panic stays in here: the next message may be
-    /// another.
+    /// Returns the event, or the answer to the sender. A panic is caught here: it may concern this
+    /// message only.
     pub(crate) fn call(&self, message: &Message<'_>) -> Result<NewEvent, Answer> {
         let source = message.source;
         match catch_unwind(AssertUnwindSafe(|| (self.0)(message))) {

@@ -1,4 +1,4 @@
-//! What providers ask before they send: is this URL yours, and do you want this?
+//! Handshakes: providers ask whether this URL is yours, and whether they may send, before they do.
 
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use crate::answer::Answer;
 use crate::ingress::{Ingress, SourceState};
 use crate::json::text_at;
 
-/// Slack asks once whether the URL is ours. Only a verified question is answered.
+/// Slack asks once whether the URL belongs to us. Only a verified request is answered.
 pub(crate) fn challenge(scheme: Scheme, body: &[u8]) -> Option<String> {
     let asked = scheme == Scheme::Slack && text_at(body, "/type")? == "url_verification";
     asked.then(|| text_at(body, "/challenge"))?
 }
 
-/// CloudEvents asks by `OPTIONS` whether an origin may send here. Nobody can sign this question, so
-/// only names that the configuration knows are answered; a callback URL in it is never called.
+/// CloudEvents asks by `OPTIONS` whether an origin may send here. The request cannot be signed, so
+/// only origins in the configuration get consent, and a callback URL in it is never called.
 pub(crate) async fn consent(
     State(ingress): State<Arc<Ingress>>,
     Path(name): Path<String>,
@@ -30,7 +30,7 @@ pub(crate) async fn consent(
     };
     let answer = state.consent_to(&headers);
     state.counters.count(&answer);
-    // At debug: nobody can sign this question, so anybody can ask it all day.
+    // At debug, because the request cannot be signed: anybody could fill the log.
     debug!(source = %state.source.name, answer = answer.code(), "CloudEvents consent requested");
     answer
 }
@@ -38,7 +38,7 @@ pub(crate) async fn consent(
 impl SourceState {
     fn consent_to(&self, headers: &HeaderMap) -> Answer {
         let mut asking = headers.get_all("webhook-request-origin").iter();
-        // Two origins in one question are none.
+        // A request with two origins has none.
         let (Some(origin), None) = (asking.next(), asking.next()) else { return Answer::OriginRefused };
         let known = |known: &&String| known.as_bytes().eq_ignore_ascii_case(origin.as_bytes());
         match self.source.allowed_origins.iter().find(known) {

@@ -1,4 +1,4 @@
-//! Which headers of a request an event keeps.
+//! Which request headers an event keeps.
 
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,8 +10,8 @@ use tracing::warn;
 
 use postbox_http::OF_ONE_REQUEST;
 
-/// Headers that are not kept beside those [of one request](OF_ONE_REQUEST): more credentials,
-/// signatures, what proxies add, and what has become a field of the event.
+/// Headers that are dropped in addition to those [of one request](OF_ONE_REQUEST): more
+/// credentials, signatures, headers added by proxies, and those stored as a field of the event.
 const DROPPED: [&str; 42] = [
     "accept",
     "accept-charset",
@@ -57,7 +57,7 @@ const DROPPED: [&str; 42] = [
     "x-xsrf-token",
 ];
 
-/// Beginnings of names that are not kept.
+/// Prefixes of header names that are dropped.
 const DROPPED_PREFIXES: [&str; 7] =
     ["cf-access-", "postbox-", "proxy-", "x-amzn-oidc-", "x-forwarded-", "x-hub-signature", "x-ms-token-"];
 
@@ -68,9 +68,9 @@ fn is_kept(name: &HeaderName) -> bool {
         && !DROPPED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Keeps the request's headers by name, as long as an event has room for them: a proxy's noise must
-/// not make a genuine message impossible to store. Last come those that only repeat what is known,
-/// so that an event's own are not lost for them. Says how many had to be left out.
+/// Copies the request's headers by name, as long as the event has room for them: noise from a proxy
+/// must not make a genuine message impossible to store. Headers that only repeat event fields come
+/// last, so that they never displace others. Returns the number of headers left out.
 pub(crate) fn keep_headers(event: &mut NewEvent, headers: &HeaderMap) -> u64 {
     let (mut places, mut room) = (HEADERS_MAX, HEADER_BYTES_MAX);
     let mut names: Vec<&HeaderName> = headers.keys().filter(|name| is_kept(name)).collect();
@@ -90,7 +90,7 @@ pub(crate) fn keep_headers(event: &mut NewEvent, headers: &HeaderMap) -> u64 {
     dropped
 }
 
-/// A header's values as one text, if that is what they are.
+/// Returns the header's values as one text; `None` if they are not text.
 fn text_of<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<Cow<'h, str>> {
     let values = headers.get_all(name).iter().map(|value| std::str::from_utf8(value.as_bytes()).ok());
     let values = values.collect::<Option<Vec<&str>>>()?;
@@ -101,7 +101,7 @@ fn text_of<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<Cow<'h, str>
     Some(text).filter(|text| !text.chars().any(|c| c.is_control() && c != '\t'))
 }
 
-/// What a source's messages lost because an event had no room for it.
+/// Counts headers that did not fit into an event, and the messages concerned.
 #[derive(Debug, Default)]
 pub(crate) struct Dropped {
     messages: AtomicU64,
@@ -109,8 +109,8 @@ pub(crate) struct Dropped {
 }
 
 impl Dropped {
-    /// Counts, and tells of the first, second, fourth … message: a proxy that adds too much adds it
-    /// to all.
+    /// Counts, and logs the first, second, fourth … message: a proxy that adds too many headers
+    /// does so to every message.
     pub(crate) fn note(&self, source: &SourceName, headers: u64) {
         if headers == 0 {
             return;

@@ -1,4 +1,4 @@
-//! All sources of a process, and what each is using.
+//! All sources of a process, and the state of each.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,20 +16,19 @@ use crate::buffer::Buffer;
 use crate::source::WebhookSource;
 use crate::{handshake, receive};
 
-/// What of an unused rate is kept for a burst: senders that send once a second should not be slowed
-/// down.
+/// Burst allowance of a source's rate: senders that send once a second must not be delayed.
 const BURST: Duration = Duration::from_secs(1);
 
-/// How many of the largest bodies can be on their way at once, however large they may be: those
-/// that never end must not take all the room.
+/// The buffer holds at least this many bodies of the largest size, so that a body that never ends
+/// cannot take all of it.
 const BODIES_MIN: usize = 3;
 
-/// Most messages without a mapping that are logged one by one in a time.
+/// Rate of log lines about unmapped messages, per second.
 const UNMAPPED_LOGGED_PER_SECOND: u32 = 1;
-/// What of them may come at once: a whole topic that the mapping does not fit.
+/// Burst of such log lines: one minute's worth, for a whole topic that the mapping does not fit.
 const UNMAPPED_LOGGED_BURST: Duration = Duration::from_secs(60);
 
-/// A stale time is logged once in so long.
+/// Interval between log lines about stale timestamps.
 const STALE_LOGGED_EVERY: Duration = Duration::from_secs(600);
 
 /// All sources of a process, ready to be served.
@@ -39,7 +38,7 @@ pub struct Ingress {
     pub(crate) clock: Arc<dyn Clock>,
 }
 
-/// One source and what it is using.
+/// One source and its state.
 pub(crate) struct SourceState {
     pub(crate) source: WebhookSource,
     pub(crate) buffer: Buffer,
@@ -49,7 +48,7 @@ pub(crate) struct SourceState {
     logging: Mutex<Logging>,
 }
 
-/// What is logged, and not too often.
+/// Rate limits of log lines.
 pub(crate) struct Logging {
     pub(crate) pushed_out: LogThrottle,
     pub(crate) unmapped: Bucket,
@@ -63,8 +62,8 @@ impl Logging {
         Self { pushed_out: LogThrottle::default(), unmapped, stale_at: None }
     }
 
-    /// Whether a verified message with a stale time is to be logged: the first of ten minutes. It
-    /// may be our clock that is off.
+    /// Whether to log a verified message with a stale timestamp: the first in ten minutes. The
+    /// clock of this machine may be wrong.
     pub(crate) fn stale(&mut self, now: Duration) -> bool {
         let logs = self.stale_at.is_none_or(|at| now.saturating_sub(at) >= STALE_LOGGED_EVERY);
         if logs {
@@ -75,8 +74,8 @@ impl Logging {
 }
 
 impl Ingress {
-    /// Takes the sources. Refused are two of one name, limits that contradict themselves, and a
-    /// tenant that nobody signed ([`Mapping::fault`](crate::Mapping::fault)).
+    /// Builds the ingress. Rejects two sources with one name, contradictory limits, and an unsigned
+    /// tenant ([`Mapping::fault`](crate::Mapping::fault)).
     pub fn new(sources: Vec<WebhookSource>, receive: Arc<dyn Receive>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         let mut states = BTreeMap::new();
         for source in sources {
@@ -89,21 +88,21 @@ impl Ingress {
         Ok(Arc::new(Self { sources: states, unknown: Counters::default(), clock }))
     }
 
-    /// How often each source gave each answer, zeros included: `accepted`, `duplicate` (replayed
+    /// How often each source gave each answer, zeros included: `accepted`, `duplicate` (a replayed
     /// id), `conflict`, `timestamp_too_old` (stale), every other refusal by its code, …
     pub fn counts(&self) -> Vec<Count> {
         let known = self.sources.values().flat_map(|state| state.counters.counts(Some(&state.source.name)));
         known.chain(self.unknown.counts(None).filter(|count| count.count > 0)).collect()
     }
 
-    /// The sources whose sender repeats itself, and how much.
+    /// The sources with a replay storm, and its size.
     pub fn storms(&self) -> Vec<(SourceName, Storm)> {
         let storm = |state: &SourceState| Some((state.source.name.clone(), state.receiver.storm()?));
         self.sources.values().filter_map(storm).collect()
     }
 
-    /// How many headers of each source's messages were not kept, because an event has no room for
-    /// them or they are no text.
+    /// Number of headers that were left out of each source's events because they did not fit or are
+    /// not text.
     pub fn headers_dropped(&self) -> Vec<(SourceName, u64)> {
         self.sources.values().map(|state| (state.source.name.clone(), state.source.dropped.headers())).collect()
     }
@@ -155,12 +154,12 @@ impl SourceState {
 
 /// The routes: `POST /in/{source}`, and `OPTIONS` for the CloudEvents handshake. Mount or merge
 /// them anywhere; axum's own body limit does not apply to them. Serve them with `postbox-listen`,
-/// or with something else that has deadlines for heads and a bound on connections.
+/// or with another server that limits connections and the time for a request head.
 pub fn router(ingress: Arc<Ingress>) -> Router {
     router_below("/in", ingress)
 }
 
-/// The same below another path, e.g. `/in/acme`: for one of several.
+/// The same below another path, e.g. `/in/acme`, for one of several stores.
 pub fn router_below(path: &str, ingress: Arc<Ingress>) -> Router {
     let route = format!("{path}/{{source}}");
     Router::new().route(&route, post(receive::receive).options(handshake::consent)).with_state(ingress)

@@ -1,7 +1,7 @@
-//! One value out of a JSON body, without understanding the rest.
+//! Extracts one value from a JSON body without parsing the rest.
 //!
-//! Only what lies on the pointer's way is looked at: numbers that no float holds, nesting of any
-//! depth and huge objects beside it do not matter, and nothing but the value is kept in memory.
+//! Only values along the pointer are visited. Numbers that fit no float, deep nesting and huge
+//! objects elsewhere do not matter, and only the result is kept in memory.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,8 +10,8 @@ use serde_json::value::RawValue;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-/// The text at `pointer` (RFC 6901): a string's content, or a number or boolean as it is written.
-/// `None` for anything else.
+/// Returns the text at `pointer` (RFC 6901): the content of a string, or a number or boolean as
+/// written. `None` for anything else.
 pub(crate) fn text_at(body: &[u8], pointer: &str) -> Option<String> {
     let mut value: &RawValue = serde_json::from_slice(body).ok()?;
     if !pointer.is_empty() {
@@ -28,7 +28,7 @@ pub(crate) fn text_at(body: &[u8], pointer: &str) -> Option<String> {
     }
 }
 
-/// Goes from a value to its member or element of that name, keeping nothing else.
+/// Steps from a value to the member or element of this name, keeping nothing else.
 struct Step<'t>(&'t str);
 
 impl<'de> DeserializeSeed<'de> for Step<'_> {
@@ -47,7 +47,7 @@ impl<'de> Visitor<'de> for Step<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        // Of members with the same name the last counts, as everywhere.
+        // Of several members with the same name the last one counts, as in other parsers.
         let mut found = None;
         while let Some(name) = map.next_key::<Cow<'de, str>>()? {
             match name == self.0 {

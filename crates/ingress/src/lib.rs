@@ -1,5 +1,5 @@
-//! Webhook ingress: `POST /in/{source}`, verified on the raw bytes, stored once, answered only
-//! then.
+//! Webhook ingress: `POST /in/{source}`. Each message is verified on its raw bytes, stored once, and
+//! answered only after that.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -21,22 +21,21 @@
 //! | status | when |
 //! |---|---|
 //! | 202 | stored, durably |
-//! | 200 | stored before: the same body (duplicate), or another one (conflict: kept out, counted, logged); a handshake; or your own function ([`WebhookSource::convert`]) wants nothing of it |
-//! | 401 | not verified; the body never says why, the counter does |
+//! | 200 | stored before: the same body (duplicate), or another one (conflict: rejected, counted, logged); a handshake; or your own function ([`WebhookSource::convert`]) returned nothing to store |
+//! | 401 | not verified; the body never gives the reason, the counter does |
 //! | 404 | no such source |
-//! | 408, 413, 415, 501 | the body comes too slowly (or is the one that began first when all together are too many), is too large, has a content encoding, or another transfer coding than `chunked` |
-//! | 422 | genuine, but it has no id, topic or tenant where the mapping says, or breaks a limit of events |
-//! | 429 + `Retry-After` | genuine, but more than the source's rate; nothing is stored |
+//! | 408, 413, 415, 501 | the body is too slow (or was dropped as the oldest when the buffer was full), is too large, has a content encoding, or a transfer coding other than `chunked` |
+//! | 422 | verified, but it has no id, topic or tenant where the mapping expects it, or breaks a limit of events |
+//! | 429 + `Retry-After` | verified, but above the source's rate; nothing is stored |
 //! | 500 | your own function panicked |
-//! | 503 + `Retry-After` | the store is down or too slow, or too much is being received at once |
+//! | 503 + `Retry-After` | the store is down or too slow, or too many messages are being received |
 //!
-//! More than half of a source's genuine arrivals within a minute being repetitions (known ids,
-//! times that are too old), and at least 100: that is a replay storm, and it is logged as a warning
-//! once in ten minutes.
+//! A replay storm is logged as a warning once in ten minutes: within a minute, a source had at
+//! least 100 verified arrivals, and more than half of them were repetitions (known ids, or
+//! timestamps that are too old).
 //!
-//! Nothing of a request that is not verified is stored, not even its id. A conflict is answered
-//! with success because no repetition could change it, and a sender that hears an error repeats for
-//! days.
+//! Nothing of an unverified request is stored, not even its id. A conflict is answered with success
+//! because repeating it cannot change the result, and a sender that gets an error repeats for days.
 
 mod answer;
 mod body;

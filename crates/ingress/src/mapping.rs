@@ -1,4 +1,4 @@
-//! From a verified request to an event.
+//! Maps a verified request to an event.
 
 use std::fmt;
 
@@ -19,33 +19,33 @@ use crate::convert::Message;
 use crate::headers::keep_headers;
 use crate::json::text_at;
 
-/// One place in an inbound message.
+/// A place in an incoming message that a field is taken from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// Always this text.
+    /// Not a place: a constant text.
     Literal(String),
-    /// This request header. Headers are not signed by any scheme, `webhook-id` excepted.
+    /// A request header. Headers are unsigned, except `webhook-id` in Standard Webhooks.
     Header(String),
-    /// This place in the JSON body (RFC 6901): a string, number or boolean. Of an SNS message only
-    /// the signed fields are signed.
+    /// A place in the JSON body (RFC 6901): a string, number or boolean. In an SNS message only
+    /// some fields are signed.
     Json(String),
     /// The id that the scheme signs (Standard Webhooks, Twilio, SNS).
     SignedId,
-    /// `sha256:` and the digest of the body, or of what is signed where that is another text
-    /// (Twilio, SNS): for schemes that sign no id. A replay cannot change it.
+    /// `sha256:` and the digest of the body, or of the signed text where that is another (Twilio,
+    /// SNS). For schemes that sign no id; a replay cannot change it.
     BodyDigest,
 }
 
-/// What AWS signs of a notification, as places in its JSON.
+/// The fields of an SNS notification that AWS signs, as JSON pointers.
 const SNS_SIGNED: [&str; 6] = ["/Message", "/MessageId", "/Subject", "/Timestamp", "/TopicArn", "/Type"];
 
 impl Origin {
-    /// Whether the scheme's signature covers it, so that only who has the key can change it.
+    /// Whether the scheme's signature covers it, so that nobody without the key can change it.
     pub fn is_signed_by(&self, scheme: Scheme) -> bool {
         match self {
             Self::Literal(_) | Self::SignedId | Self::BodyDigest => true,
-            // `svix-id` is not, although Svix signs it: it may stand unsigned beside the
-            // `webhook-id` that was read.
+            // Not `svix-id`, although Svix signs it: an unsigned `svix-id` may accompany the
+            // `webhook-id` that was verified.
             Self::Header(name) => {
                 scheme == Scheme::StandardWebhooks && name.eq_ignore_ascii_case(postbox_webhook::standard::ID_HEADER)
             }
@@ -54,7 +54,7 @@ impl Origin {
     }
 }
 
-/// As the configuration writes it.
+/// As written in the configuration.
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -67,23 +67,24 @@ impl fmt::Display for Origin {
     }
 }
 
-/// Where the fields of an event come from: of each list, the first place that holds something.
+/// The places that the fields of an event are taken from. Of each list, the first place that holds
+/// something is used.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Mapping {
-    /// The sender's id of the message, by which it is stored once. Required.
+    /// The sender's message id, under which the message is stored once. Required.
     pub id: Vec<Origin>,
     /// The topic. Required.
     pub topic: Vec<Origin>,
-    /// The ordering key; without one the event is in no order.
+    /// The ordering key; without one the event is unordered.
     pub key: Vec<Origin>,
-    /// The tenant. Required if the list is not empty: an event without its tenant would be
-    /// everybody's. It is part of what a message is known by, so it comes from what is signed only:
-    /// see [`Mapping::fault`].
+    /// The tenant. Required if the list is not empty: an event that lost its tenant would be
+    /// visible to all tenants. It is part of a message's identity, so it must be signed: see
+    /// [`Mapping::fault`].
     pub tenant: Vec<Origin>,
 }
 
 impl Mapping {
-    /// What suits a scheme. Ids are taken only from what is signed.
+    /// Returns the default mapping of a scheme. Ids are taken only from signed places.
     ///
     /// | scheme | id | topic | key |
     /// |---|---|---|---|
@@ -96,7 +97,7 @@ impl Mapping {
     /// | sns | `MessageId` | | |
     /// | hmac | digest of the body | `/type` | |
     ///
-    /// Where nothing gives a topic it is the source's name.
+    /// If none of these gives a topic, it is the source's name.
     pub fn usual(scheme: Scheme, source: &SourceName) -> Self {
         let header = |name: &str| Origin::Header(name.into());
         let json = |pointer: &str| Origin::Json(pointer.into());
@@ -117,9 +118,9 @@ impl Mapping {
         Self { id, topic, key, tenant: Vec::new() }
     }
 
-    /// What makes it unusable for a scheme, and the cure: a tenant that nobody signed. A message is
-    /// known by source, tenant and id, so whoever captured one could have it stored again under as
-    /// many tenants as he can think of. An ingress does not start with it.
+    /// Returns what makes the mapping unusable for a scheme, and the cure: an unsigned tenant. A
+    /// message is identified by source, tenant and id, so a captured message could be stored again
+    /// under any number of tenants. An ingress rejects such a source.
     pub fn fault(&self, scheme: Scheme) -> Option<String> {
         let origin = self.tenant.iter().find(|origin| !origin.is_signed_by(scheme))?;
         Some(format!(
@@ -128,7 +129,7 @@ impl Mapping {
         ))
     }
 
-    /// What is allowed and still a risk: an id that nobody signed.
+    /// Returns what is allowed but risky: an unsigned id.
     pub fn risk(&self, scheme: Scheme) -> Option<String> {
         let origin = self.id.iter().find(|origin| !origin.is_signed_by(scheme))?;
         Some(format!(
@@ -138,18 +139,18 @@ impl Mapping {
     }
 }
 
-/// A verified request with everything a mapping may look at.
+/// A verified request, with everything that a mapping may read.
 pub(crate) struct VerifiedRequest<'a> {
     pub(crate) headers: &'a HeaderMap,
     pub(crate) body: Bytes,
     pub(crate) verified: Verified,
 }
 
-/// Why a verified message gets no further.
+/// Why a verified message is not stored.
 pub(crate) enum Rejection {
-    /// The source's own function said so, and it is logged.
+    /// Decided, and logged, by the source's `convert` function.
     Answered(Answer),
-    /// The mapping does not fit it; to be logged.
+    /// The mapping failed. Not logged yet.
     Mapping(MappingFailure),
 }
 
@@ -159,20 +160,20 @@ impl From<Answer> for Rejection {
     }
 }
 
-/// Why a verified message is no event, for the owner's log. Of the message it holds nothing but its
+/// Why a verified message is not an event, for the operator's log. Of the message it holds only the
 /// id.
 pub(crate) struct MappingFailure {
     message_id: String,
-    /// For the sender and the counter.
+    /// The code in the answer and the counter.
     code: &'static str,
-    /// Of the event.
+    /// The field of the event.
     field: &'static str,
-    /// The rule that is broken.
+    /// The broken rule.
     rule: String,
     why: String,
 }
 
-/// What an event's rule can be about, as its code begins.
+/// The event fields that a rule can be about; rule codes begin with them.
 const FIELDS: [&str; 9] =
     ["topic", "key", "tenant", "kind", "aggregate", "source", "content_type", "payload", "header"];
 
@@ -202,10 +203,10 @@ impl MappingFailure {
 }
 
 impl VerifiedRequest<'_> {
-    /// The message for the store, or what the sender hears instead.
+    /// Converts the request to a message for the store, or to the answer for the sender.
     pub(crate) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Rejection> {
-        // What is compared is what was signed: another spelling of it is a repetition, not another
-        // message.
+        // The digest covers what was signed: a copy of it with another spelling is a duplicate and
+        // not a conflict.
         let digest = self.verified.digest.unwrap_or_else(|| Sha256::digest(&self.body).into());
         let message_id = self.message_id(&source.mapping, &digest).map_err(Rejection::Mapping)?;
         let unmapped = |failure: MappingFailure| failure.of(&message_id);
@@ -251,7 +252,7 @@ impl VerifiedRequest<'_> {
         tenant.map(Some).map_err(|why| MappingFailure::new("tenant_unmapped", "tenant", why))
     }
 
-    /// The message as it came, as an event.
+    /// Builds the event from the message by the mapping.
     fn event(&self, source: &WebhookSource, digest: &[u8; 32]) -> Result<NewEvent, MappingFailure> {
         let mapping = &source.mapping;
         let topic =
@@ -265,12 +266,12 @@ impl VerifiedRequest<'_> {
     }
 
     fn content_type(&self) -> String {
-        // As bytes: a parameter may be in UTF-8, and what was sent is what is stored.
+        // Read as bytes: a parameter may be in UTF-8, and the value is stored as it was sent.
         let text = self.headers.get(header::CONTENT_TYPE).and_then(|value| std::str::from_utf8(value.as_bytes()).ok());
         text.unwrap_or("application/octet-stream").to_owned()
     }
 
-    /// What another Postbox said of the event beside its topic and key.
+    /// Restores the event fields that another Postbox sent, besides topic and key.
     fn restore(&self, event: &mut NewEvent) {
         let attribute = |name| only(self.headers, name).ok().flatten();
         let word = |name| attribute(name).filter(|text| !text.is_empty());
@@ -280,14 +281,15 @@ impl VerifiedRequest<'_> {
         event.occurred_at = attribute("ce-time").and_then(|time| time.parse().ok());
     }
 
-    /// What the first place that holds something says, or why there is none.
+    /// Returns the value of the first place that holds something, or an error that lists the
+    /// places.
     fn required(&self, origins: &[Origin], digest: &[u8; 32]) -> Result<String, String> {
         let looked_at = || origins.iter().map(Origin::to_string).collect::<Vec<_>>().join(", nor at ");
         self.find(origins, digest)?.ok_or_else(|| format!("there is none at {}", looked_at()))
     }
 
-    /// The first place that holds something; an error if a header is there twice, for then it says
-    /// two things.
+    /// Returns the value of the first place that holds something. A header that occurs twice is an
+    /// error, because its value is ambiguous.
     fn find(&self, origins: &[Origin], digest: &[u8; 32]) -> Result<Option<String>, String> {
         for origin in origins {
             let found = match origin {
@@ -310,7 +312,7 @@ fn digest_text(digest: &[u8; 32]) -> String {
     format!("sha256:{hex}")
 }
 
-/// A header's only value as text, CloudEvents attributes decoded.
+/// Returns the single value of a header as text, with CloudEvents attributes decoded.
 fn only(headers: &HeaderMap, name: &str) -> Result<Option<String>, ()> {
     let mut values = headers.get_all(name).iter();
     let Some(value) = values.next() else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! One request, from the first byte to the answer.
+//! Handles one request, from the first byte to the answer.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -17,13 +17,13 @@ use crate::ingress::{Ingress, SourceState};
 use crate::mapping::{Rejection, VerifiedRequest};
 use crate::source::Check;
 
-/// Longest time for the body of a message whose own headers say that it is out of time.
+/// Time limit for the body of a message whose headers already show a stale timestamp.
 const STALE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The handler.
 ///
-/// Cancel-safety: dropped because the sender hung up, the message may or may not be stored; its
-/// repetition is a duplicate then.
+/// Cancel-safety: if it is dropped because the sender closed the connection, the message may or may
+/// not be stored. If it was, its repetition is a duplicate.
 pub(crate) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Path<String>, request: Request) -> Answer {
     let Some(state) = ingress.sources.get(&name) else {
         ingress.unknown.count(&Answer::UnknownSource);
@@ -40,8 +40,8 @@ pub(crate) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Pat
 }
 
 impl Ingress {
-    /// Notes what the receiver does not see: replays known by their age, and bodies that do not
-    /// end.
+    /// Records what the receiver does not see: replays recognised by their age, and bodies dropped
+    /// from the full buffer.
     fn observe(&self, state: &SourceState, answer: &Answer) {
         match answer {
             Answer::Refused(refusal) if refusal.is_stale() => {
@@ -86,9 +86,9 @@ impl Ingress {
         self.store(state, inbound).await
     }
 
-    /// What the sender of a verified message hears that is no event. Each is lost if nobody mends
-    /// the mapping in time, so each is logged; but whoever captured one can send it all day, so no
-    /// more than so many a minute.
+    /// Returns the answer for a verified message that is not an event. It is lost unless the
+    /// mapping is fixed in time, so it is logged. The log is rate limited, because anybody who
+    /// captured one such message can send it all day.
     fn answer_to(&self, state: &SourceState, rejection: &Rejection) -> Answer {
         match rejection {
             Rejection::Answered(answer) => answer.clone(),
@@ -101,23 +101,23 @@ impl Ingress {
         }
     }
 
-    /// Keeps the source to its rate.
+    /// Applies the source's rate limit.
     fn pace(&self, state: &SourceState) -> Result<(), Answer> {
         let Some(rate) = &state.rate else { return Ok(()) };
         let mut bucket = rate.lock().unwrap_or_else(PoisonError::into_inner);
         bucket.take(self.clock.monotonic()).map_err(Answer::TooMany)
     }
 
-    /// Checks the headers before anything of the body is read; how long the body may take then.
-    /// Anybody can write headers, so this keeps out only who does not know what to write; SNS signs
-    /// nothing there.
+    /// Checks the headers before any of the body is read, and returns the time limit for the body.
+    /// Anybody can write plausible headers, so this rejects only careless requests. SNS signs no
+    /// headers.
     fn check_head(&self, state: &SourceState, head: &postbox_webhook::Request<'_>) -> Result<Duration, Answer> {
         let timeout = state.source.limits.body_timeout;
         let Check::Keys(verifier) = &state.source.check else { return Ok(timeout) };
         match verifier.check_head(head, self.now()) {
             Ok(()) => Ok(timeout),
-            // A time alone says nothing. Of a verified message it says that somebody repeats it or
-            // that a clock is off, so the body is read; but it is not waited for long.
+            // A stale timestamp alone proves nothing. On a verified message it shows a replay or a
+            // wrong clock, so the body is read, but with a short time limit.
             Err(refusal) if refusal.is_stale() => Ok(timeout.min(STALE_TIMEOUT)),
             Err(refusal) => {
                 debug!(source = %state.source.name, code = refusal.code(), why = %refusal, "webhook refused");
@@ -140,9 +140,9 @@ impl Ingress {
             Check::Sns(sns) => sns.check(body, &self.clock).await,
         };
         if let Err(Answer::Refused(refusal)) = &verified {
-            // Anybody can cause these as often as they like: a mismatch with nothing at hand, a
-            // stale time with one captured message. All are counted; of the stale ones, which may
-            // mean that a clock is off, one in ten minutes is logged.
+            // Anybody can cause these at will: a mismatch with no knowledge, a stale timestamp with
+            // one captured message. All are counted. Stale ones may mean that a clock is wrong, so
+            // one in ten minutes is logged.
             match refusal.is_stale() && state.logging().stale(self.clock.monotonic()) {
                 true => warn!(source = %state.source.name, code = refusal.code(), "webhook refused: {refusal}"),
                 false => debug!(source = %state.source.name, code = refusal.code(), "webhook refused: {refusal}"),
@@ -160,12 +160,11 @@ impl Ingress {
             Ok(Received::Accepted(_)) => Ok(Answer::Accepted),
             Ok(Received::Duplicate) => Ok(Answer::Duplicate),
             Ok(Received::Conflict) => Ok(Answer::Conflict),
-            // Not waited for: a sender that is asked to come again soon is better off than one in a
-            // queue it cannot see.
+            // Refused rather than queued: an early repetition serves the sender better than a queue
+            // that it cannot see.
             Err(failure) if failure.code() == Receiver::BUSY => Err(Answer::Busy),
             Err(failure) if failure.kind() == ErrorKind::Invalid => Err(Answer::Unmapped("event_invalid")),
-            // Also a wrong log or schema: somebody can mend it, and the sender's repetition then
-            // succeeds.
+            // Includes a wrong log or schema: once that is fixed, the sender's repetition succeeds.
             Err(_) => Err(Answer::StoreDown),
         }
     }

@@ -1,9 +1,9 @@
-//! AWS SNS: the certificate a message names, fetched once; and the handshake of a subscription.
+//! AWS SNS: fetches the certificate that a message names, and confirms subscriptions.
 //!
-//! Both are requests that a stranger can cause, to addresses that [`postbox_webhook::sns`] lets
-//! through: hosts of AWS itself, and nothing else. They are made with the guard of the sinks:
-//! public addresses only, checked before each connection, no redirect, no proxy, bounded in size
-//! and time.
+//! Strangers can cause both kinds of request, so they go only to addresses that
+//! [`postbox_webhook::sns`] accepts: hosts of AWS. They use the guarded client of the sinks: public
+//! addresses only, checked before each connection, no redirects, no proxy, bounded in size and
+//! time.
 
 mod certificates;
 #[cfg(test)]
@@ -23,13 +23,12 @@ use tracing::{info, warn};
 use crate::answer::Answer;
 use certificates::{Certificates, FETCHES_MAX};
 
-/// Longest wait for a certificate, and for those that were asked for before it; or for a
-/// confirmation.
+/// Time limit for a certificate, queueing included, and for a confirmation.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Who makes requests: the guarded client, or a test.
+/// Performs the requests: the guarded client, or a test double.
 pub(crate) trait Fetch: Send + Sync + 'static {
-    /// GETs what is at `url`. Never prints it: it may hold a token.
+    /// GETs `url`. Never logs it, because it may contain a token.
     fn get(&self, url: String) -> BoxFuture<'_, Fetched>;
 }
 
@@ -39,7 +38,7 @@ impl Fetch for PublicClient {
     }
 }
 
-/// What one source needs to take messages of SNS.
+/// The SNS state of one source.
 pub(crate) struct Sns {
     verifier: Verifier,
     confirm: bool,
@@ -57,7 +56,7 @@ impl Sns {
         Self { verifier, confirm, fetch, certificates }
     }
 
-    /// A notification that is genuine, or the answer to anything else.
+    /// Returns a verified notification, or the answer for anything else.
     pub(crate) async fn check(&self, body: &[u8], clock: &Arc<dyn Clock>) -> std::result::Result<Verified, Answer> {
         let unverified = self.verifier.read(body).map_err(Answer::Refused)?;
         let url = unverified.certificate_url().clone();
@@ -75,7 +74,7 @@ impl Sns {
         }
     }
 
-    /// Visits the URL that confirms, if the configuration says so.
+    /// Calls the confirmation URL, if the configuration allows it.
     async fn confirm(&self, asked: &Confirmation, clock: &dyn Clock) -> Answer {
         let topic = &asked.topic_arn;
         if !self.confirm {

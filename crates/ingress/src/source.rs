@@ -1,4 +1,4 @@
-//! One sender: how its messages are verified, understood and bounded.
+//! One sender: how its messages are verified, mapped and bounded.
 
 use std::time::Duration;
 
@@ -10,23 +10,23 @@ use crate::headers::Dropped;
 use crate::mapping::Mapping;
 use crate::sns::Sns;
 
-/// Bounds on what one source may cost.
+/// Limits on what one source may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SourceLimits {
-    /// Largest body. Default 1 MiB; at most 16 MiB, because it becomes a payload.
+    /// Largest body. Default 1 MiB; at most 16 MiB, the limit of a payload.
     pub body_bytes: usize,
-    /// All bodies that are being received at one time, together. Default 12 MiB, and at least three
-    /// largest bodies. What has not arrived does not count, so slow senders of little hold up
-    /// nobody. When it is full, the body that began first and is not verified makes room (408).
+    /// Memory for all bodies that are being received. Default 12 MiB, and at least three bodies of
+    /// the largest size. Only bytes that arrived count, so slow senders block nobody. When it is
+    /// full, the oldest unverified body is dropped (408).
     pub buffered_bytes: usize,
-    /// Longest time for a body to arrive. Default 10 s.
+    /// Time limit for a body. Default 10 s.
     pub body_timeout: Duration,
-    /// Most verified messages on their way into the store at once. Default 256.
+    /// Most verified messages that are being stored at once. Default 256.
     pub concurrency: usize,
-    /// Most verified messages in a time. Default: no limit. What is not verified does not count, so
-    /// nobody else can use it up.
+    /// Rate limit of verified messages. Default: none. Unverified messages do not count, so a
+    /// stranger cannot use it up.
     pub rate: Option<Rate>,
-    /// Longest wait for the store. Default 10 s; after that the sender comes again.
+    /// Longest wait for the store. Default 10 s; then the sender is asked to repeat.
     pub store_timeout: Duration,
 }
 
@@ -43,21 +43,21 @@ impl Default for SourceLimits {
     }
 }
 
-/// One sender: how its messages are verified, understood and bounded.
+/// One sender: how its messages are verified, mapped and bounded.
 #[derive(Debug)]
 pub struct WebhookSource {
     /// Its name, which is its path: `/in/NAME`.
     pub name: SourceName,
-    /// The log it stores into.
+    /// The log that it writes to.
     pub log: LogName,
     pub(crate) check: Check,
-    /// Where id, topic, key and tenant come from.
+    /// Where id, topic, key and tenant are taken from.
     pub mapping: Mapping,
-    /// Bounds.
+    /// Its limits.
     pub limits: SourceLimits,
-    /// CloudEvents: who gets consent by the `OPTIONS` handshake, by the names they send in
-    /// `WebHook-Request-Origin`. Default: nobody. Consent is not authentication: what then comes is
-    /// verified as everything else.
+    /// CloudEvents: the origins that get consent in the `OPTIONS` handshake, by their
+    /// `WebHook-Request-Origin`. Default: none. Consent is not authentication: their messages are
+    /// verified like any other.
     pub allowed_origins: Vec<String>,
     pub(crate) convert: Option<Convert>,
     pub(crate) dropped: Dropped,
@@ -66,9 +66,9 @@ pub struct WebhookSource {
 /// How a message is verified.
 #[derive(Debug)]
 pub(crate) enum Check {
-    /// By keys that both sides know.
+    /// With secrets that both sides have.
     Keys(Box<dyn Verify>),
-    /// By a certificate that AWS has.
+    /// With a certificate of AWS.
     Sns(Box<Sns>),
 }
 
@@ -88,16 +88,17 @@ impl From<Sns> for Check {
 }
 
 impl WebhookSource {
-    /// A source with the scheme's usual mapping and the default limits.
+    /// Creates a source with the scheme's default mapping and the default limits.
     pub fn new(name: SourceName, log: LogName, verifier: Box<dyn Verify>) -> Self {
         Self::checked_by(name, log, Check::Keys(verifier))
     }
 
-    /// A source for AWS SNS, which has no shared secret: the ingress fetches the certificates that
-    /// messages name, from hosts of AWS only.
+    /// Creates a source for AWS SNS. It has no shared secret: the ingress fetches the certificates
+    /// that messages name, from hosts of AWS only.
     ///
-    /// With `confirm`, a genuine request to confirm a subscription to one of the verifier's topics
-    /// is answered by visiting its URL; without, it is logged, and you confirm in AWS.
+    /// With `confirm`, the ingress confirms a verified request to subscribe to one of the
+    /// verifier's topics by visiting its URL. Without it, the request is logged, and you confirm in
+    /// AWS.
     pub fn sns(
         name: SourceName,
         log: LogName,
@@ -121,14 +122,15 @@ impl WebhookSource {
         }
     }
 
-    /// Stores events of your own making instead of the messages as they came: `convert` gets each
-    /// verified message once per request, and gives the event to store, or `None` if there is
-    /// nothing to store. The id by which it is stored once is the message's, from the mapping; so
-    /// is the tenant, if the mapping has one. If it has none and your function sets a tenant, take
-    /// it from the body: a message is known by source, tenant and id, so one captured message would
-    /// be stored again under every tenant that an unsigned header says.
+    /// Stores events of your own making instead of the messages as they arrived. `convert` is
+    /// called once per verified request and returns the event to store, or `None` to store nothing.
+    /// The id under which it is stored once is the message's id from the mapping, and so is the
+    /// tenant if the mapping has one. If your function sets the tenant, take it from the body and
+    /// not from a header, which is unsigned: a message is identified by source, tenant and id, so
+    /// one captured message could be stored again under any number of tenants.
     ///
-    /// An error is answered with 422 and logged; a panic with 500, and the sender comes again.
+    /// An error is answered with 422 and logged. A panic is answered with 500, and the sender
+    /// repeats.
     ///
     /// ```
     /// # use postbox_core::{LogName, NewEvent, SourceName};

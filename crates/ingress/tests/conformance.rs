@@ -1,5 +1,4 @@
-//! The suite of the way into the inbox, for webhooks: senders that repeat until they hear a final
-//! answer.
+//! The receiving suite for webhooks, with senders that repeat until they get a final answer.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,10 +19,10 @@ use tokio::sync::{Notify, watch};
 use tower::ServiceExt as _;
 
 const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
-/// Where the clock stands.
+/// The time on the test clock.
 const NOW_S: i64 = 1_767_225_600;
 const IN_FLIGHT_MAX: usize = 8;
-/// When a sender comes again.
+/// How long a sender waits before it repeats.
 const AGAIN: Duration = Duration::from_millis(2);
 
 struct Senders {
@@ -33,9 +32,9 @@ struct Senders {
 
 struct Shared {
     router: Router,
-    /// Whether anybody serves.
+    /// Whether the ingress serves requests.
     started: watch::Sender<bool>,
-    /// All connections break.
+    /// Breaks all connections.
     broken: Notify,
     answers_lost: AtomicBool,
     settled: AtomicUsize,
@@ -64,7 +63,7 @@ async fn senders() -> Senders {
 }
 
 impl Shared {
-    /// Posts a message until it hears that it is stored, known or refused for good.
+    /// Posts a message until it is accepted, a duplicate, or refused for good.
     async fn send(&self, id: String, body: String, topic: &'static str) {
         let signer = Signer::new([SignKey::parse(SECRET).expect("a key")]).expect("a signer");
         let signed = signer.sign(&id, UnixSeconds(NOW_S), body.as_bytes()).expect("signed");
@@ -106,7 +105,7 @@ impl Senders {
 #[async_trait]
 impl ReceivingFixture for Senders {
     fn traits(&self) -> ReceivingTraits {
-        // Each request is on its own: senders that want an order wait for the answer.
+        // Requests are independent: a sender that needs an order waits for each answer.
         ReceivingTraits { in_flight_max: IN_FLIGHT_MAX, ordered: false, poison: Poison::Refused }
     }
 

@@ -1,20 +1,21 @@
-//! Certificates of AWS: fetched once, kept by URL; and who goes first when strangers name thousands
-//! that do not exist.
+//! AWS signing certificates: fetched once, cached by URL. Decides which fetch goes first when
+//! strangers name thousands of certificates that do not exist.
 //!
-//! Whether a message is genuine is only known once its certificate is there, and anybody may name
-//! one. Five rules keep forgers from keeping the genuine ones out:
+//! A message can be verified only with its certificate, and anybody may name one. Five rules keep
+//! forgers from blocking genuine senders:
 //!
-//! - So many fetches a second, and no more; what is asked for by many is fetched once.
-//! - First comes the certificate that was named most often lately, and of equals the one named
-//!   last. A genuine sender names the same one in all of its messages and repetitions. A forger can
-//!   do that too, but each fetch of his is spent: what AWS does not have is not asked for again for
-//!   a minute, and begins at nothing then. So with F forgeries a second nobody who has named his
-//!   certificate F / [`FETCHES_PER_SECOND`] times can be kept waiting by forgers who began when he
-//!   did; those who have prepared for long can delay him for as long as their provisions last,
-//!   minutes at most.
-//! - Whoever is behind is sent away at once rather than kept: forgers hold no connections. That he
-//!   came is remembered.
-//! - A certificate that has verified a message is never given up for one that has not.
+//! - The number of fetches per second is limited. A certificate that several messages wait for is
+//!   fetched once.
+//! - The certificate named most often lately comes first; among equals, the one named last. A
+//!   genuine sender names the same one in all its messages and repetitions. A forger can do that
+//!   too, but a fetch uses it up: a URL that AWS does not have is not fetched again for a minute,
+//!   and its count starts again at zero. So with F forgeries a second, a genuine sender whose
+//!   certificate was named F / [`FETCHES_PER_SECOND`] times cannot be delayed by forgers who began
+//!   when it did. Forgers who prepared for longer can delay it until their prepared names are used
+//!   up, minutes at most.
+//! - A message whose certificate ranks too low is refused at once and not kept waiting, so forgers
+//!   hold no connections. Its URL is counted all the same.
+//! - A certificate that has verified a message is never evicted for one that has not.
 //! - Warnings about all this are rate limited.
 
 use std::collections::hash_map::RandomState;
@@ -34,29 +35,26 @@ use tracing::warn;
 use super::{FETCH_TIMEOUT, Fetch};
 use crate::answer::Answer;
 
-/// Most certificates kept. AWS uses one per region and changes it about once a year.
+/// Most cached certificates. AWS uses one per region and changes it about once a year.
 const CERTIFICATES_MAX: usize = 16;
-/// Most requests to AWS that strangers can cause: fewer than the forgeries that cause them, and
-/// nothing to a service of that size.
+/// Most requests per second to AWS that strangers can cause: fewer than the forgeries that cause
+/// them, and negligible for AWS.
 pub(crate) const FETCHES_PER_SECOND: u32 = 50;
-/// What of them may come at once.
+/// Burst of fetches.
 const FETCH_BURST: Duration = Duration::from_millis(200);
-/// Most requests to AWS at one time: at a fifth of a second each they make use of the rate, and no
-/// more.
+/// Most concurrent fetches. At a fifth of a second each, 16 are enough to use the rate.
 pub(crate) const FETCHES_MAX: usize = 16;
-/// Most messages that wait for certificates: a quarter of the connections that a server commonly
-/// has.
+/// Most messages that wait for certificates: a quarter of the connections a server usually allows.
 const ASKERS_MAX: usize = 128;
-/// How long what AWS does not have is not asked for again.
+/// How long a URL that AWS does not have is not fetched again.
 const REFUSED_FOR: Duration = Duration::from_secs(60);
-/// Most URLs of which it is known how often they were named: 160 s of 200 forgeries a second, in 4
-/// MiB.
+/// Most URLs whose requests are counted: 160 s of 200 forgeries a second, in 4 MiB.
 const COUNTS_MAX: usize = 32 * 1024;
-/// A URL that nobody names for so long begins at nothing. SNS repeats after 20 s if nothing else is
-/// set.
+/// The count of a URL that nobody names for this long starts again at zero. SNS repeats after 20 s
+/// by default.
 const COUNTED_FOR: Duration = Duration::from_secs(120);
 
-/// All of one source.
+/// The certificates of one source.
 pub(crate) struct Certificates {
     fetch: Arc<dyn Fetch>,
     state: Mutex<State>,
@@ -64,7 +62,7 @@ pub(crate) struct Certificates {
 
 struct State {
     known: BTreeMap<String, Known>,
-    /// Until when.
+    /// When each refused URL may be fetched again.
     refused: HashMap<String, Duration>,
     counts: RequestCounts,
     waiting: BTreeMap<String, Waiting>,
@@ -75,14 +73,14 @@ struct State {
 
 struct Known {
     certificate: Certificate,
-    /// It has verified a message.
+    /// Whether it has verified a message.
     proven: bool,
 }
 
-/// What one certificate's fetch will tell.
+/// The result of fetching one certificate.
 type Found = Result<Certificate, Answer>;
 
-/// A certificate that is asked for.
+/// A certificate that messages wait for.
 struct Waiting {
     url: CertificateUrl,
     rank: Rank,
@@ -90,7 +88,7 @@ struct Waiting {
     fetching: bool,
 }
 
-/// How often it was named lately, and when last, by a count of all that came.
+/// How often it was named lately; then when last, as the running number of that request.
 type Rank = (u32, u64);
 
 impl Certificates {
@@ -108,7 +106,7 @@ impl Certificates {
         Arc::new(Self { fetch, state: Mutex::new(state) })
     }
 
-    /// The certificate at `url`. Dropped, nobody waits for it any more.
+    /// Returns the certificate at `url`. Cancel-safe: dropping this future only gives up its place.
     pub(crate) async fn get(self: &Arc<Self>, url: &CertificateUrl, clock: &Arc<dyn Clock>) -> Found {
         let (asker, found) = oneshot::channel();
         let starts = {
@@ -126,13 +124,13 @@ impl Certificates {
             tokio::spawn(fetcher.run(Arc::clone(clock)));
         }
         tokio::select! {
-            // Without an answer: made way for others.
+            // Dropped without an answer: evicted from the queue by others.
             found = found => found.unwrap_or(Err(Answer::CertificateUnavailable)),
             () = clock.sleep(FETCH_TIMEOUT) => Err(Answer::CertificateUnavailable),
         }
     }
 
-    /// It has verified a message.
+    /// Marks a certificate as having verified a message.
     pub(crate) fn mark_proven(&self, url: &CertificateUrl) {
         if let Some(known) = self.state().known.get_mut(url.as_str()) {
             known.proven = true;
@@ -143,18 +141,18 @@ impl Certificates {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells whoever asked, and remembers.
+    /// Answers everyone who waits for `url`, and caches the result.
     fn settle(&self, url: &str, fetched: Fetched, now: Duration) {
         let mut state = self.state();
         let Some(waiting) = state.waiting.remove(url) else { return };
-        // Spent, whatever came of it.
+        // The fetch uses up the count, whatever its result.
         state.counts.forget(url);
         let (found, why) = match fetched {
             Fetched::Body(pem) => match Certificate::from_pem(&waiting.url, &pem) {
                 Ok(certificate) => (Ok(certificate), String::new()),
                 Err(error) => (Err(Answer::Refused(Refusal::CertificateUrlRefused)), error.to_string()),
             },
-            // AWS has no such certificate: the message is made up.
+            // AWS has no such certificate, so the message is forged.
             Fetched::Refused(why) => (Err(Answer::Refused(Refusal::CertificateUrlRefused)), why),
             Fetched::Failed(why) => (Err(Answer::CertificateUnavailable), why),
         };
@@ -172,15 +170,14 @@ impl Certificates {
         }
         drop(state);
         for asker in waiting.askers {
-            // Nobody may listen any more.
+            // The asker may be gone.
             let _ = asker.send(found.clone());
         }
     }
 }
 
 impl State {
-    /// Puts an asker in the queue, which may cost another its place; or says at once that there is
-    /// none.
+    /// Queues an asker, perhaps evicting others. Fails at once if there is no place.
     fn ask(&mut self, url: &CertificateUrl, asker: oneshot::Sender<Found>, now: Duration) -> Result<(), Answer> {
         match self.refused.get(url.as_str()) {
             Some(until) if now < *until => return Err(Answer::Refused(Refusal::CertificateUrlRefused)),
@@ -192,8 +189,8 @@ impl State {
             waiting.askers.retain(|asker| !asker.is_closed());
             waiting.askers.len()
         });
-        // What is being fetched is out of the queue: however many ask for it, they keep nobody from
-        // waiting.
+        // A certificate that is being fetched does not count as queued: its askers take no place
+        // from others.
         if its.is_some_and(|askers| askers >= ASKERS_MAX) || !self.make_room(url, rank) {
             return Err(Answer::CertificateUnavailable);
         }
@@ -207,7 +204,7 @@ impl State {
         Ok(())
     }
 
-    /// Sends those away who are behind until there is a place in the queue; `false` if nobody is.
+    /// Evicts lower-ranked askers until the queue has a place; `false` if it cannot.
     fn make_room(&mut self, url: &CertificateUrl, rank: Rank) -> bool {
         self.waiting.retain(|_, waiting| {
             waiting.fetching || waiting.url == *url || waiting.askers.iter().any(|asker| !asker.is_closed())
@@ -226,7 +223,7 @@ impl State {
         true
     }
 
-    /// What is fetched next.
+    /// Returns the certificate to fetch next.
     fn best(&self) -> Option<&Waiting> {
         let wanted = |waiting: &&Waiting| !waiting.fetching && waiting.askers.iter().any(|asker| !asker.is_closed());
         self.waiting.values().filter(wanted).max_by_key(|waiting| waiting.rank)
@@ -234,8 +231,8 @@ impl State {
 
     fn keep(&mut self, url: &str, certificate: Certificate) {
         if self.known.len() >= CERTIFICATES_MAX {
-            // One that nobody needed yet, else the one that ends first; it is fetched again if it
-            // is still in use.
+            // Evict one that has verified nothing yet, else the one that expires first. If it is
+            // still in use it is fetched again.
             let first = self.known.iter().min_by_key(|(_, known)| (known.proven, known.certificate.validity().1.0));
             if let Some(url) = first.map(|(url, _)| url.clone()) {
                 self.known.remove(&url);
@@ -244,7 +241,8 @@ impl State {
         self.known.insert(url.to_owned(), Known { certificate, proven: false });
     }
 
-    /// There are as many as were fetched in the time, at most, and as many again.
+    /// Remembers a refused URL. Expired entries are removed at twice the number that the fetch rate
+    /// allows in [`REFUSED_FOR`].
     fn refuse(&mut self, url: &str, now: Duration) {
         let most = 2 * FETCHES_PER_SECOND as usize * REFUSED_FOR.as_secs() as usize;
         if self.refused.len() >= most {
@@ -254,7 +252,7 @@ impl State {
     }
 }
 
-/// A place among the fetches under way.
+/// A running fetcher; there are at most [`FETCHES_MAX`].
 struct Fetcher {
     certificates: Arc<Certificates>,
     url: Option<String>,
@@ -290,7 +288,7 @@ impl Fetcher {
     fn next(&mut self, now: Duration) -> Next {
         let mut state = self.certificates.state();
         let Some(url) = state.best().map(|waiting| waiting.url.as_str().to_owned()) else {
-            // Under the same lock: whoever comes next finds the place free.
+            // Under the same lock, so that the next asker sees the free place and starts a fetcher.
             state.fetchers -= 1;
             self.retired = true;
             return Next::Retire;
@@ -308,8 +306,8 @@ impl Fetcher {
 
 impl Drop for Fetcher {
     fn drop(&mut self) {
-        // A panic, or its runtime has ended: whoever asked hears that there is none, and the next
-        // begins anew.
+        // After a panic, or when the runtime has ended: the askers are answered, and the next asker
+        // starts a new fetcher.
         if !self.retired {
             let mut state = self.certificates.state();
             state.fetchers -= 1;
@@ -320,7 +318,7 @@ impl Drop for Fetcher {
     }
 }
 
-/// How often URLs were named lately. The least and longest ago named are forgotten first.
+/// How often URLs were named lately. When full, the least often and longest ago named is forgotten.
 #[derive(Default)]
 struct RequestCounts {
     hasher: RandomState,
@@ -330,7 +328,7 @@ struct RequestCounts {
 }
 
 impl RequestCounts {
-    /// One more time.
+    /// Counts one more request and returns the new rank.
     fn add(&mut self, url: &str, now: Duration) -> Rank {
         let hash = self.hasher.hash_one(url);
         let before = self.by_url.get(&hash).copied();

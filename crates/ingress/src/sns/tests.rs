@@ -1,4 +1,4 @@
-//! SNS from the request to the answer, with a scripted AWS.
+//! SNS from the request to the answer, against a scripted AWS.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -20,7 +20,7 @@ use tower::ServiceExt;
 use super::{Fetch, Sns};
 use crate::{Ingress, WebhookSource, router};
 
-/// Signed by openssl, with the certificate beside them; see the generator in that folder.
+/// Messages and their certificate, signed with openssl; see the generator in that folder.
 const MESSAGES: &str =
     include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../webhook/tests/fixtures/sns/messages.json"));
 const SIGNING: &[u8] =
@@ -30,7 +30,7 @@ const CERTIFICATE: &str = "SimpleNotificationService-0123456789abcdef0123456789a
 /// 2030-01-01T00:00:00Z, the time of every message.
 const NOW_S: i64 = 1_893_456_000;
 
-/// What AWS says.
+/// How the scripted AWS behaves.
 #[derive(Clone, Copy, PartialEq)]
 enum Mode {
     Works,
@@ -49,7 +49,7 @@ impl Fetch for Aws {
         self.asked.lock().expect("no panic").push(url.clone());
         let mode = *self.mode.lock().expect("no panic");
         Box::pin(async move {
-            // Others come in meanwhile.
+            // Lets other messages arrive meanwhile.
             tokio::task::yield_now().await;
             match mode {
                 Mode::Works if url.ends_with(".pem") && !url.contains(CERTIFICATE) => Fetched::Refused("404".into()),
@@ -94,7 +94,7 @@ impl Stand {
         Self::post_to(self.router.clone(), body).await
     }
 
-    /// The same for a task of its own.
+    /// Posts in a separate task.
     fn spawn(&self, body: String) -> JoinHandle<(u16, String)> {
         tokio::spawn(Self::post_to(self.router.clone(), body))
     }
@@ -131,7 +131,7 @@ async fn a_notification_is_stored_once_and_a_crowd_costs_one_certificate() {
     assert!(answers.iter().all(|(status, _)| *status == 202 || *status == 200), "{answers:?}");
     assert_eq!((stand.count("accepted"), stand.count("duplicate")), (1, 49));
     assert_eq!(stand.asked().len(), 1);
-    // The same id with another text is another message under a known id, and as genuine.
+    // The same id with another text: a conflict, and as genuine as the first.
     is(&stand.post(fixture("notification of an empty text")).await, 200, "conflict");
     assert_eq!(stand.asked().len(), 1);
 }
@@ -167,7 +167,7 @@ async fn without_the_certificate_the_sender_comes_again() {
     for mode in [Mode::Refuses, Mode::SaysNonsense] {
         stand.set(mode);
         is(&stand.post(fixture("notification")).await, 401, "unverified");
-        // Not asked for again for a minute, whatever AWS would say.
+        // Not fetched again for a minute, even if AWS has it now.
         stand.set(Mode::Works);
         let asked = stand.asked().len();
         is(&stand.post(fixture("notification")).await, 401, "unverified");
@@ -181,7 +181,7 @@ fn forged(name: &str) -> String {
     fixture("notification").replace(CERTIFICATE, name)
 }
 
-/// Lets everybody do what can be done at this moment.
+/// Lets every task make progress at this moment.
 async fn settle() {
     for _ in 0..20 {
         tokio::task::yield_now().await;
@@ -202,14 +202,14 @@ async fn strangers_cannot_make_us_ask_aws_for_ever() {
         }
         assert!(stand.asked().len() <= 12 + 50 * second, "{} requests in {second} s", stand.asked().len());
     }
-    // Most were sent away at once, and the others have had their answers by now.
+    // Most were refused at once, and the rest have been answered by now.
     for post in posts {
         assert!(post.is_finished());
         let (status, _) = post.await.expect("no panic");
         assert!(status == 401 || status == 503, "{status}");
     }
     is(&stand.post(fixture("notification")).await, 200, "duplicate");
-    // One name a thousand times is one request.
+    // One name, a thousand times: one fetch.
     let before = stand.asked().len();
     for _ in 0..1_000 {
         is(&stand.post(forged("Again")).await, 401, "unverified");
@@ -217,12 +217,11 @@ async fn strangers_cannot_make_us_ask_aws_for_ever() {
     assert_eq!(stand.asked().len(), before + 1);
 }
 
-/// How somebody without a key uses 200 requests a second: the name of the certificate in the
-/// request of that number.
+/// A forger's strategy at 200 requests a second: the name of the certificate in request n.
 type Forger = fn(u64) -> u64;
 
-/// At which attempt a genuine sender gets through who began at this moment of a forger's, and
-/// repeats 20 s after each refusal, as SNS does.
+/// The number of attempts that a genuine sender needs. It begins `head_start` requests after the
+/// forger and repeats 20 s after each refusal, as SNS does.
 async fn attempts(forger: Forger, head_start: u64) -> u32 {
     let stand = Stand::new(false);
     let (mut attempts, mut again_at) = (0, head_start);
@@ -250,7 +249,7 @@ async fn attempts(forger: Forger, head_start: u64) -> u32 {
 
 #[tokio::test]
 async fn forged_certificates_do_not_keep_a_genuine_message_out() {
-    // A new name each time; each name twice, three, four, ten times in a row; ten names in turns.
+    // A new name each time; each name 2, 3, 4 and 10 times in a row; ten names in turn.
     let forgers: [(Forger, u32); 6] =
         [(|n| n, 2), (|n| n / 2, 3), (|n| n / 3, 4), (|n| n / 4, 4), (|n| n / 10, 4), (|n| n / 2_000 * 10 + n % 10, 4)];
     for (number, (forger, most)) in forgers.into_iter().enumerate() {
@@ -263,8 +262,8 @@ async fn forged_certificates_do_not_keep_a_genuine_message_out() {
 async fn a_certificate_that_was_needed_is_not_given_up_for_others() {
     let stand = Stand::new(false);
     is(&stand.post(fixture("notification")).await, 202, "accepted");
-    // Certificates that are there, as those of AWS's other regions are; they verify nothing that a
-    // stranger has.
+    // Certificates that exist, such as those of other AWS regions, but verify nothing that a
+    // stranger can send.
     for number in 0..40 {
         let region = format!("https://sns.eu-west-{number}.amazonaws.com/");
         let body = fixture("notification").replace("https://sns.eu-central-1.amazonaws.com/", &region);
@@ -310,13 +309,13 @@ async fn a_subscription_is_confirmed_if_the_configuration_says_so() {
     assert_eq!(stand.count("accepted"), 1);
 }
 
-/// A body that is whole and waits for a certificate is no more than one that does not end.
+/// A complete body that waits for a certificate can be dropped like one that does not end.
 #[tokio::test]
 async fn forgeries_that_wait_for_certificates_do_not_hold_the_buffer() {
     let stand = Stand::new(false);
     is(&stand.post(fixture("notification")).await, 202, "accepted");
-    // White space that nobody signs, up to the largest body; more of them than there is room for,
-    // and time stands still.
+    // Unsigned white space up to the largest body, in more messages than the buffer holds, and the
+    // clock stands still.
     let large = |name: &str| format!("{}{}", forged(name), " ".repeat(1_000_000));
     let posts: Vec<_> = (0..60).map(|number| stand.spawn(large(&format!("Guess-{number}")))).collect();
     settle().await;

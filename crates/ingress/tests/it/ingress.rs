@@ -1,4 +1,4 @@
-//! The ingress: who gets in, what is stored, what everybody hears.
+//! The ingress: who is let in, what is stored, and what each sender is answered.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -196,11 +196,11 @@ async fn bodies_are_bounded_however_they_come() {
     let stand = Stand::new(vec![small]);
     let bodies = ["x".repeat(100), "x".repeat(101)];
     same(&stand.post(signed("at", bodies[0].as_bytes()).body(Body::from(bodies[0].clone())).unwrap()).await, ACCEPTED);
-    // Announced.
+    // Declared too large.
     let announced =
         signed("over", bodies[1].as_bytes()).header("content-length", "101").body(Body::from(bodies[1].clone()));
     assert_eq!(stand.post(announced.unwrap()).await.0, StatusCode::PAYLOAD_TOO_LARGE);
-    // In pieces without an end, and with a length that lies.
+    // Endless, without a length or with a false one.
     for length in [None, Some("10")] {
         let endless = stream::repeat_with(|| Ok::<_, std::io::Error>(Bytes::from_static(b"0123456789")));
         let mut builder = signed("endless", b"");
@@ -242,7 +242,7 @@ async fn slow_senders_are_let_go_and_hold_up_nobody() {
     assert_eq!(stand.count("body_too_slow"), 500);
 }
 
-/// What is in the headers is looked at before anything of the body is read.
+/// The headers are checked before any of the body is read.
 #[tokio::test]
 async fn without_the_right_headers_no_body_is_waited_for() {
     let mut patient = source("hooks", Scheme::StandardWebhooks);
@@ -260,7 +260,7 @@ async fn without_the_right_headers_no_body_is_waited_for() {
         same(&stand.post(request).await, (StatusCode::UNAUTHORIZED, "unverified"));
         assert_eq!(stand.count(code), 1, "{code}");
     }
-    // A time is not trusted without the rest: the body is asked for, and not for long.
+    // A stale timestamp alone is not trusted: the body is read, but not waited for long.
     let at = |body: Body, time: i64| {
         let mut request = signed("msg_1", b"x").body(body).unwrap();
         request.headers_mut().insert("webhook-timestamp", time.into());
@@ -283,7 +283,7 @@ async fn what_is_buffered_is_bounded_for_all_together() {
         ..SourceLimits::default()
     };
     let stand = Stand::new(vec![tight]);
-    // Three largest bodies there is room for, however little is said.
+    // There is always memory for three bodies of the largest size, however small the limit.
     let crowd = (0..8).map(|_| stand.post(signed("slow", b"x").body(never_ends("0123456789")).unwrap()));
     let (crowd, genuine) = tokio::join!(futures::future::join_all(crowd), stand.post(message("msg_1", "{}")));
     same(&genuine, ACCEPTED);
@@ -374,7 +374,7 @@ async fn a_mapping_of_one_s_own_and_what_it_refuses() {
     ] {
         same(&post(kinds, body).await, (StatusCode::UNPROCESSABLE_ENTITY, code));
     }
-    // No customer: no order, but stored.
+    // Without a customer there is no key, but it is stored.
     same(&post(&["a.b"], r#"{"meta":{"id":9},"tenant":"acme"}"#).await, ACCEPTED);
 }
 
@@ -398,8 +398,8 @@ async fn a_proxy_s_noise_does_not_keep_a_message_out() {
     assert_eq!(event.headers["a-list"], "1, 2");
     assert!(!format!("{event:?}").contains("canary"));
     assert!(!event.headers.contains_key("webhook-signature") && !event.headers.contains_key("a-binary"));
-    // What did not fit is counted, what is left out by its name is not: 91 kept names, of which an
-    // event has room for some.
+    // Headers that did not fit are counted, headers dropped by name are not: 91 names are kept, and
+    // an event has room for some of them.
     let kept = event.headers.len() as u64 - 1;
     let dropped = stand.ingress.headers_dropped();
     assert_eq!(
@@ -454,7 +454,7 @@ async fn cloudevents_consent_is_given_to_known_origins_only() {
     }
     assert_eq!(ask("/in/nobody", &["b"]).await.0, StatusCode::NOT_FOUND);
     assert_eq!((stand.count("consent"), stand.count("origin_refused")), (2, 5));
-    // Consent is no authentication.
+    // Consent is not authentication.
     let unsigned = Request::post("/in/hooks").header("origin", "events.example.org").body(Body::from("{}")).unwrap();
     same(&stand.post(unsigned).await, UNVERIFIED);
 }
@@ -477,7 +477,7 @@ async fn a_source_s_own_function_makes_the_event() {
     let stand = Stand::new(vec![own]);
     let post = |id: &'static str, body: &'static str| stand.post(message(id, body));
     same(&post("m1", r#"{"type":"invoice.paid","who":"ann","tenant":"acme"}"#).await, ACCEPTED);
-    // Another body under the id is a conflict, although the event made of it could be the same.
+    // Another body under the same id is a conflict, although both make the same event.
     same(&post("m1", r#"{"type":"invoice.paid","who":"ann","tenant":"acme" }"#).await, (StatusCode::OK, "conflict"));
     same(&post("m2", r#"{"type":"invoice.sent","tenant":"acme"}"#).await, (StatusCode::OK, "ignored"));
     let unmapped = |code| (StatusCode::UNPROCESSABLE_ENTITY, code);
@@ -492,7 +492,7 @@ async fn a_source_s_own_function_makes_the_event() {
     assert_eq!((event.topic.as_str(), &event.payload[..]), ("billing.paid", &br#"paid by "ann" (m1)"#[..]));
     assert_eq!((event.key.as_deref(), event.tenant.as_deref()), (Some("c1"), Some("acme")));
     assert_eq!((event.source.as_deref(), event.headers["postbox-message-id"].as_str()), (Some("hooks"), "m1"));
-    // Nobody who is not verified reaches the function.
+    // Unverified messages never reach the function.
     let forged = Request::post("/in/hooks").body(Body::from(r#"{"type":"broken"}"#)).unwrap();
     same(&stand.post(forged).await, UNVERIFIED);
 

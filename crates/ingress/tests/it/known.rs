@@ -1,5 +1,5 @@
-//! What a message is known by: only what its sender signed, however a stranger who captured it
-//! spells the rest.
+//! A message is identified only by what its sender signed, however a stranger who captured it
+//! changes the rest.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::ingress::{ACCEPTED, Stand, TEXT_SECRET, message, same, signed, source
 
 const DUPLICATE: (StatusCode, &str) = (StatusCode::OK, "duplicate");
 const CONFLICT: (StatusCode, &str) = (StatusCode::OK, "conflict");
-/// By Python's standard library, of [`FORM`] at [`TWILIO_URL`] with [`TEXT_SECRET`].
+/// Computed with Python's standard library, from [`FORM`] at [`TWILIO_URL`] with [`TEXT_SECRET`].
 const TWILIO_SIGNATURE: &str = "z93gBVF6mTyzS/xlLWj/ZlIrbk0=";
 const TWILIO_URL: &str = "https://hooks.example.org/in/twilio";
 const FORM: &str = "CallSid=CA1&Digits=12";
@@ -37,7 +37,7 @@ fn refusal(source: WebhookSource) -> Option<postbox_core::Error> {
 
 #[test]
 fn a_tenant_that_nobody_signed_is_refused() {
-    // The three left out need secrets and settings of other forms; the rule is one for all.
+    // The three schemes left out need other secrets and settings; the rule is the same for all.
     for scheme in
         Scheme::ALL.into_iter().filter(|scheme| !matches!(scheme, Scheme::Sns | Scheme::Twilio | Scheme::Stripe))
     {
@@ -47,7 +47,7 @@ fn a_tenant_that_nobody_signed_is_refused() {
             refusal(source)
         };
         for name in ["x-shopify-shop-domain", "ce-tenant", "svix-id"] {
-            // After one that is signed, too: it may be absent.
+            // Also behind a signed place, because that one may be absent.
             for tenant in [header(name), [json("/tenant"), header(name)].concat()] {
                 let reported = with(tenant).expect("refused");
                 assert_eq!(reported.code(), "tenant_unsigned", "{scheme} {name}");

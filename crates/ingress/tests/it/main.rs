@@ -1,5 +1,4 @@
-//! The ingress: who gets in, what is stored, what everybody hears; and the sink over a real
-//! connection into it.
+//! The ingress, alone and behind a real connection from the sink.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,10 +8,10 @@ mod together;
 
 use std::time::Duration;
 
-/// No test waits longer than this for anything; nothing takes nearly as long.
+/// Deadline of every wait; nothing takes nearly as long.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// A wait that no test sees the end of.
+/// Longer than any test runs.
 const HOUR: Duration = Duration::from_secs(3_600);
 const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
-/// Where the clocks of these tests stand.
+/// The time on the test clocks.
 const NOW_S: i64 = 1_767_225_600;

@@ -1,4 +1,4 @@
-//! From the sink over a real connection into a real inbox.
+//! From the HTTP sink over a real connection into a real inbox.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use tokio::net::{TcpListener, TcpStream};
 
 use crate::{DEADLINE, HOUR, SECRET};
 
-/// Headers that anybody can write: of the right form, with the time at which the clock stands.
+/// Well-formed headers that anybody can write, with the time of the test clock.
 const PLAUSIBLE: &str = "webhook-id: m\r\nwebhook-timestamp: 1767225600\r\nwebhook-signature: v1,AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\r\n";
 
 async fn serve(router: Router) -> SocketAddr {
@@ -48,7 +48,7 @@ fn delivery(number: u64, event: NewEvent) -> Delivery {
     Delivery { event, seq: Seq(number as i64), attempt: 1, replay: 0, trace: None }
 }
 
-/// Delivers one, within the deadline.
+/// Delivers one event, within the deadline.
 async fn send(sink: &HttpSink, delivery: &Delivery) -> Outcome {
     tokio::time::timeout(DEADLINE, sink.deliver(&[delivery])).await.expect("an outcome in time").remove(0)
 }
@@ -97,7 +97,7 @@ async fn as_many_headers_as_an_event_can_have_arrive_all() {
     let (ingress, url) = inbox_at(inbox.clone()).await;
     let sink = sink(url);
     let dropped = || ingress.headers_dropped().iter().map(|(_, count)| count).sum::<u64>();
-    // To the last header and the last byte, and one with room for what the sink adds.
+    // Filled to the last header and byte; and one event with room for what the sink adds.
     for (number, count) in [(1, 8), (2, HEADERS_MAX)] {
         let value = "v".repeat(HEADER_BYTES_MAX / HEADERS_MAX - 3);
         let event = NewEvent::json("t", "{}").source("billing").tenant("acme");
@@ -109,7 +109,7 @@ async fn as_many_headers_as_an_event_can_have_arrive_all() {
             assert_eq!(arrived.event.headers.get(name), Some(value), "{name}");
         }
         assert_eq!(arrived.event.headers["postbox-message-id"], event_id(number).to_string());
-        // What only repeats the envelope gave way, and that is counted.
+        // Headers that only repeat event fields were left out, and counted.
         let repeated = ["ce-id", "ce-source", "ce-tenant", "webhook-id"];
         let kept = repeated.iter().filter(|name| arrived.event.headers.contains_key(**name)).count();
         assert_eq!((kept, dropped()), if count == HEADERS_MAX { (0, 4) } else { (4, 0) });
@@ -131,7 +131,7 @@ async fn a_second_delivery_is_a_success_and_a_replay_a_new_message() {
     assert_eq!((count("accepted"), count("duplicate")), (2, 2));
 }
 
-/// Sends bytes as they are and gives the first line of the answer.
+/// Sends raw bytes and returns the first line of the answer.
 async fn raw(url: &str, head: &str, piece: &[u8], pieces: usize) -> String {
     let address = url.trim_start_matches("http://").split('/').next().unwrap();
     let mut stream = TcpStream::connect(address).await.unwrap();
@@ -168,11 +168,11 @@ async fn over_a_real_connection_lengths_that_lie_get_nowhere() {
     assert!(answer.contains("413"), "{answer}");
     let answer = raw(&url, "content-length: 99999999999999999999999", b"x", 1).await;
     assert!(answer.contains("400"), "{answer}");
-    // Longer than announced: what is over is no part of the message.
+    // Longer than declared: the extra bytes are not part of the message.
     let answer = raw(&url, "content-length: 1", b"xx", 1).await;
     assert!(answer.contains("401"), "{answer}");
     assert!(inbox.all().is_empty());
-    // And the next genuine message gets in.
+    // The next genuine message gets in.
     assert!(send(&sink(url), &delivery(1, NewEvent::json("order.paid", "{}"))).await.is_delivered());
     assert!(ingress.counts().iter().any(|count| count.code == "body_too_large" && count.count == 2));
 }
