@@ -1,4 +1,4 @@
-//! What can be typed.
+//! The command line arguments.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -27,7 +27,7 @@ pub(crate) struct Args {
 const AFTER_HELP: &str = "Start here: `postbox demo` shows the whole thing in a few seconds and proves that nothing got lost.\n\
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.";
 
-/// The heading of what every command takes.
+/// The help heading of options that every command accepts.
 const EVERYWHERE: &str = "Everywhere";
 
 #[derive(Debug, clap::Args)]
@@ -418,22 +418,23 @@ pub(crate) enum Migrate {
     Rebase,
 }
 
-/// The error's text without the operation, which would only say "parse" or "validate".
+/// Parses a value; the error is its text without the operation, which would only say "parse" or
+/// "validate".
 pub(crate) fn plain<T: std::str::FromStr<Err = postbox_core::Error>>(text: &str) -> Result<T, String> {
     text.parse().map_err(|error: postbox_core::Error| error.message().to_owned())
 }
 
-/// What can be listed.
+/// What `list` can show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Listed {
-    /// Events in a state.
+    /// Events in this state.
     Events(State),
-    /// Messages whose id was known with another body. They are no events: they never came in.
+    /// Rejected messages: a known id with another body. They were never stored as events.
     Conflicts,
 }
 
 impl Listed {
-    /// In which state, of events.
+    /// The state to list, if events are listed.
     pub(crate) fn state(self) -> Option<State> {
         match self {
             Self::Events(state) => Some(state),
@@ -463,7 +464,7 @@ pub(crate) fn time(text: &str) -> Result<Timestamp, String> {
     }
 }
 
-/// Where a subscription is to go on.
+/// Where a subscription is to continue.
 fn reset_to(text: &str) -> Result<ResetTo, String> {
     match (text, text.parse()) {
         ("now", _) => Ok(ResetTo::Now),
@@ -477,7 +478,7 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     postbox_server::parse_duration(text)
 }
 
-/// How many, at least one.
+/// A count of at least one.
 pub(crate) fn count(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("at least 1".to_owned()),

@@ -1,4 +1,4 @@
-//! What most commands need: the configuration, the store, and the subscriptions that are meant.
+//! What most commands need: the configuration, the store, and the selected subscriptions.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,36 +12,36 @@ use crate::failure::Failure;
 use crate::output;
 use crate::telemetry;
 
-/// Most stores that an error names.
+/// Most store names in an error.
 const NAMES_SHOWN: usize = 10;
 
 /// What a command needs the configuration for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// It delivers and receives until it is stopped: every secret must be there, and its lifecycle
-    /// is logged.
+    /// Delivers and receives until stopped: every secret must be there, and the lifecycle is
+    /// logged.
     Serve,
-    /// It delivers once: every secret must be there.
+    /// Delivers once: every secret must be there.
     Deliver,
-    /// It only looks at the store or steers it.
+    /// Only reads or administers the store.
     Inspect,
 }
 
-/// A store, its configuration and what was typed.
+/// A store, its configuration, and the selection on the command line.
 pub(crate) struct Context {
-    /// Its name, where there are several.
+    /// The store's name, where there are several.
     pub(crate) name: Option<StoreName>,
-    /// What is configured for it, as if there were no other.
+    /// Its share of the configuration, as if it were the only store.
     pub(crate) config: Config,
-    /// Only what reads this log.
+    /// Only this log and its subscriptions.
     pub(crate) log: Option<LogName>,
     /// Only this subscription.
     pub(crate) only: Option<SubscriptionName>,
 }
 
 impl Context {
-    /// Reads the configuration and starts logging. For commands about one store: where there are
-    /// several, `--store` says which.
+    /// Reads the configuration and starts logging, for commands about one store. With several
+    /// stores, `--store` selects one.
     pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Self, Failure> {
         let mut all = Self::load_each(global, purpose)?;
         match all.len() {
@@ -53,7 +53,7 @@ impl Context {
         }
     }
 
-    /// The same for commands over all stores: one or more.
+    /// The same for commands about all stores.
     pub(crate) fn load_each(global: &Global, purpose: Purpose) -> Result<Vec<Self>, Failure> {
         let config = load(global, purpose)?;
         let context = |(name, config)| Self { name, config, log: global.log.clone(), only: global.only.clone() };
@@ -70,30 +70,30 @@ impl Context {
         self.only.as_ref().is_some_and(|only| names.any(|name| name == only))
     }
 
-    /// A text about this store, where there are several.
+    /// Prefixes a text with the store's name, where there are several.
     pub(crate) fn named(&self, text: &str) -> String {
         self.name.as_ref().map_or_else(|| text.to_owned(), |name| format!("{name}: {text}"))
     }
 
-    /// A remark about this store.
+    /// Prints a note about this store.
     pub(crate) fn note(&self, text: &str) {
         output::note(&self.named(text));
     }
 
-    /// Opens the store, and refuses a `--log` that is not there: "nothing" would be an untrue
-    /// answer.
+    /// Opens the store, and rejects a `--log` that does not exist: an empty result would be
+    /// misleading.
     pub(crate) async fn store(&self) -> Result<Arc<dyn Store>, Failure> {
         let store = self.any_store().await?;
         self.known_log(store.as_ref()).await?;
         Ok(store)
     }
 
-    /// Opens the store, whatever is in it.
+    /// Opens the store without checking `--log`.
     pub(crate) async fn any_store(&self) -> Result<Arc<dyn Store>, Failure> {
         Ok(open_store(&self.config.store).await?)
     }
 
-    /// The ids that were typed, whole or in part.
+    /// Resolves ids that may be abbreviated.
     pub(crate) async fn event_ids(&self, typed: &[IdPrefix]) -> Result<Vec<EventId>, Failure> {
         let mut ids = Vec::with_capacity(typed.len());
         let mut store = None;
@@ -111,7 +111,7 @@ impl Context {
         Ok(ids)
     }
 
-    /// The only id that begins like this, in the logs that are meant.
+    /// Resolves a prefix to the only id that begins with it, in the selected logs.
     async fn event_id(&self, store: &dyn Store, prefix: &IdPrefix) -> Result<EventId, Failure> {
         let logs = match &self.log {
             Some(log) => vec![log.clone()],
@@ -132,7 +132,7 @@ impl Context {
         }
     }
 
-    /// There is no such event in what was looked at: this log, or all.
+    /// The error for an event that does not exist in this log, or in all of them.
     pub(crate) fn no_event(&self, looked_at: Option<&LogName>, which: &str) -> Failure {
         let narrowed = match (&self.only, &self.log) {
             (Some(_), _) => "--subscription",
@@ -148,7 +148,7 @@ impl Context {
         })
     }
 
-    /// Refuses a `--log` that neither the store nor the configuration has.
+    /// Rejects a `--log` that neither the store nor the configuration has.
     pub(crate) async fn known_log(&self, store: &dyn Store) -> Result<(), Failure> {
         let Some(log) = &self.log else { return Ok(()) };
         let mut known = store.logs().await?;
@@ -163,8 +163,7 @@ impl Context {
         Err(Failure::usage(format!("there is no log {log}; there are: {known}")))
     }
 
-    /// The logs with events that no subscription reads, and how many there are; of those that are
-    /// meant.
+    /// The selected logs with events that no subscription reads, and their counts.
     pub(crate) async fn unread(&self, store: &dyn Store) -> postbox_core::Result<Vec<(LogName, Count)>> {
         if self.only.is_some() {
             return Ok(Vec::new());
@@ -180,7 +179,7 @@ impl Context {
         Ok(unread)
     }
 
-    /// The configured subscriptions that are meant.
+    /// The configured subscriptions that are selected.
     pub(crate) fn configured(&self) -> Result<Vec<SubscriptionConfig>, Failure> {
         let all = self.config.subscriptions.iter();
         let meant: Vec<_> = all.filter(|config| self.means(config)).cloned().collect();
@@ -193,14 +192,14 @@ impl Context {
         }
     }
 
-    /// Whether a configured subscription is meant.
+    /// Whether a configured subscription is selected.
     pub(crate) fn means(&self, config: &SubscriptionConfig) -> bool {
         self.only.as_ref().is_none_or(|only| *only == config.subscription.name)
             && self.log.as_ref().is_none_or(|log| *log == config.subscription.log)
     }
 
-    /// The subscriptions in the store that are meant. Looks only: `run` and `dispatch` make those
-    /// that are configured.
+    /// The selected subscriptions in the store. Read-only: `run` and `dispatch` create the
+    /// configured ones.
     pub(crate) async fn registered(&self, store: &dyn Store) -> Result<Vec<SubscriptionInfo>, Failure> {
         let mut infos = store.subscriptions().await?;
         infos.retain(|info| self.log.as_ref().is_none_or(|log| info.log == *log));
@@ -213,7 +212,7 @@ impl Context {
         if meant.is_empty() { Err(unknown_subscription(only.as_str(), known)) } else { Ok(meant) }
     }
 
-    /// The configured subscriptions that are meant and that the store does not know.
+    /// The selected configured subscriptions that the store does not have.
     pub(crate) fn never_run<'a>(
         &'a self,
         infos: &'a [SubscriptionInfo],
@@ -221,7 +220,7 @@ impl Context {
         self.never_run_at_all(infos).filter(|name| self.only.as_ref().is_none_or(|only| only == *name))
     }
 
-    /// The same whatever `--subscription` says: what is done to a log concerns all its readers.
+    /// The same without `--subscription`: a change to a log concerns all its subscriptions.
     pub(crate) fn never_run_at_all<'a>(
         &'a self,
         infos: &'a [SubscriptionInfo],
@@ -231,12 +230,14 @@ impl Context {
         meant.filter(|wanted| infos.iter().all(|info| info.name != wanted.name)).map(|wanted| &wanted.name)
     }
 
-    /// Why nobody reads for a configured subscription that the store does not know, and what to do.
+    /// Explains why nobody reads for a configured subscription that the store does not have, with
+    /// the cure.
     pub(crate) fn why_unread(&self, name: &SubscriptionName, infos: &[SubscriptionInfo]) -> String {
         format!("{name} was never run: nobody reads for it; {}", self.start_or_rename(infos))
     }
 
-    /// Start it, unless it has another name in the store: under this one it would begin anew.
+    /// The cure: start it; or rename it, if the store has it under another name, because under this
+    /// one it would start from the beginning.
     pub(crate) fn start_or_rename(&self, infos: &[SubscriptionInfo]) -> String {
         let configured = |info: &&SubscriptionInfo| {
             self.config.subscriptions.iter().any(|config| config.subscription.name == info.name)
@@ -253,7 +254,7 @@ impl Context {
         }
     }
 
-    /// As [`Self::registered`], and at least one.
+    /// As [`Self::registered`], but at least one.
     pub(crate) async fn some_registered(&self, store: &dyn Store) -> Result<Vec<SubscriptionInfo>, Failure> {
         let infos = self.registered(store).await?;
         if !infos.is_empty() {
@@ -271,7 +272,7 @@ impl Context {
         }))
     }
 
-    /// What makes somebody read `log`, which nobody reads.
+    /// The cure for a log that no subscription reads.
     pub(crate) fn reader_wanted(&self, log: &LogName) -> String {
         match self.config.subscriptions.iter().any(|config| config.subscription.log == *log) {
             true => "start `postbox run`".to_owned(),
@@ -287,14 +288,14 @@ fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {
     Failure::usage(format!("no subscription is called {name}; {cure}"))
 }
 
-/// The configuration with what was typed, and the logging that it asks for.
+/// Loads the configuration, applies the arguments, and starts the logging that they ask for.
 pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
     let mut config = load_config(global, purpose)?;
     choose_store(global, &mut config)?;
     if let Some(level) = &global.log_level {
         config.log.level.clone_from(level);
     } else if purpose != Purpose::Serve && config.log == LogConfig::default() {
-        // Commands that end by themselves have no lifecycle to tell of.
+        // Commands that end by themselves log no lifecycle.
         config.log.level = "warn".into();
     }
     if global.log_json {
@@ -315,7 +316,7 @@ pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Config, Failure>
     Ok(config)
 }
 
-/// `--store`: another store than the configured one, or one of several.
+/// Applies `--store`: another store than the configured one, or one of several.
 pub(crate) fn choose_store(global: &Global, config: &mut Config) -> Result<(), Failure> {
     let Some(chosen) = &global.store else { return Ok(()) };
     let names = config.store_names();
@@ -324,7 +325,7 @@ pub(crate) fn choose_store(global: &Global, config: &mut Config) -> Result<(), F
         return Ok(());
     }
     if !names.is_empty() {
-        // It may be a URL, with a password in it.
+        // It may be a URL with a password in it.
         let shown = if chosen.contains(':') { "a URL".to_owned() } else { format!("{chosen:?}") };
         let text = format!(
             "--store, or POSTBOX_STORE: the configuration has several stores, and {shown} is none of their names; known are {}",
@@ -337,7 +338,7 @@ pub(crate) fn choose_store(global: &Global, config: &mut Config) -> Result<(), F
     Ok(())
 }
 
-/// Names, as many as can be read.
+/// The first names, as many as a person can read.
 fn few(names: &[&str]) -> String {
     let shown = names.iter().take(NAMES_SHOWN).copied().collect::<Vec<_>>().join("|");
     match names.len().saturating_sub(NAMES_SHOWN) {
@@ -346,8 +347,8 @@ fn few(names: &[&str]) -> String {
     }
 }
 
-/// The named file; else `postbox.toml` if it is there; else the defaults, and what the environment
-/// says of sinks.
+/// Loads the named file; else `postbox.toml` if it exists; else the defaults and the sinks in the
+/// environment.
 fn load_config(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
     let usual = Path::new(postbox_server::FILE_DEFAULT);
     match global.config.as_deref().or_else(|| usual.exists().then_some(usual)) {

@@ -1,4 +1,4 @@
-//! Why a command did not do what it was asked, and the exit code for it.
+//! Why a command failed, and its exit code.
 
 use std::error::Error as _;
 use std::io::Write as _;
@@ -8,15 +8,15 @@ use postbox_core::ErrorKind;
 use postbox_server::LoadError;
 use postbox_server::text::safe_line;
 
-/// The end of a command that was not done.
+/// Why a command failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// Exit 1: it was tried and failed.
+    /// Exit code 1: it was tried and failed.
     Failed(String),
-    /// Exit 2: wrong usage or configuration; nothing was tried.
+    /// Exit code 2: wrong usage or configuration; nothing was tried.
     Usage(String),
-    /// Whoever read our output has closed it (`postbox list | head`): nobody is left to tell, and
-    /// nothing is wrong.
+    /// The reader of standard output has closed it (`postbox list | head`). Nothing is wrong, and
+    /// nobody would read a message.
     OutputClosed,
 }
 
@@ -29,7 +29,7 @@ impl Failure {
         Self::Usage(text.into())
     }
 
-    /// What is said.
+    /// The message.
     pub(crate) fn text(&self) -> &str {
         match self {
             Self::OutputClosed => "",
@@ -37,7 +37,7 @@ impl Failure {
         }
     }
 
-    /// Tells the person and gives the exit code.
+    /// Prints the message and returns the exit code.
     pub(crate) fn report(self) -> ExitCode {
         let code = match self {
             Self::OutputClosed => return ExitCode::SUCCESS,
@@ -46,7 +46,7 @@ impl Failure {
         };
         let mut stderr = std::io::stderr().lock();
         for line in self.text().lines() {
-            // Nobody to tell when even standard error is closed.
+            // If standard error is closed as well, nothing can be done.
             let _ = writeln!(stderr, "postbox: {}", safe_line(line));
         }
         ExitCode::from(code)
@@ -65,17 +65,17 @@ impl From<postbox_core::Error> for Failure {
             }
             cause = source.source();
         }
-        // One line, whatever the database said.
+        // One line, even if the database's message has several.
         let text =
             text.split(['\n', '\r']).map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
         let text = format!("{text} ({})", error.code());
-        // Of what is named on the command line.
+        // "Not found" concerns a name on the command line, so it is a usage error.
         if error.kind() == ErrorKind::NotFound { Self::Usage(text) } else { Self::Failed(text) }
     }
 }
 
-/// Whether a cause adds to the text: it is not in it already, with or without its operation, and is
-/// not a driver's bare "db error".
+/// Whether a cause adds something: the text does not contain it yet, with or without its operation,
+/// and it is not a driver's bare "db error".
 fn says_more(text: &str, cause: &str) -> bool {
     let plain = cause.split_once(": ").map_or(cause, |(_, rest)| rest);
     cause != "db error" && !text.contains(cause) && !text.contains(plain)

@@ -1,5 +1,5 @@
-//! What people see at terminals of 80, 100 and 120 columns, as it is kept in `tests/golden`.
-//! `UPDATE=1` writes it there.
+//! Command output at terminals of 80, 100 and 120 columns, as stored in `tests/golden`. `UPDATE=1`
+//! rewrites it.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -15,10 +15,10 @@ use crate::commands::{doctor, list, show, stats, subscription};
 use crate::layout;
 
 const WIDTHS: [u16; 3] = [80, 100, 120];
-/// What a terminal may have, and a look must fit.
+/// Terminal widths at which nothing may be too wide.
 const WIDTHS_ALL: std::ops::RangeInclusive<u16> = 60..=200;
 
-/// Renders at each width, compares with what is kept, and sees that nothing is too wide at any.
+/// Renders at every width, checks that nothing is too wide, and compares with the stored output.
 fn golden(name: &str, render: impl Fn(Option<u16>) -> String) {
     for width in WIDTHS_ALL {
         let shown = render(Some(width));

@@ -1,4 +1,4 @@
-//! How tables and fields fit a terminal, from 60 columns on.
+//! Fits tables and fields into a terminal, from 60 columns on.
 
 use comfy_table::{Cell, Color, ColumnConstraint, ContentArrangement, Table, Width, presets};
 use postbox_server::text::safe_line;
@@ -7,25 +7,25 @@ use crate::output::is_colorless;
 
 /// A column up to this width is never broken, so that an id can be copied.
 const UNBROKEN_CHARS: u16 = 40;
-/// What is shown of an id in a table that is too wide: the time to a fraction of a millisecond.
-/// More of it where that does not tell the rows apart.
+/// Lengths of shortened ids in a table that is too wide: the time to a fraction of a millisecond,
+/// or more if that does not distinguish the rows.
 const SHORT_ID_CHARS: [usize; 2] = [18, 23];
-/// What the last column, a text, has at least where it needs it.
+/// Least width of the last column, which is a text.
 const LAST_CHARS: u16 = 24;
 /// Spaces after a column; the style adds one between two.
 const GAP_CHARS: u16 = 1;
 /// Spaces between a name and its value.
 const FIELD_GAP_CHARS: u16 = 2;
 
-/// The terminal's width, if it says. Some say 0 when they do not know.
+/// The terminal's width, if known. Some terminals report 0 when they do not know it.
 pub(crate) fn width() -> Option<u16> {
     Table::new().width().filter(|width| *width > 0)
 }
 
-/// A table. Columns in which nothing stands are left out: a terminal is narrow. Where it does not
-/// fit, ids are cut to what tells the rows apart, which every command takes; then what is the same
-/// in every row is said once above it; where that is not enough, each row is a block of its own, a
-/// line for each of its cells.
+/// Renders a table. Empty columns are left out. If it does not fit, ids are cut to the shortest
+/// length that distinguishes the rows (every command accepts prefixes). Then values that are equal
+/// in all rows are printed once above it. If that is not enough, each row becomes a block with one
+/// line per cell.
 pub(crate) fn rows(head: &[&str], rows: &[Vec<String>], width: Option<u16>) -> String {
     let nothing = |cell: &str| matches!(cell, "" | "-" | "0");
     let some = |column: &usize| *column == 0 || rows.iter().any(|row| !nothing(&row[*column]));
@@ -51,7 +51,7 @@ pub(crate) fn rows(head: &[&str], rows: &[Vec<String>], width: Option<u16>) -> S
     above + &rest.blocks(width)
 }
 
-/// The rows with their ids cut, if they have any.
+/// The rows with shortened ids, if they have any.
 fn short_ids(head: &[&str], rows: &[Vec<String>]) -> Vec<Vec<String>> {
     let mut rows = rows.to_vec();
     let Some(column) = head.iter().position(|name| *name == "id") else { return rows };
@@ -68,7 +68,7 @@ fn short_ids(head: &[&str], rows: &[Vec<String>]) -> Vec<Vec<String>> {
     rows
 }
 
-/// Names and values, one below the other. Without a width each is one line.
+/// Renders names and values, one below the other. Without a width, each is one line.
 pub(crate) fn fields<N: AsRef<str>, V: AsRef<str>>(fields: &[(N, V)], width: Option<u16>) -> String {
     let names = fields.iter().map(|(name, _)| name.as_ref().chars().count()).max().unwrap_or(0);
     let mut table = Table::new();
@@ -89,7 +89,7 @@ pub(crate) fn fields<N: AsRef<str>, V: AsRef<str>>(fields: &[(N, V)], width: Opt
     lines(&mut table)
 }
 
-/// What a mark of the doctor looks like.
+/// The colour of a mark of the doctor.
 fn color_of_mark(mark: &str) -> Option<Color> {
     match mark.trim_end() {
         "PROBLEM" => Some(Color::DarkRed),
@@ -99,7 +99,7 @@ fn color_of_mark(mark: &str) -> Option<Color> {
     }
 }
 
-/// What a cell of a column looks like: red is what waits for a person, yellow what waits by itself.
+/// The colour of a cell: red waits for a person, yellow waits by itself.
 fn color_of(name: &str, cell: &str) -> Option<Color> {
     match (name.trim_start(), cell) {
         (_, "" | "-" | "0") => None,
@@ -109,8 +109,8 @@ fn color_of(name: &str, cell: &str) -> Option<Color> {
     }
 }
 
-/// Colors are seen at a terminal only. The table would leave the color out where `NO_COLOR` is set,
-/// and not the sequence that ends it.
+/// Colours only a terminal. The table library honours `NO_COLOR` only halfway: it would omit the
+/// colour and still print the sequence that ends it.
 fn painted(text: String, color: Option<Color>) -> Cell {
     let cell = Cell::new(text);
     match color.filter(|_| !is_colorless()) {
@@ -119,11 +119,11 @@ fn painted(text: String, color: Option<Color>) -> Cell {
     }
 }
 
-/// Some columns of rows.
+/// Some columns of the rows.
 struct Columns<'a> {
     head: Vec<&'a str>,
     rows: Vec<Vec<String>>,
-    /// What each is given at least.
+    /// The minimum width of each.
     least: Vec<u16>,
 }
 
@@ -144,7 +144,7 @@ impl<'a> Columns<'a> {
 
     fn fit(&self, width: Option<u16>) -> bool {
         let needed: u32 = self.least.iter().map(|width| u32::from(width + GAP_CHARS + 1)).sum();
-        // After the last column the style adds nothing.
+        // The style adds no space after the last column.
         width.is_none_or(|width| needed <= u32::from(width) + 1)
     }
 
@@ -163,7 +163,7 @@ impl<'a> Columns<'a> {
         lines(&mut table)
     }
 
-    /// The first cell of each row, and below it the others that say something.
+    /// The first cell of each row, with the non-empty others below it.
     fn blocks(&self, width: Option<u16>) -> String {
         let block = |row: &Vec<String>| {
             let cells = self.head.iter().zip(row).skip(1).filter(|(_, cell)| !matches!(cell.as_str(), "" | "-" | "0"));
@@ -174,7 +174,7 @@ impl<'a> Columns<'a> {
     }
 }
 
-/// Without the spaces that fill up the last column.
+/// Renders without the spaces that fill up the last column.
 fn lines(table: &mut Table) -> String {
     table.style_text_only();
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
@@ -209,7 +209,7 @@ mod tests {
         }
     }
 
-    /// What one transaction appended has the same beginning.
+    /// The ids of one transaction have the same beginning.
     #[test]
     fn ids_are_cut_to_what_tells_them_apart() {
         let cut = |ids: [&str; 2]| short_ids(&["id"], &ids.map(|id| vec![id.to_owned()])).concat();

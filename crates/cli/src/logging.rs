@@ -1,10 +1,10 @@
-//! Logs go to standard error, so that standard output stays for results.
+//! Logging to standard error, so that standard output is free for results.
 //!
-//! Levels: info for lifecycle, debug per batch, warn for what is recoverable, error for what needs
-//! a person.
+//! Levels: info for lifecycle, debug per batch, warn for what recovers by itself, error for what
+//! needs a person.
 //!
-//! A line is written by a thread of its own, and nobody waits for it: whoever has standard error
-//! may close it, let its disk run full, or stop reading, and events are delivered all the same.
+//! A separate thread writes the lines, and nothing waits for it: even if the reader of standard
+//! error closes it, runs out of disk or stops reading, events are delivered.
 
 use std::io::{self, IsTerminal as _, Write};
 use std::sync::OnceLock;
@@ -21,19 +21,18 @@ use tracing_subscriber::{EnvFilter, Layer, Registry, fmt};
 use crate::failure::Failure;
 use crate::telemetry::Traces;
 
-/// Most lines that wait to be written, some 200 bytes each; beyond it they are lost. A reader that
-/// is merely slow catches up.
+/// Most lines that wait to be written, some 200 bytes each; more are lost. Enough for a slow reader
+/// to catch up.
 const LINES_MAX: usize = 4_096;
-/// Longest wait for the last lines at the end of the program.
+/// Longest wait for the last lines at exit.
 const FLUSH_MAX: Duration = Duration::from_secs(1);
 
 static LINES: OnceLock<Lines> = OnceLock::new();
 
-/// Starts logging, and takes spans where there is something for them. Called once, after the
-/// configuration is known.
+/// Starts logging, and tracing if configured. Called once, when the configuration is known.
 pub(crate) fn start(config: &LogConfig, traces: Option<Traces>) -> Result<(), Failure> {
-    // These clients' own lines would say again, and louder, what an outcome or an error says, or
-    // repeat whole messages; and spans are no log.
+    // These clients' own log lines would repeat an outcome or error at a higher level, or contain
+    // whole messages. Their spans do not belong in a log.
     let quiet = "async_nats=off,aws=off,krafka=off,lapin=off";
     let no_level = |part: &&str| !part.contains('=') && part.trim().parse::<LevelFilter>().is_err();
     if let Some(part) = config.level.split(',').find(no_level) {
@@ -60,7 +59,7 @@ pub(crate) fn start(config: &LogConfig, traces: Option<Traces>) -> Result<(), Fa
     started.map_err(|error| failed(&error))
 }
 
-/// Waits until what was logged is written, if somebody takes it.
+/// Waits until the queued lines are written, if they can be.
 pub(crate) fn flush() {
     let Some(Lines(lines)) = LINES.get() else { return };
     let (written, waiting) = sync_channel(1);
@@ -77,19 +76,19 @@ enum Entry {
 fn write(queue: Receiver<Entry>) {
     for entry in queue {
         match entry {
-            // Nobody to tell when standard error is closed or full; the next line may fit.
+            // If standard error is closed or full, nothing can be done; the next line may fit.
             Entry::Line(line) => drop(io::stderr().write_all(&line)),
             Entry::Flush(written) => drop(written.send(())),
         }
     }
 }
 
-/// The way to the thread. Gets whole lines.
+/// The queue of the writer thread. Receives whole lines.
 #[derive(Clone)]
 struct Lines(SyncSender<Entry>);
 
 impl Write for Lines {
-    /// Never fails: the subscriber would tell of it on standard error, and panic there.
+    /// Never fails: the subscriber would report an error on standard error, and panic there.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let _ = self.0.try_send(Entry::Line(neutralise(line)));
         Ok(line.len())
@@ -100,9 +99,9 @@ impl Write for Lines {
     }
 }
 
-/// Without characters that hide or reorder text. Those below are the subscriber's business: it
-/// escapes them, and colours with them. Each becomes what JSON reads as the same character, and a
-/// person as its number.
+/// Escapes characters that hide or reorder text. Those below U+007F are left to the subscriber,
+/// which escapes them and colours with them. Each escape is one that JSON reads as the same
+/// character and that shows a person its number.
 fn neutralise(line: &[u8]) -> Vec<u8> {
     let hostile = |c: char| c >= '\u{7f}' && is_hostile(c);
     match std::str::from_utf8(line) {

@@ -1,5 +1,5 @@
-//! The `postbox` binary: reads arguments, runs one command, turns typed errors into one line and an
-//! exit code.
+//! The `postbox` binary: parses arguments, runs one command, and turns a typed error into one line
+//! and an exit code.
 //!
 //! Exit codes: 0 done · 1 failed · 2 wrong usage or configuration.
 
@@ -28,8 +28,8 @@ use crate::args::Args;
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    // First of all: with no provider (or two) the first TLS handshake would panic. An error means
-    // that one is installed.
+    // Before anything else: with no provider (or two), the first TLS handshake would panic. An
+    // error means that one is installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let args = Args::parse();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {

@@ -1,5 +1,4 @@
-//! How results are printed: tables for people at a terminal, one line a record with tabs for pipes,
-//! JSON when asked for.
+//! Prints results: tables at a terminal, tab-separated lines for pipes, and JSON on request.
 
 use std::io::{IsTerminal as _, Write as _};
 
@@ -9,7 +8,7 @@ use serde::Serialize;
 use crate::failure::Failure;
 use crate::layout;
 
-/// Writes text to standard output as it is.
+/// Writes text to standard output unchanged.
 pub(crate) fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = std::io::stdout().lock();
     stdout.write_all(text.as_bytes())?;
@@ -17,52 +16,52 @@ pub(crate) fn print(text: &str) -> Result<(), Failure> {
     Ok(())
 }
 
-/// One line on standard output.
+/// Prints one line to standard output.
 pub(crate) fn line(text: &str) -> Result<(), Failure> {
     print(&format!("{}\n", safe_line(text)))
 }
 
-/// One line on standard error: a remark that is no result.
+/// Prints a remark, which is not a result, as one line to standard error.
 pub(crate) fn note(text: &str) {
     let _ = writeln!(std::io::stderr().lock(), "postbox: {}", safe_line(text));
 }
 
-/// JSON, indented, on standard output.
+/// Prints indented JSON to standard output.
 pub(crate) fn json(value: &impl Serialize) -> Result<(), Failure> {
     let text =
         serde_json::to_string_pretty(value).map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))?;
     print(&format!("{}\n", safe_json(&text)))
 }
 
-/// What a command did: a line, or the same as JSON.
+/// Prints what a command did, as a line or as JSON.
 pub(crate) fn done(as_json: bool, what: &impl Serialize, text: &str) -> Result<(), Failure> {
     if as_json { json(what) } else { line(text) }
 }
 
-/// JSON in one line: one of many.
+/// Prints one of several JSON values as a line.
 pub(crate) fn json_line(value: &impl Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string(value).map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))?;
     print(&format!("{}\n", safe_json(&text)))
 }
 
-/// Whether a person looks at standard output.
+/// Whether standard output is a terminal.
 pub(crate) fn is_terminal() -> bool {
     std::io::stdout().is_terminal()
 }
 
-/// Whether the person wants no colors: <https://no-color.org>.
+/// Whether the user wants no colours: <https://no-color.org>.
 pub(crate) fn is_colorless() -> bool {
     std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
 }
 
-/// One line of a pipe: cells separated by tabs.
+/// Prints one line for a pipe, with cells separated by tabs.
 pub(crate) fn line_of(cells: &[impl AsRef<str>]) -> Result<(), Failure> {
     let cells: Vec<String> = cells.iter().map(|cell| safe_line(cell.as_ref())).collect();
     print(&format!("{}\n", cells.join("\t")))
 }
 
-/// Rows: a table at a terminal, else one line a row behind a line with the head, every column at
-/// its place, cells separated by tabs.
+/// Prints rows: a table at a terminal, else a head line and one line per row, all columns in place,
+/// cells separated by tabs.
 pub(crate) fn rows(head: &[&str], rows: &[Vec<String>]) -> Result<(), Failure> {
     if is_terminal() {
         return print(&layout::rows(head, rows, layout::width()));
@@ -74,7 +73,7 @@ pub(crate) fn rows(head: &[&str], rows: &[Vec<String>]) -> Result<(), Failure> {
     rows.iter().try_for_each(|row| line_of(row))
 }
 
-/// Names and values, one below the other; a long value goes on where it began.
+/// Prints names and values, one below the other. A long value is wrapped under its beginning.
 pub(crate) fn fields<N: AsRef<str>, V: AsRef<str>>(fields: &[(N, V)]) -> Result<(), Failure> {
     print(&layout::fields(fields, if is_terminal() { layout::width() } else { None }))
 }

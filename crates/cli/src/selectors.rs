@@ -1,4 +1,4 @@
-//! Which events a command means: one shape for whatever lists or changes many.
+//! Which events a command selects: the same arguments for every command that lists or changes many.
 
 use std::time::Duration;
 
@@ -33,14 +33,14 @@ pub(crate) struct Selectors {
 }
 
 impl Selectors {
-    /// Whether they narrow nothing.
+    /// Whether they select everything.
     pub(crate) fn are_none(&self) -> bool {
         let Self { topic, key, tenant, since, until, older_than } = self;
         let of_event = topic.is_none() && key.is_none() && tenant.is_none();
         of_event && since.is_none() && until.is_none() && older_than.is_none()
     }
 
-    /// As the stores take them.
+    /// Converts them to the criteria of the stores.
     pub(crate) fn criteria(self) -> Result<Criteria, Failure> {
         let age = self.older_than;
         let (mut which, _) = self.criteria_and_age();
@@ -58,7 +58,7 @@ impl Selectors {
         Ok(which)
     }
 
-    /// The same with the age apart, for a store that counts it by its own clock.
+    /// The same with the age separate, for a store that measures it by its own clock.
     pub(crate) fn criteria_and_age(self) -> (Criteria, Option<Duration>) {
         let Self { topic, key, tenant, since, until, older_than } = self;
         (Criteria { topic, key, tenant, since, until }, older_than)
@@ -86,12 +86,12 @@ pub(crate) struct Meant {
     dry_run: bool,
 }
 
-/// An id is not narrowed.
+/// Arguments that cannot be combined with ids.
 const NO_IDS: [&str; 8] = ["all", "topic", "key", "tenant", "since", "until", "older_than", "limit"];
 
-/// The same, read.
+/// The parsed selection.
 pub(crate) struct Chosen {
-    /// These, and no others.
+    /// Only these events.
     pub(crate) ids: Option<Vec<IdPrefix>>,
     pub(crate) which: Criteria,
     pub(crate) limit: Option<usize>,

@@ -1,9 +1,9 @@
-//! The signals that ask the program to stop.
+//! The signals that stop the program.
 
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Resolves at the first SIGTERM or SIGINT. The handlers stand once this function has been called,
-/// not only once it is awaited.
+/// Resolves at the first SIGTERM or SIGINT. The handlers are installed by this call, not when the
+/// future is first polled.
 pub(crate) fn stopped() -> impl Future<Output = ()> {
     let signals = signal(SignalKind::terminate()).and_then(|term| Ok((term, signal(SignalKind::interrupt())?)));
     async move {

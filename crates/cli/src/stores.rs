@@ -1,4 +1,4 @@
-//! Commands over all of several stores: what is asked of each, at once, and what is shown of all.
+//! Commands about several stores: asks all of them concurrently and combines the results.
 
 use futures::stream::{StreamExt as _, iter};
 use postbox_core::StoreName;
@@ -9,26 +9,26 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
-/// Most stores that are asked at once: one that does not answer delays few others, and opening them
-/// all is no storm.
+/// Most stores asked at once: enough that one without an answer delays few others, without opening
+/// all at the same moment.
 const AT_ONCE_MAX: usize = 32;
 
-/// What each store gave, and at last why some gave nothing.
+/// The answer of each store, and the failures of those without one.
 pub(crate) struct Asked<'a, T> {
     pub(crate) answers: Vec<(&'a Context, T)>,
     pub(crate) ended: Result<(), Failure>,
 }
 
 impl<T> Asked<'_, T> {
-    /// Whether there is a list to print: of what answered, be it nothing. Where no store did, an
-    /// empty list would say that there is nothing.
+    /// Whether any store answered, so that there is a list to print, even an empty one. If none
+    /// did, an empty list would claim that there is nothing.
     pub(crate) fn is_answered(&self) -> bool {
         !self.answers.is_empty()
     }
 }
 
-/// Asks every store that is meant. One that fails keeps no other from its answer; the failure says
-/// which.
+/// Asks every selected store. A failing store does not keep the others from answering; the failure
+/// names it.
 pub(crate) async fn ask_each<'a, T, F>(contexts: &'a [Context], ask: impl Fn(&'a Context) -> F) -> Asked<'a, T>
 where
     F: Future<Output = Result<T, Failure>>,
@@ -50,7 +50,7 @@ where
     Asked { answers, ended: together(failures) }
 }
 
-/// Several failures as one: of the usage only where each of them is.
+/// Combines several failures into one; a usage error only if each is one.
 pub(crate) fn together(failures: Vec<(&Context, Failure)>) -> Result<(), Failure> {
     if failures.is_empty() {
         return Ok(());
@@ -67,10 +67,10 @@ pub(crate) fn together(failures: Vec<(&Context, Failure)>) -> Result<(), Failure
     Err(if is_usage { Failure::usage(text) } else { Failure::failed(text) })
 }
 
-/// A remark that is made once every store has answered.
+/// A remark that is printed once every store has answered.
 pub(crate) struct Note {
     pub(crate) text: String,
-    /// Whether it is made beside JSON, too: not, where that has it anyhow.
+    /// Whether it is printed with JSON as well; not if the JSON contains it anyway.
     pub(crate) in_json: bool,
 }
 
@@ -84,7 +84,7 @@ impl Note {
     }
 }
 
-/// Something of one of several stores, as JSON.
+/// A JSON value with the name of its store, where there are several.
 #[derive(Debug, Serialize)]
 pub(crate) struct OfStore<'a, T> {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -99,7 +99,8 @@ impl<'a, T> OfStore<'a, T> {
     }
 }
 
-/// Rows of several stores: the first column says which. Of a store that is alone, it is not there.
+/// Prints the rows of several stores, with the store in the first column. With a single store there
+/// is no such column.
 pub(crate) fn rows(head: &[&str], rows: Vec<(&Context, Vec<String>)>) -> Result<(), Failure> {
     let Some(first) = rows.first() else { return Ok(()) };
     if first.0.name.is_none() {
@@ -112,7 +113,7 @@ pub(crate) fn rows(head: &[&str], rows: Vec<(&Context, Vec<String>)>) -> Result<
     output::rows(&head, &rows)
 }
 
-/// The running service, if there is one, for each store what it says of that.
+/// Fetches the status of the running service, if there is one; it covers all stores.
 pub(crate) async fn fetch(contexts: &[Context]) -> Option<status::ServiceStatus> {
     status::fetch(&contexts.first()?.config.server).await
 }

@@ -1,11 +1,11 @@
-//! Traces: what `[telemetry]`, and OpenTelemetry's own variables, ask for.
+//! Traces, as configured by `[telemetry]` and OpenTelemetry's own variables.
 
 use postbox_server::TelemetryConfig;
 use tracing_subscriber::{Layer, Registry};
 
 use crate::failure::Failure;
 
-/// What takes spans.
+/// The layer that receives spans.
 pub(crate) type Traces = Box<dyn Layer<Registry> + Send + Sync>;
 
 #[cfg(feature = "otlp")]
@@ -24,12 +24,12 @@ mod exported {
 
     use super::{Failure, TelemetryConfig, Traces};
 
-    /// The one that is at work, until [`finish`].
+    /// The running exporter, until [`finish`].
     static EXPORTER: Mutex<Option<Exporter>> = Mutex::new(None);
-    /// Longest wait for the last spans: a collector that is there takes them in less.
+    /// Longest wait for the last spans: a working collector accepts them in less.
     const FINISH_MAX: Duration = Duration::from_secs(2);
 
-    /// Starts the export of spans, if it is asked for. Within a runtime.
+    /// Starts exporting spans, if configured. Must be called within a runtime.
     pub(crate) fn start(config: &TelemetryConfig) -> Result<Option<Traces>, Failure> {
         let Some(config) = asked(config, |name| std::env::var(name).ok())? else { return Ok(None) };
         let exporter = Exporter::start(config, Handle::current())
@@ -40,17 +40,16 @@ mod exported {
         Ok(Some(traces))
     }
 
-    /// Sends the last spans, as far as that takes no longer than this.
+    /// Exports the last spans, within this time at most.
     pub(crate) async fn finish(within: Duration) {
         let exporter = EXPORTER.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(exporter) = exporter {
-            // It blocks, and the requests need the runtime.
+            // It blocks, while its requests need the runtime.
             _ = tokio::task::spawn_blocking(move || exporter.finish(within.min(FINISH_MAX))).await;
         }
     }
 
-    /// What the file says, or where it says nothing, the environment. `None`: there is no
-    /// collector.
+    /// Combines the file with the environment; the file wins. `None`: no collector is configured.
     fn asked(
         config: &TelemetryConfig,
         env: impl Fn(&str) -> Option<String>,
@@ -123,7 +122,7 @@ mod missing {
 
     use super::{Failure, TelemetryConfig, Traces};
 
-    /// This binary exports nothing; whoever asks for it hears so.
+    /// This binary cannot export traces; configuring them is an error.
     pub(crate) fn start(config: &TelemetryConfig) -> Result<Option<Traces>, Failure> {
         match config.otlp {
             None => Ok(None),

@@ -1,4 +1,4 @@
-//! What becomes of events. Needs no database.
+//! Tests of the event handlers, without a database.
 
 use postbox::Outcome;
 use postbox::test::deliver;

@@ -1,5 +1,5 @@
-//! `postbox check-config`: every fault, each at its line; with `--connect` also whether everything
-//! can be reached.
+//! `postbox check-config`: reports every fault with its line; with `--connect` also checks that
+//! everything can be reached.
 
 use std::path::PathBuf;
 
@@ -55,7 +55,7 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     ended
 }
 
-/// What could be reached, by its name, and what not.
+/// The parts that could be reached, by name, and the failures of the others.
 async fn tried(config: &Config) -> (Vec<(String, String)>, Result<(), Failure>) {
     let (mut reached, mut failures) = (Vec::new(), Vec::new());
     for Tried { name, found } in postbox_server::connect(config).await {
@@ -103,7 +103,7 @@ async fn check_as_json(
     ended
 }
 
-/// Which of several stores have it, where not all have.
+/// Names the stores that have it, if not all do.
 fn only(stores: &[StoreName]) -> String {
     let names: Vec<&str> = stores.iter().map(StoreName::as_str).collect();
     if names.is_empty() { String::new() } else { format!(" (only {})", names.join(", ")) }

@@ -1,4 +1,4 @@
-//! `postbox config schema`: what can be written in the configuration, for editors.
+//! `postbox config schema`: the JSON Schema of the configuration, for editors.
 
 use crate::failure::Failure;
 use crate::output;

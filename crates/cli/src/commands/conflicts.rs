@@ -1,5 +1,4 @@
-//! `postbox list --state conflict`: message ids that came again with another body, and were kept
-//! out.
+//! `postbox list --state conflict`: messages rejected because their id is known with another body.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -12,7 +11,7 @@ use crate::failure::Failure;
 use crate::output;
 use crate::stores::{self, OfStore, ask_each};
 
-/// Hexadecimal digits of a digest in a table: enough to tell two apart. JSON has them all.
+/// Hexadecimal digits of a digest shown in a table: enough to tell two apart. JSON has all of them.
 const DIGITS: usize = 12;
 
 pub(super) async fn list(contexts: &[Context], limit: usize, json: bool) -> Result<(), Failure> {
@@ -52,8 +51,8 @@ pub(super) async fn list(contexts: &[Context], limit: usize, json: bool) -> Resu
     asked.ended
 }
 
-/// The latest of one log. The record names the source and not the log, so it is the configuration
-/// that says which log a source stores into; what came from a source that is not in it is counted
+/// The latest conflicts of one log. A conflict names its source and not its log, so the
+/// configuration says which log that is. Conflicts of sources that are not configured are counted
 /// and reported, not hidden.
 async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<Vec<Conflict>, Failure> {
     let store = context.store().await?;
@@ -80,7 +79,7 @@ async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<Vec<Co
             }
             return Ok(conflicts);
         }
-        // Others were among the latest: look further back.
+        // Conflicts of other logs were among the latest: read further back.
         wanted = wanted.saturating_mul(2);
     }
 }

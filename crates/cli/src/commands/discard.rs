@@ -46,7 +46,7 @@ pub(super) async fn run(context: &Context, change: &Change, selection: Selection
     named.known(context, &infos)
 }
 
-/// What such a change can do.
+/// Returns what the change can do to this event.
 fn stand(change: &Change, record: &Record) -> Stand {
     let why = match record.state {
         State::Dead if change.state() == State::Dead => "it is dead already",

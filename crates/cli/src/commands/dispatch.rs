@@ -1,4 +1,4 @@
-//! `postbox dispatch`: deliver what is there, once, or again until nothing is pending.
+//! `postbox dispatch`: delivers what is pending, once, or in a loop until nothing is pending.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::output;
 use crate::signals::stopped;
 use crate::stores::{ask_each, together};
 
-/// Wait between two looks at a log that had nothing to give: `run` is the one that reacts at once.
+/// Wait after a round that found nothing. `postbox run` is the command that reacts at once.
 const IDLE: Duration = Duration::from_millis(500);
 
 pub(super) async fn run(
@@ -45,7 +45,7 @@ pub(super) async fn run(
         failures.extend(ended.err().map(|failure| (context, failure)));
     }
     let ended = together(failures).and(asked.ended);
-    // A run that could not even begin has done nothing to speak of: its error is all it says.
+    // A run that failed before it read anything prints only its error.
     if ended.is_ok() || done.fetched > 0 {
         let Drained { fetched, delivered, failed, dead, .. } = done;
         let line = format!("fetched={fetched} dispatched={delivered} failed={failed} dead={dead}");
@@ -55,7 +55,7 @@ pub(super) async fn run(
     ended
 }
 
-/// The sinks of the subscriptions that are meant.
+/// Builds the sinks of the selected subscriptions.
 async fn sinks(contexts: &[Context], clock: &Arc<dyn Clock>) -> Result<Sinks, Failure> {
     let mut configs: BTreeMap<SubscriptionName, SubscriptionConfig> = BTreeMap::new();
     for context in contexts {
@@ -65,7 +65,7 @@ async fn sinks(contexts: &[Context], clock: &Arc<dyn Clock>) -> Result<Sinks, Fa
     Ok(Sinks::build(configs.values(), contexts.len(), listening, clock).await?)
 }
 
-/// How each store is drained.
+/// What is needed to drain each store.
 struct Drain<'a> {
     sinks: &'a Sinks,
     clock: &'a Arc<dyn Clock>,
@@ -75,14 +75,14 @@ struct Drain<'a> {
 }
 
 impl Drain<'_> {
-    /// What was done, and how it ended; an error where it could not begin.
+    /// Returns what was done and how it ended; an error if it could not begin.
     async fn store(&self, context: &Context) -> Result<(Drained, Result<(), Failure>), Failure> {
         let store = context.store().await?;
         store.validate().await?;
         let relays = relays(context, &store, self.sinks, self.clock)?;
         let ended = self.relays(context, &store, &relays).await;
-        // Of the metrics, not of the rounds: what was done by a run that failed midway is in there,
-        // too.
+        // Taken from the metrics, not the rounds, so that the work of a run that failed midway is
+        // included.
         let mut done = Drained::default();
         for relay in &relays {
             done += Drained::between(&MetricsSnapshot::default(), &relay.metrics().snapshot());
@@ -93,7 +93,7 @@ impl Drain<'_> {
     async fn relays(&self, context: &Context, store: &Arc<dyn Store>, relays: &[Relay]) -> Result<(), Failure> {
         let Self { stop, until_empty, .. } = *self;
         let configs = context.configured()?;
-        // What nobody wanted is handed over by the filters as they are written now.
+        // Stores the filters as configured now: unrouted events are handed over by them.
         for config in &configs {
             store.subscribe(&config.subscription).await?;
         }
@@ -112,7 +112,7 @@ impl Drain<'_> {
                 limit = limit.map(|limit| limit.saturating_sub(drained.fetched as usize));
                 round += drained;
             }
-            // In a loop the next round takes them again.
+            // In a loop, the next round takes lost lanes again.
             if !until_empty || limit == Some(0) || stop.is_cancelled() {
                 break round.lanes_lost;
             }
@@ -144,16 +144,16 @@ impl Drain<'_> {
     }
 }
 
-/// What there is still to do where a round found nothing.
+/// What is left to do after a round that found nothing.
 enum Left {
     Nothing,
-    /// Something waits for its time, or is on its way with another relay.
+    /// Something waits for its time, or another relay has it in flight.
     Pending,
-    /// Only a person can go on.
+    /// Only a person can resolve it.
     Stuck(String),
 }
 
-/// Asks of every subscription that delivers and is not paused.
+/// Checks every subscription that has a sink and is not paused.
 async fn left(context: &Context, store: &dyn Store) -> postbox_core::Result<Left> {
     let mut left = Left::Nothing;
     for info in store.subscriptions().await? {

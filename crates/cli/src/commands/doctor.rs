@@ -1,5 +1,5 @@
-//! `postbox doctor`: why something is late. It asks the store, and the service at the configured
-//! address, if one is there, for what only that process knows: since when its breakers are open.
+//! `postbox doctor`: why events are late. It asks the store, and the service at the configured
+//! address, if it runs, for what only that process knows: since when its breakers are open.
 
 use postbox_core::{Error, LogName, Store, SubscriptionName};
 use postbox_server::open_store;
@@ -43,7 +43,7 @@ async fn examine(context: &Context, service: Option<&ServiceStatus>) -> Result<V
     }
 }
 
-/// What is shown of one store. Of one among several, what is as it should be is one line.
+/// The lines about one store. With several stores, all that is fine is one line.
 fn of_one(context: &Context, findings: &[Finding]) -> Vec<(String, String)> {
     let Some(name) = &context.name else { return fields(findings) };
     let wrong: Vec<Finding> = findings.iter().filter(|it| it.severity != Severity::Fine).cloned().collect();
@@ -51,7 +51,7 @@ fn of_one(context: &Context, findings: &[Finding]) -> Vec<(String, String)> {
         return vec![(mark(Severity::Fine), format!("{name}: nothing is wrong"))];
     }
     let named = |(mark, text): (String, String)| {
-        // A cure stands below what it cures.
+        // A cure stands below its finding.
         let text = if text.starts_with("-> ") { text } else { format!("{name}: {text}") };
         (mark, text)
     };
@@ -79,7 +79,7 @@ async fn look(
         context.only.as_ref().is_none_or(|only| only == name) && configured.all(|it| context.means(it))
     };
     service.iter_mut().for_each(|it| it.faults.retain(|fault| fault.subscription.as_ref().is_none_or(is_meant)));
-    // One that was removed while its relay runs is known to the service.
+    // A subscription that was removed while its relay runs is known to the service.
     let is_known = |name: &SubscriptionName| {
         service.iter().flat_map(|it| &it.faults).any(|fault| fault.subscription.as_ref() == Some(name))
     };
@@ -90,7 +90,7 @@ async fn look(
         findings.push(Finding::problem("no_subscription", what, context.reader_wanted(&log)));
     }
     findings.extend(status::diagnose(store, &infos, &context.config.subscriptions, service.as_ref()).await);
-    // After those who should read it.
+    // After the subscriptions that should read it.
     findings.extend(unread.iter().map(|(log, count)| Finding::unread(log, *count, context.reader_wanted(log))));
     if !context.config.sources.is_empty() {
         findings.extend(store.check_receiving().await.err().map(Finding::from));
@@ -98,7 +98,7 @@ async fn look(
     Ok(findings)
 }
 
-/// What was found, and below it what to do.
+/// Each finding, with its cure below it.
 pub(crate) fn fields(findings: &[Finding]) -> Vec<(String, String)> {
     let mut fields = Vec::new();
     for finding in findings {

@@ -12,9 +12,9 @@ use crate::output;
 pub(super) fn run(global: &Global, force: bool) -> Result<(), Failure> {
     let path = global.config.clone().unwrap_or_else(|| PathBuf::from(postbox_server::FILE_DEFAULT));
     let shown = path.display();
-    // `create_new` and not a look first: a file that appears in between is not overwritten.
+    // `create_new` rather than a check first: a file that appears in between is not overwritten.
     let mut options = OpenOptions::new();
-    // For its owner alone: secrets may be written into it.
+    // Readable by the owner only, because secrets may be written into it.
     options.write(true).mode(0o600);
     let opened = match force {
         true => options.create(true).truncate(true).open(&path),

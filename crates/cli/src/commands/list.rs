@@ -11,9 +11,9 @@ use crate::failure::Failure;
 use crate::output;
 use crate::stores::{self, OfStore, ask_each};
 
-/// Most records in one read of the store: bounds the memory of a long list.
+/// Most records per read of the store; it bounds the memory of a long list.
 const PAGE: usize = 500;
-/// Widest error text in a table; `show` has the whole of it.
+/// Widest error text in a table; `show` prints all of it.
 const ERROR_CHARS: usize = 80;
 
 /// What to list.
@@ -49,7 +49,7 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
     }
     if records.is_empty() {
         asked.ended?;
-        // Not of what nobody reads, which a note has named.
+        // Not if the log is unread, which a note has said.
         if !is_noted {
             output::note(&match wanted.state {
                 Some(state) => format!("nothing is {state}"),
@@ -71,7 +71,7 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
 
 type Found = (Vec<(SubscriptionName, Record)>, Vec<String>);
 
-/// What one store has of it, and remarks.
+/// The records of one store, and remarks.
 async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
@@ -86,12 +86,12 @@ async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
             after: None,
             limit: 0,
         };
-        // The newest of all are among the newest of each.
+        // The newest of all subscriptions are among the newest of each.
         let before = if wanted.state.is_none() { records.len() } else { 0 };
         while records.len() - before < wanted.limit {
             query.limit = (wanted.limit + before - records.len()).min(PAGE);
             let page = store.list(&query).await?;
-            // A page may be short because its payloads are large; only an empty one is the end.
+            // A page may be short because its payloads are large; only an empty page is the end.
             let Some(last) = page.last() else { break };
             query.after = Some(last.seq);
             records.extend(page.into_iter().map(|record| (info.name.clone(), record)));

@@ -1,4 +1,4 @@
-//! `postbox migrate print --for TOOL`: the schema as the migration of another tool.
+//! `postbox migrate print --for TOOL`: the schema as a migration of another tool.
 
 use std::fs::OpenOptions;
 use std::io::{ErrorKind, Write as _};
@@ -22,14 +22,14 @@ pub(crate) enum Tool {
     Alembic,
 }
 
-/// A file as the tool wants it.
+/// A file with the name and content that the tool expects.
 struct MigrationFile {
     name: String,
     text: String,
 }
 
 impl Tool {
-    /// Versions are times, as these tools number what they make themselves. Refinery's fit into 31
+    /// Versions are timestamps, as these tools number their own files. A version of Refinery has 31
     /// bits, so there it is 1.
     fn files(self, scripts: ToolScripts, at: Timestamp) -> Vec<MigrationFile> {
         let ToolScripts { up, down } = scripts;
@@ -43,7 +43,7 @@ impl Tool {
                 let folder = at.strftime("%Y-%m-%d-%H%M%S_postbox");
                 vec![file(format!("{folder}/up.sql"), up), file(format!("{folder}/down.sql"), down)]
             }
-            // It knows no way back, and Flyway sells it.
+            // Refinery has no down migrations, and Flyway only in its paid edition.
             Self::Refinery => vec![file("V1__postbox.sql".to_owned(), up)],
             Self::Flyway => vec![file(format!("V{version}__postbox.sql"), up)],
             Self::Alembic => {
@@ -57,7 +57,7 @@ impl Tool {
     }
 }
 
-/// `op.execute` would take `:name` for a parameter, and a driver `%`; and asyncpg sends one
+/// `op.execute` would parse `:name` as a parameter, and a driver `%`. Asyncpg executes one
 /// statement at a time.
 const ALEMBIC: &str = r#""""Postbox"""
 
@@ -89,7 +89,7 @@ def run(script: str) -> None:
     op.get_bind().exec_driver_sql(whole, execution_options={"no_parameters": True})
 "#;
 
-/// What stands between three quotes.
+/// Escapes a text for a triple-quoted Python string.
 fn python_text(text: &str) -> String {
     text.replace('\\', r"\\").replace("\"\"\"", r#"\"\"\""#).replace('\r', r"\r")
 }
@@ -97,7 +97,7 @@ fn python_text(text: &str) -> String {
 pub(super) fn run(context: &Context, tool: Tool, out: Option<&Path>) -> Result<(), Failure> {
     let files = tool.files(postbox_server::tool_scripts(&context.config.store)?, Timestamp::now());
     let Some(out) = out else {
-        // One alone can be sent into a file of that name.
+        // A single file is printed alone, so that it can be redirected into a file of that name.
         let shown = match &files[..] {
             [file] => file.text.clone(),
             files => files.iter().map(|file| format!("==> {} <==\n{}\n", file.name, file.text)).collect(),
@@ -112,10 +112,11 @@ pub(super) fn run(context: &Context, tool: Tool, out: Option<&Path>) -> Result<(
     Ok(())
 }
 
-/// Writes a file that is not there, and its folder.
+/// Creates a file, and its folder. Fails if the file exists.
 pub(super) fn write_new(path: &Path, text: &str) -> Result<(), Failure> {
     let written = path.parent().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
-        // `create_new` and not a look first: a file that appears in between is not overwritten.
+        // `create_new` rather than a check first: a file that appears in between is not
+        // overwritten.
         OpenOptions::new().write(true).create_new(true).open(path)?.write_all(text.as_bytes())
     });
     written.map_err(|error| match error.kind() {

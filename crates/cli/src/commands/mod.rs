@@ -1,4 +1,4 @@
-//! One file a command.
+//! One file per command.
 
 use postbox_core::{Change, Criteria, EventId, IdPrefix, Prune, Replay, Selection, Seq};
 use postbox_server::Roles;
@@ -34,7 +34,7 @@ mod steps;
 pub(crate) mod subscription;
 mod tail;
 
-/// Runs the command that was typed.
+/// Runs the command.
 pub(crate) async fn run(args: Args) -> Result<(), Failure> {
     let (global, json) = (&args.global, args.global.json);
     if json && !args.command.has_results() {
@@ -151,8 +151,8 @@ async fn known(context: &Context, typed: Option<Vec<IdPrefix>>) -> Result<Option
 }
 
 impl Command {
-    /// Whether it finds or does something that JSON could say. The others write a file, SQL, a
-    /// schema or a log of their own.
+    /// Whether it has a result that can be printed as JSON. The other commands write a file, SQL, a
+    /// schema or a log.
     fn has_results(&self) -> bool {
         let is_text = matches!(
             self,

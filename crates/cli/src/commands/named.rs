@@ -1,4 +1,4 @@
-//! Events that were named: how they stood before anything was changed, and why nothing was.
+//! Events given by id: their state before a change, and why a change did nothing.
 
 use postbox_core::{EventId, Record, Store, SubscriptionInfo};
 
@@ -6,28 +6,28 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
-/// What a command can do to an event as it stands.
+/// What a command can do to an event in its state.
 pub(super) enum Stand {
-    /// It changes it.
+    /// It changes the event.
     Moves,
-    /// It may have to leave it as it is, and then for this reason.
+    /// It may change the event. If not, this is the reason.
     MayMove(String),
-    /// Nothing, and why.
+    /// It cannot change the event, for this reason.
     Stays(String),
 }
 
-/// How the named events stood.
+/// The states of the named events.
 #[derive(Default)]
 pub(super) struct Named {
-    /// Those that are not there: the first, and how many more.
+    /// Those that do not exist: the first, and the number of others.
     unknown: Option<(EventId, usize)>,
     stays: Vec<String>,
     may_move: Vec<String>,
 }
 
 impl Named {
-    /// Looks at each in each subscription. Where one has something to change, the others are not
-    /// spoken of.
+    /// Looks up each event in each subscription. If one subscription has something to change,
+    /// nothing is reported about the others.
     pub(super) async fn look(
         store: &dyn Store,
         infos: &[SubscriptionInfo],
@@ -59,7 +59,7 @@ impl Named {
         Ok(named)
     }
 
-    /// Why naming an event changed nothing, which is no failure.
+    /// Explains why naming an event changed nothing. That is not a failure.
     pub(super) fn explain(&self, nothing: bool) {
         self.stays.iter().for_each(|text| output::note(text));
         if nothing {
@@ -67,14 +67,14 @@ impl Named {
         }
     }
 
-    /// An event that is not there is a failure.
+    /// Fails if a named event does not exist.
     pub(super) fn known(&self, context: &Context, infos: &[SubscriptionInfo]) -> Result<(), Failure> {
         let Some((first, more)) = self.unknown else { return Ok(()) };
         let more = if more > 0 { format!(", nor {more} other(s) of those named") } else { String::new() };
         Err(context.no_event(infos.first().map(|info| &info.log), &format!("{first}{more}")))
     }
 
-    /// Whether all of them are there.
+    /// Whether all named events exist.
     pub(super) fn are_known(&self) -> bool {
         self.unknown.is_none()
     }

@@ -1,6 +1,7 @@
-//! `postbox new service NAME`: writes a service to begin with.
+//! `postbox new service NAME`: writes a starter service.
 //!
-//! `examples/service` is what it writes, so that what it writes is built, linted and run.
+//! `examples/service` is its output, so that the output is built, linted and run with the
+//! workspace.
 
 use std::path::Path;
 
@@ -8,11 +9,12 @@ use super::migration_files::write_new;
 use crate::failure::Failure;
 use crate::output;
 
-/// What it consists of. `{{name}}` stands for the name, `{{crate}}` for the same in Rust.
+/// The files of the service. `{{name}}` stands for its name, `{{crate}}` for its Rust crate name.
 const SERVICE: [(&str, &str); 9] = [
     (".dockerignore", include_str!("new/service/dockerignore")),
     (".gitignore", include_str!("new/service/gitignore")),
-    // By another name, or cargo would take the folder for a package and leave it out of ours.
+    // Not named Cargo.toml: cargo would take the folder for a package of its own and leave it out
+    // of ours.
     ("Cargo.toml", include_str!("new/service/manifest.toml")),
     ("Dockerfile", include_str!("new/service/Dockerfile")),
     ("README.md", include_str!("new/service/README.md")),
@@ -22,10 +24,10 @@ const SERVICE: [(&str, &str); 9] = [
     ("tests/service.rs", include_str!("new/service/tests/service.rs")),
 ];
 
-/// As long as crates.io allows.
+/// The longest name that crates.io allows.
 const NAME_CHARS_MAX: usize = 64;
 
-/// Rust's words, what cargo keeps for itself, and what the service is made of.
+/// Rust keywords, names that cargo reserves, and crates that the service uses.
 const NAMES_TAKEN: &str = "\
     abstract alloc anyhow as async await axum become box break build const continue core crate \
     deps do dyn else enum examples extern false final fn for gen if impl in incremental let \
@@ -33,7 +35,7 @@ const NAMES_TAKEN: &str = "\
     self serde sqlx static std struct super test tokio trait true try type typeof unsafe \
     unsized use virtual where while yield";
 
-/// A name that is right for a package, a crate and a program.
+/// Checks a name that must be valid for a package, a crate and a program.
 pub(crate) fn crate_name(text: &str) -> Result<String, String> {
     let is_right = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
     if !text.starts_with(|c: char| c.is_ascii_lowercase()) || !text.chars().all(is_right) {

@@ -29,7 +29,7 @@ pub(super) async fn pause(
     };
     let until = until.map(|until| until.to_string());
     output::done(json, &serde_json::json!({ "subscription": name, "paused": true, "until": until }), &line)?;
-    // Relays learn it when they renew.
+    // Relays read the pause when they renew their lease.
     output::note("what drives it now stops within a third of its lease (3.3 s by default)");
     Ok(())
 }
@@ -40,7 +40,7 @@ pub(super) async fn resume(context: &Context, name: &SubscriptionName, json: boo
     output::done(json, &serde_json::json!({ "subscription": name, "paused": false }), &format!("{name} goes on"))
 }
 
-/// The store, if `name` is among what is meant: `--log` or `--subscription` may say otherwise.
+/// Opens the store, and checks that `--log` and `--subscription` do not exclude `name`.
 pub(super) async fn store_with(context: &Context, name: &SubscriptionName) -> Result<Arc<dyn Store>, Failure> {
     let store = context.store().await?;
     let meant = context.registered(store.as_ref()).await?;

@@ -13,13 +13,14 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
-/// How often a run that takes long says how far it is, where somebody looks.
+/// Interval between progress notes of a long run, at a terminal.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
 
 pub(super) async fn run(context: &Context, mut prune: Prune, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
-    // What others have read, it has not.
+    // A subscription that never ran has not read what others have, so pruning would lose its
+    // events.
     let all = store.subscriptions().await?;
     if let Some(name) = context.never_run_at_all(&all).next() {
         return Err(Failure::failed(context.why_unread(name, &all)));

@@ -1,4 +1,4 @@
-//! `postbox replay`: events that went out or were skipped, once more, to one subscription.
+//! `postbox replay`: sends events again that were delivered or skipped, to one subscription.
 
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::failure::Failure;
 use crate::output;
 use crate::signals::stopped;
 
-/// How often a run that takes long says how far it is, where somebody looks.
+/// Interval between progress notes of a long run, at a terminal.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
 
 pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate>, json: bool) -> Result<(), Failure> {
@@ -32,7 +32,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
         return Err(Failure::usage(format!("give at most {CHANGE_EVENTS_MAX} ids at a time")));
     }
     let named = Named::look(store.as_ref(), &infos, replay.ids.as_deref().unwrap_or_default(), stand).await?;
-    // A step is as large as what may go out in a second.
+    // With a rate, a step is what may go out in a second.
     let step_max = rate.map_or(CHANGE_EVENTS_MAX, |rate| {
         usize::try_from(1_000_000 / rate.interval().as_micros().max(1))
             .unwrap_or(usize::MAX)
@@ -81,10 +81,10 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
     ended.and_then(|()| named.known(context, &infos))
 }
 
-/// What a replay can do.
+/// Returns what a replay can do to this event.
 fn stand(record: &Record) -> Stand {
     let why = match (record.state, record.event.expires_at) {
-        // By the store's clock, which alone knows whether it is over.
+        // Whether it has expired is decided by the store's clock.
         (State::Dispatched | State::Skipped | State::Unrouted, Some(end)) => {
             return Stand::MayMove(format!("its expires_at, {end}, is over; append anew what is wanted all the same"));
         }
@@ -98,7 +98,7 @@ fn stand(record: &Record) -> Stand {
     Stand::Stays(why.to_owned())
 }
 
-/// The same command would begin again.
+/// The same command would start from the beginning again.
 fn interrupted(next: Seq, through: Seq) -> Failure {
     Failure::failed(format!("interrupted; to go on with the rest, add: --after {next} --through {through}"))
 }

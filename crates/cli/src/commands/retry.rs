@@ -10,7 +10,7 @@ use super::steps::Steps;
 use crate::context::Context;
 use crate::failure::Failure;
 
-/// Most events read ahead of one subscription and state, to find the oldest of all.
+/// Most events read ahead per subscription and state, to find the oldest of all.
 const PAGE: usize = 100;
 
 pub(super) async fn run(context: &Context, wanted: Selection, json: bool) -> Result<(), Failure> {
@@ -61,9 +61,9 @@ async fn of_each(
     Ok(())
 }
 
-/// Retries the oldest over several subscriptions, by when they were appended. The store narrows
-/// within one subscription only, and one with many dead events would otherwise use up the limit
-/// before the next is looked at.
+/// Retries the oldest events across several subscriptions, by the time of their append. The store
+/// applies a limit within one subscription only, so one with many dead events would use up the
+/// limit before the next one gets its turn.
 async fn oldest_of_all(
     store: &dyn Store,
     infos: &[SubscriptionInfo],
@@ -97,7 +97,7 @@ async fn oldest_of_all(
         if found.iter().all(Vec::is_empty) {
             break;
         }
-        // One that is due already changes nothing and does not count; then the search goes on.
+        // An event that is due already is not changed and does not count; then the search goes on.
         for (info, ids) in infos.iter().zip(found).filter(|(_, ids)| !ids.is_empty()) {
             let selection = Selection { ids: Some(ids), dry_run: wanted.dry_run, ..Selection::default() };
             steps.take(selection, async |selection| store.change(&info.name, &Change::Retry, selection).await).await?;
@@ -106,7 +106,7 @@ async fn oldest_of_all(
     Ok(())
 }
 
-/// The next oldest, for each subscription its own.
+/// Returns the next oldest events, grouped by subscription.
 async fn next_of_all(
     store: &dyn Store,
     heads: &mut [Ahead],
@@ -125,12 +125,12 @@ async fn next_of_all(
     Ok(found)
 }
 
-/// Places in two logs say nothing of each other; times of the store's clock do.
+/// Positions in two logs cannot be compared; times of the store's clock can.
 fn age(record: &Record) -> (jiff::Timestamp, i64) {
     (record.event.created_at, record.seq.0)
 }
 
-/// What comes next in one subscription and state, oldest first.
+/// The next events of one subscription and state, oldest first.
 struct Ahead {
     place: usize,
     query: ListQuery,
@@ -138,7 +138,8 @@ struct Ahead {
 }
 
 impl Ahead {
-    /// Reads on. A page may be short because its payloads are large; only an empty one is the end.
+    /// Reads the next page. A page may be short because its payloads are large; only an empty page
+    /// is the end.
     async fn fill(&mut self, store: &dyn Store) -> Result<(), Failure> {
         self.page = store.list(&self.query).await?.into();
         self.query.after = self.page.back().map(|record| record.seq).or(self.query.after);
@@ -146,15 +147,15 @@ impl Ahead {
     }
 }
 
-/// What a retry can do.
+/// Returns what a retry can do to this event.
 fn stand(record: &Record) -> Stand {
     let why = match record.state {
-        // Read by nobody yet, it has to be passed first.
+        // No relay has read it yet, so its turn in the log comes first.
         State::Dead if record.code.as_deref() == Some(Disposition::MARKED_DEAD) => {
             return Stand::MayMove("it was marked before its turn in the log, which has to come first".to_owned());
         }
         State::Dead => return Stand::Moves,
-        // It may be due already, and then naming it changes nothing.
+        // It may be due already, and then a retry changes nothing.
         State::Retrying => return Stand::MayMove("it is on its way".to_owned()),
         State::Dispatched => "it was delivered already; `postbox replay` sends it again",
         State::Skipped | State::Unrouted => "it was never meant to go out; `postbox replay` sends it",

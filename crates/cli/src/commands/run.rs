@@ -9,7 +9,7 @@ use crate::signals::stopped;
 use crate::telemetry;
 
 pub(super) async fn run(config: Config) -> Result<(), Failure> {
-    // Before the start, so that a signal during it is not lost to the default action.
+    // Registered before the start: the default action of a signal during it would kill the process.
     let stopped = stopped();
     tokio::pin!(stopped);
     let stop_timeout = config.server.stop_timeout;
@@ -26,7 +26,7 @@ pub(super) async fn run(config: Config) -> Result<(), Failure> {
     }
     let stopping = Instant::now();
     let ended = ended.await;
-    // Spans have what is left of the deadline.
+    // Exporting spans may use the rest of the deadline.
     telemetry::finish(stop_timeout.saturating_sub(stopping.elapsed())).await;
     Ok(ended?)
 }

@@ -1,4 +1,4 @@
-//! `postbox send TOPIC`: appends one event, in a transaction of its own.
+//! `postbox send TOPIC`: appends one event in its own transaction.
 
 use std::io::Read;
 
@@ -23,7 +23,8 @@ pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result
         output::note(&format!("the {log} has this event {id} already; it was not appended again"));
     }
     let said = serde_json::json!({ "id": id, "log": log, "appended": appended.is_new() });
-    // Who hears that it failed, and not what is done, sends it again.
+    // The event is committed. A person who sees only a failure would send it again, so the error
+    // names it.
     output::done(json, &said, &id.to_string()).map_err(|failure| match failure {
         Failure::Failed(text) => Failure::failed(format!("{text}; event {id} is in the {log} all the same")),
         other => other,
@@ -54,7 +55,7 @@ fn event(send: SendArgs) -> Result<NewEvent, Failure> {
     event.expires_at = expires_in.map(|time| Timestamp::now().checked_add(time)).transpose().map_err(too_late)?;
     event.headers.extend(headers);
     event.validate().map_err(refused)?;
-    // As whoever gets it will judge: by what the content type says.
+    // Checked as the receiver will see it: JSON if the content type says so.
     let preview = event.clone().into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);
     if preview.is_json()
         && let Err(error) = serde_json::from_slice::<serde::de::IgnoredAny>(&event.payload)
@@ -70,7 +71,7 @@ fn too_late(_: jiff::Error) -> Failure {
     Failure::usage("--expires-in reaches beyond the year 9999; leave it out where there is no end")
 }
 
-/// At most one byte more than may be sent: its size is judged with everything else.
+/// Reads at most one byte more than the limit; the size is checked with everything else.
 fn read(what: &str, from: impl Read) -> Result<Vec<u8>, Failure> {
     let mut payload = Vec::new();
     from.take(PAYLOAD_BYTES_MAX as u64 + 1)

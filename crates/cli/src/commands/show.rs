@@ -35,7 +35,7 @@ pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<()
     output::print(&format!("\n{}\n", payload(&first.event)))
 }
 
-/// The event's own fields, and where it stands in each subscription.
+/// The event's own fields, and its state in each subscription.
 pub(crate) fn fields(found: &[(SubscriptionInfo, Record)]) -> Vec<(&'static str, String)> {
     let mut fields = found.first().map_or_else(Vec::new, |(_, first)| describe(&first.event));
     for (info, record) in found {
@@ -93,7 +93,7 @@ fn tried(attempt: &Attempt) -> String {
     format!("{at:.0}, {code} after {}: {answer}{next}", span(*took))
 }
 
-/// Text as it is but harmless; other bytes as hexadecimal, sixteen a line.
+/// Text is printed as it is, made safe; other bytes in hexadecimal, sixteen per line.
 fn payload(event: &Event) -> String {
     if let Ok(text) = std::str::from_utf8(&event.payload) {
         return safe_lines(text);

@@ -38,7 +38,7 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
         let rows = of.iter().zip(&all).filter_map(|(context, stats)| Some((*context, row(stats)?)));
         stores::rows(&HEAD, rows.collect())?;
     }
-    // A sum without them would be untrue.
+    // A sum without them would be wrong.
     ended?;
     let sum = |field: fn(&StatsJson) -> u64| all.iter().map(field).sum::<u64>();
     let (pending, total) = (sum(|stats| stats.pending), sum(|stats| stats.total));
@@ -87,7 +87,7 @@ async fn count(context: &Context) -> Result<Counted, Failure> {
             context.reader_wanted(log)
         );
         counted.notes.push(Note::for_people(text));
-        // Without a subscription nobody has read anything: all of such a log is pending.
+        // No subscription reads this log, so all of it is pending.
         counted.all.push(StatsJson::unread(log.clone(), *count));
     }
     let unrouted = unrouted.iter().map(|log| Note::for_people(format!("{}; {}", log.what(), log.cure())));
@@ -117,7 +117,7 @@ pub(crate) const HEAD: [&str; 12] = [
     "oldest",
 ];
 
-/// `None` for a log that nobody reads: a note says so.
+/// `None` for a log that no subscription reads: a note reports it.
 pub(crate) fn row(stats: &StatsJson) -> Option<Vec<String>> {
     let name = stats.subscription.as_ref()?;
     let name = if stats.paused { format!("{name} (paused)") } else { name.to_string() };

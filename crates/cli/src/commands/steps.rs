@@ -1,4 +1,4 @@
-//! Changes in steps, each committed by itself, with an account that is right however they end.
+//! Changes in steps that commit one by one, with a count that is right however they end.
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{Changed, Selection};
@@ -9,13 +9,13 @@ use crate::failure::Failure;
 use crate::output;
 use crate::signals::stopped;
 
-/// Steps until there is nothing left, an error, or a person who wants it to stop.
+/// Takes steps until nothing is left, an error occurs, or a signal arrives.
 pub(super) struct Steps {
-    /// What is counted, as it is printed: `retried`.
+    /// The word printed with the count, e.g. `retried`.
     word: &'static str,
-    /// Whether it is only counted.
+    /// Whether it only counts.
     dry_run: bool,
-    /// Whether it is said as JSON.
+    /// Whether it prints JSON.
     json: bool,
     count: u64,
     stop: CancellationToken,
@@ -23,7 +23,7 @@ pub(super) struct Steps {
 }
 
 impl Steps {
-    /// Begins to listen for SIGTERM and SIGINT.
+    /// Starts listening for SIGTERM and SIGINT.
     pub(super) fn begin(word: &'static str, dry_run: bool, json: bool) -> Self {
         let stop = CancellationToken::new();
         let (stopping, signal) = (stop.clone(), stopped());
@@ -34,13 +34,13 @@ impl Steps {
         Self { word, dry_run, json, count: 0, stop, _listening: listening }
     }
 
-    /// How many events were changed so far.
+    /// Number of events changed so far.
     pub(super) fn count(&self) -> u64 {
         self.count
     }
 
-    /// Takes steps until nothing of the selection is left. A step under way is always waited for:
-    /// dropped at its commit, nobody could say whether it was done.
+    /// Takes steps until nothing of the selection is left. A step that has begun is always awaited:
+    /// if it were dropped during its commit, nobody could know whether it was done.
     pub(super) async fn take(
         &mut self,
         mut selection: Selection,
@@ -63,10 +63,10 @@ impl Steps {
         Ok(())
     }
 
-    /// Says how many there were, also after a failure midway.
+    /// Prints the count, even after a failure midway.
     pub(super) fn end(self, ended: Result<(), Failure>) -> Result<(), Failure> {
         let Self { word, dry_run, json, count, stop, .. } = self;
-        // What could not even begin has changed nothing to speak of: its error is all it says.
+        // A change that failed at its first step prints only its error.
         if ended.is_ok() || count > 0 {
             counted(word, count, dry_run, json)?;
         }
@@ -79,7 +79,7 @@ impl Steps {
     }
 }
 
-/// The count of a bulk change, in one shape for every such command.
+/// Prints the count of a bulk change, in one format for all commands.
 pub(super) fn counted(word: &str, count: u64, dry_run: bool, json: bool) -> Result<(), Failure> {
     let line = format!("{word}={count}{}", if dry_run { " dry_run=true" } else { "" });
     output::done(json, &serde_json::json!({ word: count, "dry_run": dry_run }), &line)

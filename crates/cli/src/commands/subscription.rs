@@ -105,8 +105,7 @@ pub(super) async fn lanes(context: &Context, name: &SubscriptionName, lanes: u16
     output::done(json, &serde_json::json!({ "subscription": name, "lanes": lanes }), &line)
 }
 
-/// A subscription in the store, if it is among what is meant: `--log` or `--subscription` may say
-/// otherwise.
+/// Returns a subscription of the store, if `--log` and `--subscription` do not exclude it.
 async fn named(context: &Context, name: &SubscriptionName) -> Result<(Arc<dyn Store>, SubscriptionInfo), Failure> {
     let store = super::pause::store_with(context, name).await?;
     let known = store.subscriptions().await?;

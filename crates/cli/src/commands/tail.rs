@@ -12,12 +12,12 @@ use crate::failure::Failure;
 use crate::output;
 use crate::signals::stopped;
 
-/// What is held of a log at once. A payload may be larger, then it comes alone.
+/// Most of a log held in memory at once. A larger payload comes alone.
 const PAGE: BatchLimit = BatchLimit { events: 200, payload_bytes: 4 * 1024 * 1024 };
-/// How long nothing new is left alone: a person sees no difference, and a look costs the database a
-/// few index probes.
+/// Interval between two reads without new events. A person sees no difference, and a read costs the
+/// database a few index probes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// Characters of a payload at a terminal; `show` has the whole of it.
+/// Characters of a payload shown at a terminal; `show` prints all of it.
 const PAYLOAD_CHARS: usize = 60;
 
 const HEAD: [&str; 6] = ["appended", "seq", "id", "topic", "key", "payload"];
@@ -71,7 +71,7 @@ fn row(seq: Seq, event: &Event) -> [String; 6] {
     [event.created_at.to_string(), seq.to_string(), id, topic, key, payload]
 }
 
-/// One line, however long the payload: the id stands where it can be copied.
+/// One line, however long the payload, so that the id is easy to find and copy.
 fn for_people(event: &Event) -> String {
     let payload = cut(&String::from_utf8_lossy(&event.payload), PAYLOAD_CHARS);
     let line = format!("{:.3}  {}  {}  {}  {payload}", event.created_at, event.id, event.topic, key(event));

@@ -1,5 +1,5 @@
-//! Attacks on the ingress without a key: genuine messages are served meanwhile, and memory, log and
-//! stop stay bounded.
+//! Attacks on the ingress without a key: genuine messages still get through, and memory, log and
+//! stop time stay bounded.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,12 +19,12 @@ use crate::env::{DEADLINE, Kind, Served, TestEnv, cases, get, until};
 use crate::sender::{SECRET, Sender, partner};
 
 const MIB: usize = 1024 * 1024;
-/// What an attack may cost beyond an idle service.
+/// Memory that an attack may cost beyond an idle service.
 const MEMORY_MAX: usize = 64 * MIB;
 const TEXT_SECRET: &str = "0123456789abcdef0123456789abcdef";
 const WELL_FORMED_HEX: &str = "sha256=00000000000000000000000000000000000000000000000000000000000000ff";
 
-/// A source of Standard Webhooks with the defaults, and one as the page on GitHub has it.
+/// A Standard Webhooks source with the defaults, and a GitHub source as in the guide.
 fn sources() -> String {
     let github = format!(
         "[sources.github]\ntype = \"webhook\"\nscheme = \"github\"\nsecrets = [\"{TEXT_SECRET}\"]\nbody_max = \"8MiB\"\n"
@@ -38,7 +38,7 @@ fn memory_bytes(pid: u32) -> Result<usize> {
     Ok(statm.split(' ').nth(1).context("no resident pages")?.parse::<usize>()? * 4_096)
 }
 
-/// Headers that anybody can write: of the right form, with the present time.
+/// Well-formed headers that anybody can write, with the current time.
 fn plausible(source: &str) -> String {
     match source {
         "github" => format!("x-hub-signature-256: {WELL_FORMED_HEX}\r\n"),
@@ -54,7 +54,7 @@ fn head(source: &str, headers: &str, length: usize) -> String {
     format!("POST /in/{source} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n{headers}\r\n")
 }
 
-/// Posts a genuine message on a connection of its own; gives the status and how long it took.
+/// Posts a genuine message on a new connection. Returns the status and the time it took.
 async fn genuine(address: &str, source: &str, n: usize) -> Result<(u16, Duration)> {
     let body = format!("{{\"type\":\"a.b\",\"n\":{n},\"text\":\"{}\"}}", "x".repeat(2_000));
     let now = UnixSeconds(Timestamp::now().as_second());
@@ -79,7 +79,7 @@ async fn genuine(address: &str, source: &str, n: usize) -> Result<(u16, Duration
     Ok((std::str::from_utf8(&line[9..])?.parse()?, began.elapsed()))
 }
 
-/// A service that has stored some genuine messages, and the memory that it takes then.
+/// Starts a service that has stored some genuine messages, and measures its memory.
 async fn started(source: &str) -> Result<(TestEnv, Served, usize)> {
     let env = TestEnv::with(Kind::Sqlite, &sources()).await?;
     let served = env.serve().await?;
@@ -91,21 +91,22 @@ async fn started(source: &str) -> Result<(TestEnv, Served, usize)> {
     Ok((env, served, idle))
 }
 
-/// What all these attacks may cost at most beyond an idle service.
+/// Checks the memory limit of all these attacks.
 fn ensure_bounded(served: &Served, idle: usize) -> Result<()> {
     let now = memory_bytes(served.pid()?)?;
     ensure!(now <= idle + MEMORY_MAX, "{} MiB more than idle", (now - idle) / MIB);
     Ok(())
 }
 
-/// Opens a connection, sends this and stays.
+/// Opens a connection, sends these bytes and keeps it open.
 async fn send_and_stay(address: &str, bytes: &[u8]) -> std::io::Result<TcpStream> {
     let mut stream = TcpStream::connect(address).await?;
     let _ = stream.write_all(bytes).await;
     Ok(stream)
 }
 
-/// Sends all but the last byte of a body and stays; comes again when it is sent away.
+/// Sends all but the last byte of a body and keeps the connection open; starts again when it is
+/// closed.
 async fn withhold(address: String, source: &str, length: usize, there: &AtomicUsize) {
     let body = vec![b'x'; length - 1];
     let mut first = true;
@@ -122,7 +123,7 @@ async fn withhold(address: String, source: &str, length: usize, there: &AtomicUs
     }
 }
 
-/// One more body than the buffer holds, each a byte short of its end.
+/// Attacks with one more body than the buffer holds, each one byte short of its end.
 async fn bodies_are_withheld(source: &'static str, strangers: usize, length: usize) -> Result<()> {
     let (_env, served, idle) = started(source).await?;
     let there = Arc::new(AtomicUsize::new(0));
@@ -157,7 +158,7 @@ cases! {
     few_large_bodies_keep_no_genuine_message_out => bodies_are_withheld("github", 5, 8 * MIB);
 }
 
-/// HTTP/2 frames of a hundred requests that do not end: one field, then lists of references to it.
+/// HTTP/2 frames of a hundred endless requests: one header field, then lists of references to it.
 fn references() -> Vec<u8> {
     let frame = |kind: u8, flags: u8, stream: u32, payload: &[u8]| {
         let length = (payload.len() as u32).to_be_bytes();
@@ -178,7 +179,7 @@ fn references() -> Vec<u8> {
     sent
 }
 
-/// A megabyte and a half of frames made a gigabyte of headers.
+/// Before the fix, 1.5 MB of such frames became 1 GB of headers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn header_lists_by_reference_cost_nothing() -> Result<()> {
     let (_env, served, idle) = started("partner").await?;
@@ -188,7 +189,7 @@ async fn header_lists_by_reference_cost_nothing() -> Result<()> {
     let (status, took) = genuine(&served.address, "partner", 21).await?;
     ensure!(status == 202 && took < Duration::from_secs(1), "{status} after {took:?}");
     ensure_bounded(&served, idle)?;
-    // Refused, not left hanging.
+    // Refused, not left open.
     for mut stranger in strangers {
         let ended = timeout(Duration::from_secs(5), stranger.read_to_end(&mut Vec::new())).await;
         ensure!(ended.is_ok(), "a connection of HTTP/2 stays open");
@@ -198,7 +199,7 @@ async fn header_lists_by_reference_cost_nothing() -> Result<()> {
     Ok(())
 }
 
-/// As many connections as are allowed, each with a head as large as allowed and no end to it.
+/// All allowed connections, each with a head of the largest size that never ends.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn heads_that_do_not_end_are_bounded_together() -> Result<()> {
     let (_env, served, idle) = started("partner").await?;
@@ -247,7 +248,7 @@ async fn refused_requests_by_the_thousand_are_not_logged() -> Result<()> {
     Ok(())
 }
 
-/// A body on its way when the stop comes.
+/// A body is in flight when the stop arrives.
 #[tokio::test]
 async fn a_body_that_does_not_end_delays_no_stop() -> Result<()> {
     let env = TestEnv::with(Kind::Sqlite, &partner()).await?;
@@ -256,7 +257,7 @@ async fn a_body_that_does_not_end_delays_no_stop() -> Result<()> {
     ensure!(sender.send("msg_1", "{}").await? == 202);
     let begun = head("partner", &plausible("partner"), 1_000) + "{";
     let _strangers = join_all((0..5).map(|_| send_and_stay(&served.address, begun.as_bytes()))).await;
-    // All that was sent before it has been read.
+    // By now, everything sent before has been read.
     ensure!(sender.send("msg_2", "{}").await? == 202);
     let began = Instant::now();
     served.terminate().await?;

@@ -1,4 +1,4 @@
-//! Standard error or output is closed, full, or not read: work goes on, and a stop is clean.
+//! Standard error or output is closed, full, or not read: work continues, and a stop is clean.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -8,33 +8,33 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::env::{DEADLINE, FILE_SINK, Kind, TestEnv, cases, http_sink, signal, until};
 
-/// An output that takes nothing.
+/// An output that accepts nothing.
 #[derive(Debug, Clone, Copy)]
 enum Output {
-    /// A pipe whose reader has gone.
+    /// A pipe whose reader is gone.
     Closed,
-    /// A device on which nothing fits.
+    /// A full device.
     Full,
     /// A pipe that nobody reads.
     Unread,
 }
 
 impl Output {
-    /// What to write to, and what has to be kept meanwhile.
+    /// Returns the output, and the pipe end that must stay open.
     fn open(self) -> Result<(Stdio, Option<std::io::PipeReader>)> {
         if matches!(self, Self::Full) {
             return Ok((File::options().write(true).open("/dev/full")?.into(), None));
         }
         let (reader, mut writer) = std::io::pipe()?;
         if matches!(self, Self::Unread) {
-            // What a pipe holds: there is env for nothing more.
+            // Fills the pipe's buffer, so that it accepts nothing more.
             writer.write_all(&[b'x'; 64 * 1024])?;
         }
         Ok((writer.into(), matches!(self, Self::Unread).then_some(reader)))
     }
 }
 
-/// Delivers three events before and three after it has had much to say, and ends with 0.
+/// Delivers three events before and three after it has logged a lot, and exits with 0.
 async fn goes_on(args: &[&str], stdout: Option<Output>, stderr: Output) -> Result<()> {
     let refused = "[subscriptions.refused]\nbreaker = { base = \"1ms\", max = \"1ms\" }\n".to_owned();
     let env = TestEnv::with(Kind::Sqlite, &(refused + &http_sink("http://127.0.0.1:1/") + FILE_SINK)).await?;
@@ -46,7 +46,7 @@ async fn goes_on(args: &[&str], stdout: Option<Output>, stderr: Output) -> Resul
     let mut command = tokio::process::Command::from(env.command(args));
     let mut child = command.stdout(output).stderr(error).kill_on_drop(true).spawn()?;
     let pid = child.id().context("it has ended already")?;
-    // The command's own copies of the ends, else nothing would be closed.
+    // Drop the command's own copies of the pipe ends, so that a closed pipe is really closed.
     drop(command);
     for round in 1..=3 {
         env.insert_three().await?;
@@ -71,7 +71,7 @@ cases! {
     standard_error_that_nobody_reads_stops_nothing => goes_on(RUN, None, Output::Unread);
 }
 
-/// What is committed must not be taken for failed, and sent again.
+/// The event is committed: the caller must not take it for failed and send it again.
 #[tokio::test]
 async fn a_send_that_cannot_say_the_id_on_standard_output_says_it_in_the_error() -> Result<()> {
     for as_json in [false, true] {

@@ -1,7 +1,7 @@
-//! From an outbox through a broker into an inbox: what holds with every one of them while relays
-//! are killed, and while the broker is away.
+//! From an outbox through a broker into an inbox: what must hold with every broker while relays are
+//! killed, and while the broker is down.
 //!
-//! `POSTBOX_STORM=1` makes a storm of it. `docs/storm.md` has the command and what came of it.
+//! `POSTBOX_STORM=1` runs a larger version. `docs/storm.md` has the command and results.
 
 #![allow(clippy::print_stderr, reason = "a row for each broker")]
 
@@ -23,46 +23,46 @@ use crate::outages::promised;
 use crate::rabbitmq::Rabbitmq;
 use crate::redis::Redis;
 
-/// Keys in a storm, each with much to say; and while the broker is away.
+/// Number of keys: in a storm, each with many events; and during an outage.
 const KEYS: (usize, usize) = (40, 1_000);
-/// What can be in flight when a relay is killed: a batch, and what another look has brought.
+/// Most events in flight when a relay is killed: a batch, and the next one that was read ahead.
 const WINDOW: usize = 2 * 50;
 const EFFECTS: &str = "[subscriptions.apply]\nlog = \"inbox\"\nbatch = 50\nlease = \"1s\"\n\
     sink = { type = \"file\", path = \"effects.jsonl\" }\n";
 
-/// A broker that runs, with a client beside us.
+/// A running broker, with a client of the test.
 pub(crate) trait Broker: Sized {
-    /// A message that was published.
+    /// A published message.
     type Message;
 
-    /// Events a second in a storm, and while the broker is away.
+    /// Events per second: in a storm, and during an outage.
     const RATES: (usize, usize) = (500, 1_000);
 
-    /// Whether messages that were out when a receiver was killed come again in their order.
+    /// Whether messages in flight when a receiver was killed are redelivered in order.
     const REPEATS_IN_ORDER: bool = true;
 
-    /// Starts it, and a proxy in front of it.
+    /// Starts the broker, and a proxy in front of it.
     async fn launch() -> Result<(Self, FaultProxy)>;
 
     /// The keys of the sink and of the source, for a server on this port.
     fn tables(port: u16) -> (String, String);
 
-    /// What was published and not asked for yet, in its order.
+    /// Messages published since the last call, in order.
     async fn published(&mut self) -> Result<Vec<Self::Message>>;
 
-    /// The id, the key and the payload.
+    /// Returns the id, the key and the payload.
     fn read(message: &Self::Message) -> Result<(String, String, Value)>;
 
-    /// Publishes these once more, as they were.
+    /// Publishes these messages again, unchanged.
     async fn publish(&mut self, messages: Vec<&Self::Message>) -> Result<()>;
 
-    /// Whether everything was acknowledged.
+    /// Whether every message was acknowledged.
     async fn is_settled(&mut self) -> Result<bool> {
         Ok(true)
     }
 }
 
-/// A proxy in front of a server that listens on this port.
+/// Starts a proxy in front of a server on this port.
 pub(crate) async fn proxied(port: u16) -> FaultProxy {
     FaultProxy::start(([127, 0, 0, 1], port).into()).await
 }
@@ -87,7 +87,7 @@ brokers! {
     redis: super::Redis;
 }
 
-/// How often a relay is killed, and how long a broker is away.
+/// How many relays are killed, and how long a broker is down.
 fn size() -> (usize, Duration) {
     match std::env::var_os("POSTBOX_STORM") {
         Some(_) => (50, Duration::from_secs(60)),
@@ -101,7 +101,7 @@ fn sends(sink: &str) -> String {
     )
 }
 
-/// A producer, until it is stopped.
+/// A producer that runs until it is stopped.
 struct Load {
     written: Arc<AtomicUsize>,
     is_over: Arc<AtomicBool>,
@@ -126,12 +126,12 @@ impl Load {
         Self { written, is_over, task }
     }
 
-    /// Events that are committed, at least.
+    /// Number of committed events, at least.
     fn written(&self) -> usize {
         self.written.load(Ordering::SeqCst)
     }
 
-    /// Stops it; how many events it has written.
+    /// Stops it and returns the number of events it has written.
     async fn stop(self) -> Result<usize> {
         self.is_over.store(true, Ordering::SeqCst);
         self.task.await??;
@@ -139,13 +139,13 @@ impl Load {
     }
 }
 
-/// What was published, in its order.
+/// The published messages, in order.
 struct Published<M> {
     messages: Vec<M>,
-    /// How much had been when something went down.
+    /// How many were published at each kill or outage.
     breaks: Vec<usize>,
-    /// How often a relay said that it lost its lease or waited for an answer in vain, as on a busy
-    /// machine: what was in flight then came again, too.
+    /// How often a relay logged a lost lease or a timeout, as on a busy machine: what was in flight
+    /// then is published again, too.
     stalls: usize,
 }
 
@@ -154,12 +154,12 @@ impl<M> Published<M> {
         Self { messages: Vec::new(), breaks: Vec::new(), stalls: 0 }
     }
 
-    /// Counts the stalls that a relay's log tells of.
+    /// Counts the stalls in a relay's log.
     fn note_stalls(&mut self, log: &[String]) {
         self.stalls += log.iter().filter(|line| line.contains("lease lost") || line.contains("_timeout")).count();
     }
 
-    /// All that is there by now.
+    /// Reads everything published by now.
     async fn hear(&mut self, broker: &mut impl Broker<Message = M>) -> Result<()> {
         loop {
             let more = broker.published().await?;
@@ -170,9 +170,9 @@ impl<M> Published<M> {
         }
     }
 
-    /// Waits until each of so many events was published, and gives the number of repetitions. An
-    /// event is published again with its own id, only where something went down in between, and
-    /// only if it was in flight then. First arrivals have the order of their keys.
+    /// Waits until each of `events` events was published, and returns the number of repetitions. A
+    /// repetition has the event's own id, and is allowed only for events in flight when something
+    /// went down. First arrivals are in order per key.
     async fn whole<B: Broker<Message = M>>(&mut self, broker: &mut B, events: usize, window: usize) -> Result<usize> {
         let (mut firsts, mut by_key) = (HashMap::new(), BTreeMap::<String, Vec<i64>>::new());
         let (mut seen, mut repeated, mut unexplained) = (0, 0, 0);
@@ -186,7 +186,7 @@ impl<M> Published<M> {
                     by_key.entry(key).or_default().push(n);
                     continue;
                 };
-                // Due rows are settled beside the stream, which goes on meanwhile.
+                // Due rows are settled independently of the stream, which continues meanwhile.
                 let was_in_flight = |down: &usize| down.abs_diff(*first) <= 2 * window && *down <= place;
                 ensure!(*same == n, "{id} is {same} and {n}");
                 unexplained += usize::from(!self.breaks.iter().any(was_in_flight));
@@ -215,16 +215,16 @@ fn in_order(by_key: &BTreeMap<String, Vec<i64>>) -> Result<()> {
     Ok(())
 }
 
-/// Waits until all of so many events went out.
+/// Waits until all `events` events are delivered.
 async fn all_are_sent(env: &TestEnv, events: usize) -> Result<String> {
     let all = format!("pending=0 dispatched={events} dead=0 total={events}\n");
     until("all are sent", async || Ok((env.ok(&["stats"])? == all).then_some(()))).await?;
     Ok(all)
 }
 
-/// Two services with a store each. The relay is killed again and again under load, the receiver
-/// once. Of what is published, three of ten come again. Each event has one effect, those of a key
-/// in their order.
+/// Two services with a store each. The relay is killed repeatedly under load, the receiver once.
+/// Three of ten published messages are published again. Each event has one effect, in order per
+/// key.
 async fn killed_relays<B: Broker>(kind: Kind) -> Result<()> {
     let (kills, began) = (size().0, Instant::now());
     let (mut broker, proxy) = B::launch().await?;
@@ -236,7 +236,7 @@ async fn killed_relays<B: Broker>(kind: Kind) -> Result<()> {
     let mut published = Published::new();
     for kill in 1..=kills {
         let relay = sender.serve().await?;
-        // Somewhere in what gathered while nobody had the lease.
+        // Kills it at varying points of the backlog that grew while nobody held the lease.
         let share = published.messages.len() + 1 + kill * 37 % (B::RATES.0 / 2);
         until("its share", async || {
             published.messages.extend(broker.published().await?);
@@ -278,7 +278,7 @@ async fn killed_relays<B: Broker>(kind: Kind) -> Result<()> {
         }
     }
     ensure!(applied.len() == events, "{} of {events} are applied", applied.len());
-    // What was killed behind the inbox begins its batch again, and a file knows no ids.
+    // An applier that is killed repeats its batch, and a file does not deduplicate.
     ensure!(lines.len() <= events + WINDOW, "{} effects of {events} events", lines.len());
     if B::REPEATS_IN_ORDER {
         in_order(&by_key)?;
@@ -291,18 +291,18 @@ async fn killed_relays<B: Broker>(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// How many messages of the source `orders` were known.
+/// Number of duplicates from the source `orders`.
 pub(crate) async fn duplicates(receiving: &Served) -> Result<usize> {
     counter(receiving, "received_total{source=\"orders\",result=\"duplicate\"}").await
 }
 
-/// A number of `/metrics`; one that is not there is 0.
+/// The value of a metric; 0 if it is missing.
 async fn counter(served: &Served, name: &str) -> Result<usize> {
     let (page, name) = (get(&served.address, "/metrics", "").await?, format!("postbox_{name} "));
     Ok(page.lines().find_map(|line| line.strip_prefix(&name)).unwrap_or("0").parse()?)
 }
 
-/// What a process holds in memory now, and the most it ever held, in MiB.
+/// Memory of a process now, and its peak, in MiB.
 fn memory(served: &Served) -> Result<(usize, usize)> {
     let status = std::fs::read_to_string(format!("/proc/{}/status", served.pid()?))?;
     let field = |name: &str| {
@@ -313,14 +313,14 @@ fn memory(served: &Served) -> Result<(usize, usize)> {
     Ok((field("VmRSS:")?, field("VmHWM:")?))
 }
 
-/// Nobody is behind the broker's address for a while, and events keep coming. None dies of it, and
-/// at most one attempt of one is counted; once somebody answers, all of them go out, those of a key
-/// in their order.
+/// The broker is unreachable for a while, and events keep arriving. None dies of it, and at most
+/// one attempt of one event is counted. When the broker is back, all are delivered, in order per
+/// key.
 async fn an_outage_costs_nothing<B: Broker>() -> Result<()> {
     const FIRST_MAX: Duration = Duration::from_secs(1);
     const BACKLOG_MAX: Duration = Duration::from_secs(60);
     const MEMORY_MIB: usize = 32;
-    /// What the usual settings have in flight.
+    /// Most events in flight with the default settings.
     const WINDOW: usize = 2 * 500;
     let (mut broker, proxy) = B::launch().await?;
     let (sink, _) = B::tables(proxy.address().port());
@@ -359,7 +359,8 @@ async fn an_outage_costs_nothing<B: Broker>() -> Result<()> {
     let events = load.stop().await?;
     all_are_sent(&env, events).await?;
     let (grown, most) = (memory(&relay)?.1.saturating_sub(before), memory(&relay)?.1);
-    // What was on its way when the broker went may be one event's own failure, for all we know.
+    // A failure while the broker goes down may be the event's own for all the relay knows, so one
+    // attempt may be counted.
     let counted = count("retries").await?;
     ensure!(counted <= 1 && count("dead").await? == 0, "{counted} attempts were counted");
     published.note_stalls(&relay.terminate().await?);
@@ -374,8 +375,8 @@ async fn an_outage_costs_nothing<B: Broker>() -> Result<()> {
     promised(&format!("{name}: the backlog of an outage"), backlog, BACKLOG_MAX)
 }
 
-/// A server that is not there when the service starts is no reason not to start. `start` starts it;
-/// its `client` says nothing of its own in our log.
+/// A server that is missing when the service starts does not keep it from starting. `start` starts
+/// the server; its `client` writes nothing to our log.
 pub(crate) async fn a_server_may_come_later(
     kind: Kind,
     (sink, source): (String, String),

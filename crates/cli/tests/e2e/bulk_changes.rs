@@ -1,4 +1,4 @@
-//! Changes of many events: in steps, with a count that is right however they end.
+//! Bulk changes: made in steps, with a count that is right however they end.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use anyhow::{Context as _, Result, ensure};
 use crate::endpoint::{Endpoint, refuses_all, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal, until, until_waited_for};
 
-/// More than two steps.
+/// More events than two steps.
 const MANY: usize = 2_500;
 
-/// A subscription with so many dead events, made by SQL because that is quick.
+/// A subscription with this many dead events, inserted by SQL for speed.
 async fn with_dead(kind: Kind, events: usize) -> Result<TestEnv> {
     let env = TestEnv::with(kind, FILE_SINK).await?;
     let rows = format!(
@@ -51,7 +51,7 @@ async fn many_events_are_retried_and_discarded(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// The database refuses a row of the second step.
+/// The database rejects a row of the second step.
 async fn a_retry_that_fails_midway_says_how_much_it_did(kind: Kind) -> Result<()> {
     let env = with_dead(kind, MANY).await?;
     env.sql(match kind {
@@ -69,7 +69,7 @@ async fn a_retry_that_fails_midway_says_how_much_it_did(kind: Kind) -> Result<()
     ensure!(output.status.code() == Some(1) && stdout == "retried=1000\n", "{}: {stdout}{stderr}", output.status);
     ensure!(stderr.contains("not this one") && stderr.contains("goes on with the rest"), "{stderr}");
     ensure!(dead(&env)? == MANY - 1000);
-    // Refused at its first step, it has nothing to say but why.
+    // A change that fails at its first step prints only the reason.
     let complaint = env.refuses(1, &["retry", "--all"])?;
     ensure!(complaint.lines().count() == 1 && complaint.contains("not this one"), "{complaint}");
     env.sql(match kind {
@@ -81,7 +81,8 @@ async fn a_retry_that_fails_midway_says_how_much_it_did(kind: Kind) -> Result<()
     Ok(())
 }
 
-/// It is stopped in its second step, which waits for a lock: that step is finished and counted.
+/// It is interrupted during its second step, which waits for a lock: that step is finished and
+/// counted.
 #[tokio::test]
 async fn an_interrupted_retry_says_how_much_it_did() -> Result<()> {
     // As many as are counted one by one.
@@ -101,7 +102,7 @@ async fn an_interrupted_retry_says_how_much_it_did() -> Result<()> {
     Ok(())
 }
 
-/// Of every bulk change: what a dry run counts is what the run right after it changes.
+/// For every bulk change: a dry run counts what the run right after it changes.
 async fn a_dry_run_says_what_the_run_does(kind: Kind) -> Result<()> {
     let target = Endpoint::start(refuses_all)?;
     let env = TestEnv::with(kind, &target.subscription("out")).await?;
@@ -145,7 +146,7 @@ async fn a_dry_run_says_what_the_run_does(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// Where the configuration says so, what nobody has looked after is given up.
+/// With `retention.dead`, old dead events are discarded by themselves.
 async fn retention_gives_up_what_has_been_dead_for_long(kind: Kind) -> Result<()> {
     let target = Endpoint::start(refuses_all)?;
     let config = target.subscription("out") + "[retention]\ndead = \"1d\"\nschedule = \"* * * * * *\"\n";
@@ -176,7 +177,7 @@ fn fails_all(_key: &str) -> (u16, Duration) {
     (500, Duration::ZERO)
 }
 
-/// What will never go through is given up, for a reason, and its key goes on.
+/// An event that will never succeed is marked dead, with a reason, and its key continues.
 async fn an_event_is_marked_dead_and_its_key_goes_on(kind: Kind) -> Result<()> {
     let target = Endpoint::start(fails_all)?;
     let env = TestEnv::with(kind, &target.subscription("out")).await?;
@@ -184,7 +185,7 @@ async fn an_event_is_marked_dead_and_its_key_goes_on(kind: Kind) -> Result<()> {
     env.dispatch(&[])?;
     let listed = env.json(&["list", "--json"])?;
     let id = |at: usize| listed[at]["event"]["id"].as_str().context("no id");
-    // The newest first.
+    // The newest is first.
     let (later, head) = (id(0)?, id(1)?);
     target.set(takes_all);
     let both = |args: &[&str]| -> Result<(String, String)> {

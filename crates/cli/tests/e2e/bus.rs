@@ -1,4 +1,4 @@
-//! The event bus over two databases: an outbox here, an inbox there.
+//! The event bus over two databases: from an outbox into another store's inbox.
 
 use anyhow::{Result, ensure};
 
@@ -17,7 +17,7 @@ async fn arrives_once_and_in_order(here: Kind, there: Kind) -> Result<()> {
     env.insert_three().await?;
     ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
     ensure!(other.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
-    // Another subscription of the same sender sends all of it once more.
+    // Another subscription with the same sender name sends everything again.
     env.config(&to(&other.url).replace("subscriptions.bus", "subscriptions.again"))?;
     ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
     ensure!(other.dispatch(&[])? == "dispatched=0 failed=0 dead=0", "it is known there");

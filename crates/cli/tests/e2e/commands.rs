@@ -1,4 +1,4 @@
-//! Every command, in the order in which one would use them.
+//! Every command, in the order in which a user would run them.
 
 use std::time::Duration;
 
@@ -82,7 +82,7 @@ async fn dead_events_are_retried_and_discarded_by_a_person(kind: Kind) -> Result
     Ok(())
 }
 
-/// Two subscriptions and two logs, dead events of both in turn: a limit takes the oldest of all.
+/// Two subscriptions and two logs with alternating dead events: a limit takes the oldest of all.
 async fn a_limited_retry_takes_the_oldest_over_all_subscriptions(kind: Kind) -> Result<()> {
     let target = Endpoint::start(refuses_all)?;
     let subscription = |name, topic| target.subscription(name) + &format!("topics = [\"{topic}.*\"]\n");
@@ -102,7 +102,8 @@ async fn a_limited_retry_takes_the_oldest_over_all_subscriptions(kind: Kind) -> 
     };
     ensure!(env.ok(&["retry", "--all", "--limit", "3"])? == "retried=3\n");
     ensure!(dead()? == (3..10).collect(), "{:?}", dead()?);
-    // Those are on their way: they are older than what is dead, and do not use up the limit again.
+    // The two retried ones are in flight. They are older than the dead ones, but must not use up
+    // the limit again.
     ensure!(env.ok(&["retry", "--all", "--limit", "2"])? == "retried=2\n");
     ensure!(dead()? == (5..10).collect(), "{:?}", dead()?);
     ensure!(env.ok(&["retry", "--all", "--limit", "2", "--topic", "a.*"])? == "retried=2\n");
@@ -118,7 +119,7 @@ async fn a_limited_retry_takes_the_oldest_over_all_subscriptions(kind: Kind) -> 
 }
 
 /// Scripts read the last line and the exit code: 0 with counts when drained, 1 with counts when
-/// interrupted, 1 without when it could not begin.
+/// interrupted, 1 without counts when it could not begin.
 async fn dispatch_says_how_it_ended(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, FILE_SINK).await?;
     env.insert_three().await?;
@@ -127,30 +128,30 @@ async fn dispatch_says_how_it_ended(kind: Kind) -> Result<()> {
     let said = String::from_utf8(drained.stdout)?;
     ensure!(said.starts_with("fetched=") && said.ends_with(" dispatched=3 failed=0 dead=0\n"), "{said}");
 
-    // What failed is in the counts, not in the exit code.
+    // Failed events are in the counts, not in the exit code.
     let target = Endpoint::start(|_| (500, Duration::ZERO))?;
-    // Without chance: a retry that is due at once would be fetched again.
+    // A fixed delay: a retry that is due at once would be read again.
     env.config(&(target.subscription("out") + "retry = { delays = [\"1h\"] }\n"))?;
     env.insert_three().await?;
     let failed = env.output(&["dispatch", "--subscription", "out"])?;
     let said = String::from_utf8(failed.stdout)?;
     ensure!(failed.status.code() == Some(0) && said.ends_with(" dispatched=0 failed=2 dead=0\n"), "{said}");
 
-    // It could not begin: it fetched nothing, and says only why.
+    // It could not begin: it read nothing and prints only the reason.
     env.config("[subscriptions.other]\nsink = { type = \"file\", path = \"no/such/folder/out.jsonl\" }\n")?;
     let complaint = env.refuses(1, &["dispatch"])?;
     ensure!(complaint.lines().count() == 1 && complaint.contains("no/such/folder"), "{complaint}");
     Ok(())
 }
 
-/// The first call outlives its batch, and what waits behind it counts; the limit is for both.
+/// The first call outlives its batch, and the event behind it counts; the limit covers both.
 async fn a_limit_is_kept_though_the_target_is_slow(kind: Kind) -> Result<()> {
     let slow = Endpoint::start(|_| (200, Duration::from_millis(400)))?;
     let env = TestEnv::with(kind, &(slow.subscription("a") + &slow.subscription("b"))).await?;
     env.insert((0..3).map(|n| ("t", "k".to_owned(), n))).await?;
-    // Two events are read; the second waits behind the first, whose call outlives the batch.
+    // Two events are read. The second waits behind the first, whose call outlives the batch.
     ensure!(env.ok(&["dispatch", "--limit", "2"])? == "fetched=2 dispatched=1 failed=0 dead=0\n");
-    // The one released, then one a read: `a` is served before `b`.
+    // First the released event, then one per read: `a` comes before `b`.
     for _ in 0..5 {
         let counts = env.ok(&["dispatch", "--limit", "1"])?;
         ensure!(counts == "fetched=1 dispatched=1 failed=0 dead=0\n", "{counts}");
@@ -161,7 +162,7 @@ async fn a_limit_is_kept_though_the_target_is_slow(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// A subscription that is configured and never ran begins at the first event.
+/// A configured subscription that never ran starts at the first event.
 async fn what_a_new_subscription_has_still_to_read_is_neither_pruned_nor_discarded(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, FILE_SINK).await?;
     env.insert_three().await?;
@@ -183,7 +184,7 @@ async fn what_a_new_subscription_has_still_to_read_is_neither_pruned_nor_discard
 /// The subscription is paused while it is drained: its lane is lost at the next renewal.
 async fn a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts(kind: Kind) -> Result<()> {
     let slow = Endpoint::start(takes_all)?;
-    // It cannot come to its end before it is paused, however long that takes.
+    // It cannot finish before the pause, however long that takes.
     slow.answer_only(5);
     let settings = "lease = \"6s\"\nconcurrency = 1\nordering = \"none\"\nbatch = 1\n";
     let env = TestEnv::with(kind, &(slow.subscription("out") + settings)).await?;
@@ -205,13 +206,13 @@ async fn a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts(kind: Kind) -
         stderr.lines().count() == 1 && stderr.contains("lane(s) were lost") && stderr.contains("paused"),
         "{stderr}"
     );
-    // Nothing is lost: the rest goes out when it is resumed.
+    // Nothing is lost: the rest is delivered after the resume.
     env.ok(&["resume", "out"])?;
     ensure!(env.ok(&["stats"])?.contains("total=300\n"));
     Ok(())
 }
 
-/// A URL of our own network must be allowed, and our own address never is.
+/// A private address must be allowed explicitly, and the service's own address never is.
 async fn a_private_target_must_be_allowed(kind: Kind) -> Result<()> {
     let env = TestEnv::migrated(kind).await?;
     let target = Endpoint::start(takes_all)?;
@@ -323,7 +324,7 @@ async fn what_is_not_delivered_is_not_removed_by_the_way(kind: Kind) -> Result<(
     Ok(())
 }
 
-/// A schema that somebody holds, and the command that waits for it.
+/// Another session locks the schema, and the command waits for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_removal_that_was_stopped_removes_nothing() -> Result<()> {
     let env = TestEnv::with(Kind::Postgres, FILE_SINK).await?;
@@ -342,7 +343,7 @@ async fn a_removal_that_was_stopped_removes_nothing() -> Result<()> {
         ensure!(!output.status.success(), "{complaint}");
         ensure!(stopped || complaint.contains("nothing was removed"), "{complaint}");
         holder.batch_execute("COMMIT").await?;
-        // What the server was still to do for it is done.
+        // The server has ended the command's session.
         const OTHERS: &str = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
             AND pid <> pg_backend_pid() AND backend_type = 'client backend'";
         let alone = async || anyhow::Ok((holder.query_one(OTHERS, &[]).await?.get::<_, i64>(0) == 0).then_some(()));

@@ -1,4 +1,4 @@
-//! `check-config --connect`: what can be reached is said, and nothing is written anywhere.
+//! `check-config --connect`: reports what can be reached, and writes nothing anywhere.
 
 use anyhow::{Context as _, Result, ensure};
 

@@ -1,4 +1,4 @@
-//! `dead_to`: dead events go to a second sink, whenever they died and whenever it is there.
+//! `dead_to`: dead events go to a second sink, whenever they died and whenever it is reachable.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ const DEAD_FILE: &str = "dead_to = { type = \"file\", path = \"dead.jsonl\" }\n"
 
 async fn each_dead_event_goes_to_the_second_sink_with_its_reason(kind: Kind) -> Result<()> {
     let endpoint = Endpoint::start(refuses_all)?;
-    // They die before anybody has thought of a second sink.
+    // They die before a second sink is configured.
     let env = TestEnv::with(kind, &endpoint.subscription("hooks")).await?;
     env.insert_three().await?;
     env.dispatch(&[])?;
@@ -34,7 +34,7 @@ async fn each_dead_event_goes_to_the_second_sink_with_its_reason(kind: Kind) -> 
     }
     env.dispatch(&[])?;
     ensure!(env.lines("dead.jsonl")?.len() == 3, "each death once");
-    // A replay that dies again is another death.
+    // A retried event that dies again is another death.
     env.ok(&["retry", "--all", "--limit", "1"])?;
     env.dispatch(&[])?;
     let letters = env.lines("dead.jsonl")?;
@@ -49,7 +49,7 @@ async fn a_second_sink_that_is_down_gets_all_of_it_later(kind: Kind) -> Result<(
     let env = TestEnv::with(kind, &format!("{}{dead_to}", endpoint.subscription("hooks"))).await?;
     env.insert_three().await?;
     ensure!(env.dispatch(&[])?.contains("dead=3"));
-    // The process ends; what it knew is gone.
+    // The process has ended, and what it remembered is gone.
     let dead = env.json(&["list", "--state", "dead", "--json"])?;
     env.ok(&["discard", dead[0]["event"]["id"].as_str().context("an id")?])?;
     let letters = letters.open(takes_all)?;

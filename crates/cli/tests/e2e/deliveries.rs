@@ -1,7 +1,7 @@
-//! Many senders with many repetitions, and a service that is killed again and again: every message
-//! has one effect.
+//! Many senders with many repetitions, and a service that is killed repeatedly: every message has
+//! one effect.
 //!
-//! `POSTBOX_TEST_DELIVERIES=1000000` for the long version, `POSTBOX_TEST_SEED=…` to repeat one.
+//! `POSTBOX_TEST_DELIVERIES=1000000` runs the long version, `POSTBOX_TEST_SEED=…` repeats one run.
 
 #![allow(clippy::print_stderr, reason = "a test that prints its seed and its counts")]
 
@@ -24,9 +24,9 @@ use crate::env::{DEADLINE, Kind, Served, TestEnv, http_sink, on_both};
 use crate::sender::{Sender, partner};
 
 const SENDERS: usize = 16;
-/// Of a hundred deliveries, how many repeat an earlier one.
+/// Percentage of deliveries that repeat an earlier one.
 const REPEATED_PERCENT: u32 = 30;
-/// A repetition this close behind is mostly sent while the first one is still on its way.
+/// A repetition within this distance is mostly sent while the first delivery is still in flight.
 const CLOSE: usize = 24;
 
 fn number(name: &str, usual: u64) -> u64 {
@@ -36,9 +36,9 @@ fn number(name: &str, usual: u64) -> u64 {
 /// What an application that deduplicates by our event id has done.
 #[derive(Default)]
 struct Effects {
-    /// By event id: the number in its body.
+    /// The number in the body, by event id.
     done: HashMap<String, usize>,
-    /// Deliveries of an event whose effect was there.
+    /// Deliveries of an event whose effect was already there.
     repeated: usize,
 }
 
@@ -62,7 +62,7 @@ async fn application() -> Result<(String, Arc<Mutex<Effects>>, watch::Receiver<u
     Ok((url, effects, done))
 }
 
-/// Which message each delivery carries. Returns how many messages there are, too.
+/// Which message each delivery carries; and the number of messages.
 fn plan(deliveries: usize, seed: u64) -> (Vec<usize>, usize) {
     let mut random = SmallRng::seed_from_u64(seed);
     let mut plan: Vec<usize> = Vec::with_capacity(deliveries);
@@ -79,18 +79,18 @@ fn plan(deliveries: usize, seed: u64) -> (Vec<usize>, usize) {
     (plan, messages)
 }
 
-/// What all senders heard together.
+/// The answers of all senders together.
 #[derive(Default)]
 struct Heard {
     accepted: AtomicU64,
     known: AtomicU64,
-    /// No answer, or one that says to come again.
+    /// No answer, or one that asks to repeat.
     again: AtomicU64,
-    /// Deliveries that came to their end.
+    /// Finished deliveries.
     ended: AtomicUsize,
 }
 
-/// Takes deliveries until there are none, each repeated until it is answered with success.
+/// Takes deliveries until none are left, and repeats each until it is answered with success.
 async fn send_all(
     plan: Arc<Vec<usize>>,
     next: Arc<AtomicUsize>,
@@ -117,7 +117,7 @@ async fn send_all(
                 Some(503) | None => {
                     heard.again.fetch_add(1, Ordering::Relaxed);
                     sender = None;
-                    // As a sender does that found nobody; it is started anew meanwhile.
+                    // A sender waits when nobody answers; the service is being restarted.
                     tokio::time::sleep(Duration::from_millis(5)).await;
                     continue;
                 }
@@ -139,7 +139,7 @@ async fn every_message_has_one_effect_through_repetitions_and_kills(kind: Kind) 
     let plan = Arc::new(plan);
 
     let (url, effects, mut done) = application().await?;
-    // A lease of a second: what a killed one held is soon taken over.
+    // A lease of one second, so that lanes of a killed relay are soon taken over.
     let apply = "[subscriptions.apply]\nlog = \"inbox\"\nlease = \"1s\"\nconcurrency = 32\n";
     let env = TestEnv::with(kind, &(apply.to_owned() + &http_sink(&url) + &partner())).await?;
 
@@ -168,7 +168,7 @@ async fn every_message_has_one_effect_through_repetitions_and_kills(kind: Kind) 
         ended??;
     }
     let sent = started.elapsed();
-    // Each wait ends with the next effect; only a standstill is a failure.
+    // Each wait ends with the next effect; only a standstill fails.
     while *done.borrow_and_update() < messages {
         let waited = tokio::time::timeout(DEADLINE, done.changed()).await;
         waited.with_context(|| format!("{} effects of {messages}, then none for long", *done.borrow()))??;
@@ -190,7 +190,7 @@ async fn every_message_has_one_effect_through_repetitions_and_kills(kind: Kind) 
     let distinct: HashSet<usize> = effects.done.values().copied().collect();
     ensure!(distinct.len() == messages && !distinct.contains(&usize::MAX), "{} messages arrived", distinct.len());
     ensure!(effects.done.len() == messages, "{} effects of {messages} messages", effects.done.len());
-    // A kill may take an answer back, so fewer; never two for one message.
+    // A kill may lose an answer, so there may be fewer; but never two for one message.
     ensure!(accepted <= messages as u64 && accepted + known == deliveries as u64, "accepted {accepted}, known {known}");
     let counts = format!("pending=0 dispatched={messages} dead=0 total={messages}\n");
     let stats = env.ok(&["stats", "--log", "inbox"])?;

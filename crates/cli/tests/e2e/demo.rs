@@ -1,4 +1,4 @@
-//! `postbox demo`: it proves what it says, and it would notice if it were not so.
+//! `postbox demo`: it proves what it claims, and would notice if that were false.
 
 use anyhow::{Result, ensure};
 
@@ -19,10 +19,10 @@ async fn every_promise_is_kept_through_the_crash() -> Result<()> {
         ensure!(printed.contains(expected), "{expected:?} is not in\n{printed}");
     }
     ensure!(!printed.contains('\u{1b}'), "colours in a pipe");
-    // What it kept is a store like any other.
+    // The databases it keeps are stores like any other.
     let stats = env.ok(&["stats", "--store", "sqlite:kept/shop.db"])?;
     ensure!(stats == "pending=0 dispatched=300 dead=0 total=300\n", "{stats}");
-    // And it does not write over what is there.
+    // It does not overwrite existing files.
     env.refuses(1, &[&ARGS[..], &["--dir", "kept"]].concat())?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What the commands show of events that do not move.
+//! What the commands show about events that do not move.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::env::{FILE_SINK, Kind, TestEnv, get, http_sink, on_both, until};
 
-/// What the topics leave out is neither delivered nor on its way.
+/// Events that the topics exclude are neither delivered nor in flight.
 async fn an_event_that_nobody_wants_is_not_shown_as_delivered(kind: Kind) -> Result<()> {
     let other = FILE_SINK.replace(".out]", ".other]\ntopics = [\"billing.*\"]");
     let env = TestEnv::with(kind, &(FILE_SINK.to_owned() + &other)).await?;
@@ -26,7 +26,7 @@ async fn an_event_that_nobody_wants_is_not_shown_as_delivered(kind: Kind) -> Res
     Ok(())
 }
 
-/// The reason stands in the store, and the running service knows since when.
+/// The reason is in the store, and the running service knows since when.
 async fn the_doctor_names_an_open_breaker(kind: Kind) -> Result<()> {
     let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let env = TestEnv::with(
@@ -51,7 +51,7 @@ async fn the_doctor_names_an_open_breaker(kind: Kind) -> Result<()> {
     }
     ensure!(said.contains("is the destination up") && said.contains("the name in the sink's url"), "{said}");
     served.terminate().await?;
-    // Nobody runs any more: the store remembers.
+    // No service runs any more: the store remembers the reason.
     let said = env.said(&["doctor"])?;
     for code in ["connect_refused", "dns_failed"] {
         ensure!(said.contains(&format!("ago, {code}: ")), "{said}");
@@ -62,7 +62,7 @@ async fn the_doctor_names_an_open_breaker(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// What is too deep to count is said to be an estimate, everywhere.
+/// Counts that are too large to be exact are shown as estimates everywhere.
 async fn an_estimate_says_that_it_is_one(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, FILE_SINK).await?;
     env.subscribe()?;
@@ -83,7 +83,7 @@ async fn an_estimate_says_that_it_is_one(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// Somebody locks a table, as a migration of theirs does: whoever looks hears of it, and soon.
+/// A migration of the application locks a table: commands and pages report it, and soon.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_locked_table_keeps_nobody_waiting_who_looks() -> Result<()> {
     for table in ["delivery", "lane"] {
@@ -111,7 +111,7 @@ async fn a_locked_table_keeps_nobody_waiting_who_looks() -> Result<()> {
         ensure!(doctor.contains("PROBLEM") && doctor.contains(&holds), "{table}: {doctor}");
         ensure!(stats.contains(&holds) && stats.contains("pg_terminate_backend"), "{table}: {stats}");
         ensure!(list.contains(&holds), "{table}: {list}");
-        // Two seconds each, and a busy machine.
+        // Two seconds each, and a margin for a busy machine.
         ensure!(http < Duration::from_secs(8) && all < Duration::from_secs(20), "{table}: {http:?}, {all:?}");
         locked.rollback().await?;
         until("the counts", async || Ok((env.ok(&["stats"])? == counted).then_some(()))).await?;

@@ -1,4 +1,5 @@
-//! A webhook endpoint that notes every arrival, and can be closed at first or withhold its answers.
+//! A webhook endpoint that records every arrival. It can be closed at first, or withhold its
+//! answers.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -19,15 +20,15 @@ use crate::env::{DEADLINE, http_sink};
 pub(crate) struct Arrival {
     pub(crate) at: Instant,
     pub(crate) key: String,
-    /// The `n` of its payload.
+    /// The field `n` of its payload.
     pub(crate) n: i64,
-    /// What the sender calls itself in `x-relay`.
+    /// The relay's name, from the header `x-relay`.
     pub(crate) relay: String,
-    /// Whether it was answered with success.
+    /// Whether the answer was success.
     pub(crate) taken: bool,
 }
 
-/// What the endpoint says to an event of this key, and after how long.
+/// The endpoint's answer to an event of this key, and its delay.
 pub(crate) type Answer = fn(key: &str) -> (u16, Duration);
 
 /// Accepts everything at once.
@@ -40,7 +41,7 @@ pub(crate) fn refuses_all(_key: &str) -> (u16, Duration) {
     (422, Duration::ZERO)
 }
 
-/// A port that is ours while nobody listens on it: connecting is refused.
+/// A reserved port without a listener: connections are refused.
 pub(crate) struct Shut {
     socket: TcpSocket,
     address: SocketAddr,
@@ -109,22 +110,23 @@ impl Endpoint {
         format!("[subscriptions.{name}]\n{}", http_sink(&self.url()))
     }
 
-    /// Answers so from now on.
+    /// Changes the answer from now on.
     pub(crate) fn set(&self, answer: Answer) {
         *self.answer.lock().expect("no panic while held") = answer;
     }
 
-    /// Answers so many requests and lets later ones wait, so that a fault finds work under way.
+    /// Answers only this many requests and holds back later ones, so that a fault finds work in
+    /// flight.
     pub(crate) fn answer_only(&self, requests: usize) {
         self.answered_max.send_replace(requests);
     }
 
-    /// Answers everything, those that wait first.
+    /// Answers everything, held requests first.
     pub(crate) fn answer_all(&self) {
         self.answer_only(usize::MAX);
     }
 
-    /// What has arrived so far, in its order.
+    /// Arrivals so far, in order.
     pub(crate) fn arrivals(&self) -> Vec<Arrival> {
         self.arrivals.borrow().clone()
     }
@@ -133,7 +135,7 @@ impl Endpoint {
         self.arrivals.borrow().len()
     }
 
-    /// Waits until what has arrived is as wanted, and gives it.
+    /// Waits until the arrivals are as wanted, and returns them.
     pub(crate) async fn until(&self, what: &str, wanted: impl Fn(&[Arrival]) -> bool) -> Result<Vec<Arrival>> {
         let mut arrivals = self.arrivals.clone();
         let waited = tokio::time::timeout(DEADLINE, arrivals.wait_for(|arrivals| wanted(arrivals))).await;
@@ -141,7 +143,7 @@ impl Endpoint {
         Ok(seen.clone())
     }
 
-    /// Waits until nothing has arrived for so long.
+    /// Waits until nothing has arrived for this time.
     pub(crate) async fn quiet_for(&self, time: Duration) -> Result<()> {
         let mut arrivals = self.arrivals.clone();
         let quiet = async {
@@ -152,7 +154,7 @@ impl Endpoint {
     }
 }
 
-/// The numbers of what was taken of one key, first arrivals only.
+/// The numbers accepted for one key, first arrivals only.
 pub(crate) fn firsts(arrivals: &[Arrival], key: &str) -> Vec<i64> {
     let mut firsts = Vec::new();
     for arrival in arrivals.iter().filter(|arrival| arrival.taken && arrival.key == key) {

@@ -1,4 +1,4 @@
-//! A folder of a test's own with a store in it, and the binary to be run there.
+//! A folder for one test, with a store in it, and the binary to run there.
 
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
@@ -12,25 +12,25 @@ use tokio::net::TcpStream;
 use tokio::process::Child;
 use tokio::sync::watch;
 
-/// Nothing here takes long; this only turns a hang into a failure.
+/// Only turns a hang into a failure: nothing here takes long.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A subscription `out` that writes to `out.jsonl`.
 pub(crate) const FILE_SINK: &str = "[subscriptions.out]\nsink = { type = \"file\", path = \"out.jsonl\" }\n";
 
-/// The line of a subscription that posts to this URL on loopback.
+/// The sink line of a subscription that posts to this URL on loopback.
 pub(crate) fn http_sink(url: &str) -> String {
     format!("sink = {{ type = \"http\", url = \"{url}\", allow = [\"127.0.0.1\"] }}\n")
 }
 
-/// Which store a test runs on.
+/// The store that a test runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Sqlite,
     Postgres,
 }
 
-/// A folder, a store, the binary.
+/// A folder, a store and the binary.
 pub(crate) struct TestEnv {
     folder: tempfile::TempDir,
     pub(crate) kind: Kind,
@@ -38,7 +38,7 @@ pub(crate) struct TestEnv {
 }
 
 impl TestEnv {
-    /// An empty store, not migrated.
+    /// A store without a schema.
     pub(crate) async fn empty(kind: Kind) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let url = match kind {
@@ -48,7 +48,7 @@ impl TestEnv {
         Ok(Self { folder, kind, url })
     }
 
-    /// A store somewhere else, as it is.
+    /// An existing store, unchanged.
     pub(crate) fn on(kind: Kind, url: String) -> Result<Self> {
         Ok(Self { folder: tempfile::tempdir()?, kind, url })
     }
@@ -71,7 +71,8 @@ impl TestEnv {
         self.folder.path().join(name)
     }
 
-    /// Writes the configuration with this store, and a free port to listen on unless it names one.
+    /// Writes the configuration with this store, and a free port to listen on unless the text sets
+    /// one.
     pub(crate) fn config(&self, text: &str) -> Result<()> {
         let server = if text.contains("[server]") { "" } else { "\n[server]\nlisten = \"127.0.0.1:0\"\n" };
         std::fs::write(self.path("postbox.toml"), format!("[store]\nurl = {:?}\n{text}{server}", self.url))?;
@@ -85,7 +86,7 @@ impl TestEnv {
         for name in ["POSTBOX_CONFIG", "POSTBOX_LOG", "RUST_BACKTRACE"] {
             command.env_remove(name);
         }
-        // Without a URL the file names the stores.
+        // Without a URL, the configuration file names the stores.
         match self.url.as_str() {
             "" => command.env_remove("POSTBOX_STORE"),
             url => command.env("POSTBOX_STORE", url),
@@ -97,23 +98,23 @@ impl TestEnv {
         Ok(self.command(args).output()?)
     }
 
-    /// A process of the binary whose output is kept.
+    /// Starts the binary with its output captured.
     pub(crate) fn spawn(&self, args: &[&str]) -> Result<Child> {
         let mut command = tokio::process::Command::from(self.command(args));
         Ok(command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true).spawn()?)
     }
 
-    /// What it printed, however it ended.
+    /// Returns the standard output, whatever the exit code.
     pub(crate) fn said(&self, args: &[&str]) -> Result<String> {
         Ok(String::from_utf8(self.output(args)?.stdout)?)
     }
 
-    /// It must end with 0; gives the JSON it printed.
+    /// Must exit with 0; returns the JSON it printed.
     pub(crate) fn json(&self, args: &[&str]) -> Result<Value> {
         Ok(serde_json::from_str(&self.ok(args)?)?)
     }
 
-    /// It must end with 0; gives what it printed.
+    /// Must exit with 0; returns what it printed.
     pub(crate) fn ok(&self, args: &[&str]) -> Result<String> {
         let output = self.output(args)?;
         let stderr = String::from_utf8_lossy(&output.stderr);
@@ -121,13 +122,14 @@ impl TestEnv {
         Ok(String::from_utf8(output.stdout)?)
     }
 
-    /// Makes the configured subscriptions, where nothing is there to be delivered yet.
+    /// Creates the configured subscriptions; nothing may be pending yet.
     pub(crate) fn subscribe(&self) -> Result<()> {
         ensure!(self.dispatch(&[])? == "dispatched=0 failed=0 dead=0");
         Ok(())
     }
 
-    /// `postbox dispatch`: the counts without `fetched=`, which depends on the machine's speed.
+    /// `postbox dispatch`: returns the counts without `fetched=`, which depends on the machine's
+    /// speed.
     pub(crate) fn dispatch(&self, args: &[&str]) -> Result<String> {
         let printed = self.ok(&[&["dispatch"], args].concat())?;
         let (fetched, became) = printed.trim_end().split_once(' ').context("two counts at least")?;
@@ -135,12 +137,12 @@ impl TestEnv {
         Ok(became.to_owned())
     }
 
-    /// It must end with `code` and print nothing but its complaint; gives that.
+    /// Must exit with `code` and print only an error; returns it.
     pub(crate) fn refuses(&self, code: i32, args: &[&str]) -> Result<String> {
         complaint(&self.output(args)?, code, args)
     }
 
-    /// Runs SQL as any program would; the outbox's table is called `OUTBOX` in it.
+    /// Runs SQL as any program would; `OUTBOX` stands for the outbox table.
     pub(crate) async fn sql(&self, sql: &str) -> Result<()> {
         match self.kind {
             Kind::Sqlite => {
@@ -152,19 +154,19 @@ impl TestEnv {
         Ok(())
     }
 
-    /// A connection to the database.
+    /// Opens a connection to the database.
     pub(crate) async fn client(&self) -> Result<tokio_postgres::Client> {
         let (client, connection) = tokio_postgres::connect(&self.url, tokio_postgres::NoTls).await?;
         tokio::spawn(connection);
         Ok(client)
     }
 
-    /// Everything that is in the store, to compare with later: "nothing changed".
+    /// The whole content of the store, to check later that nothing changed.
     pub(crate) async fn snapshot(&self) -> Result<Vec<u8>> {
         if self.kind == Kind::Sqlite {
             let path = self.path("postbox.db");
             if path.exists() {
-                // What an earlier process committed and left in the write-ahead log.
+                // Include what an earlier process left in the write-ahead log.
                 _ = rusqlite::Connection::open(&path)?.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()));
             }
             return Ok(std::fs::read(path).unwrap_or_default());
@@ -183,27 +185,27 @@ impl TestEnv {
         Ok(all.into_bytes())
     }
 
-    /// Events of a topic and a key, with the payload `{"n":…}`, in this order.
+    /// Inserts events of a topic and a key, with the payload `{"n":…}`, in this order.
     pub(crate) async fn insert<'a>(&self, events: impl IntoIterator<Item = (&'a str, String, i64)>) -> Result<()> {
         let row = |(topic, key, n)| format!("('{topic}', '{key}', '{{\"n\":{n}}}')");
         let rows: Vec<String> = events.into_iter().map(row).collect();
         self.sql(&format!("INSERT INTO OUTBOX (topic, key, payload) VALUES {}", rows.join(","))).await
     }
 
-    /// Three events: two of key 1 and one of key 2.
+    /// Inserts three events: two of key 1 and one of key 2.
     pub(crate) async fn insert_three(&self) -> Result<()> {
         let events = [("order.placed", 1, 1), ("order.placed", 2, 2), ("order.paid", 1, 3)];
         self.insert(events.map(|(topic, key, n)| (topic, key.to_string(), n))).await
     }
 
-    /// The lines of a file sink, as JSON; one that is being written is none yet.
+    /// The lines of a file sink as JSON; a line that is not complete yet is left out.
     pub(crate) fn lines(&self, name: &str) -> Result<Vec<Value>> {
         let text = std::fs::read_to_string(self.path(name)).unwrap_or_default();
         let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
         whole.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
     }
 
-    /// `postbox run` until it says where it listens.
+    /// Starts `postbox run` and waits until it logs its address.
     pub(crate) async fn serve(&self) -> Result<Served> {
         self.serve_with(&[]).await
     }
@@ -238,7 +240,7 @@ impl TestEnv {
 pub(crate) struct Served {
     child: Child,
     pub(crate) address: String,
-    /// What it logged since it listens; closed when it has ended.
+    /// Log lines since it listens; closed when it has ended.
     log: watch::Receiver<Vec<String>>,
 }
 
@@ -247,13 +249,13 @@ impl Served {
         self.child.id().context("it has ended already")
     }
 
-    /// SIGTERM; it must end with 0 in time. Gives what it logged.
+    /// Sends SIGTERM; it must exit with 0 in time. Returns its log.
     pub(crate) async fn terminate(self) -> Result<Vec<String>> {
         signal(self.pid()?, "TERM")?;
         self.ended().await
     }
 
-    /// It must end with 0 in time. Gives what it logged.
+    /// It must exit with 0 in time. Returns its log.
     pub(crate) async fn ended(mut self) -> Result<Vec<String>> {
         let status = tokio::time::timeout(DEADLINE, self.child.wait()).await.context("it does not stop")??;
         while self.log.changed().await.is_ok() {}
@@ -262,7 +264,7 @@ impl Served {
         Ok(log)
     }
 
-    /// SIGKILL; gives the moment.
+    /// Sends SIGKILL; returns the time.
     pub(crate) async fn kill(mut self) -> Result<Instant> {
         self.child.start_kill()?;
         let killed = Instant::now();
@@ -270,7 +272,7 @@ impl Served {
         Ok(killed)
     }
 
-    /// Waits until so many lines of its log say this.
+    /// Waits until this many log lines contain the text.
     pub(crate) async fn logged(&self, text: &str, lines: usize) -> Result<()> {
         let mut log = self.log.clone();
         let said = log.wait_for(|log| log.iter().filter(|line| line.contains(text)).count() >= lines);
@@ -280,12 +282,12 @@ impl Served {
     }
 }
 
-/// What a process printed, which must end in time.
+/// The output of a process that must end in time.
 pub(crate) async fn ended(child: Child) -> Result<Output> {
     Ok(tokio::time::timeout(DEADLINE, child.wait_with_output()).await.context("it does not end")??)
 }
 
-/// Looks until there is what is wanted, and gives it.
+/// Polls until `look` finds something, and returns it.
 pub(crate) async fn until<T>(what: &str, mut look: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
     let found = async {
         loop {
@@ -298,7 +300,7 @@ pub(crate) async fn until<T>(what: &str, mut look: impl AsyncFnMut() -> Result<O
     tokio::time::timeout(DEADLINE, found).await.with_context(|| format!("{what}: it never came"))?
 }
 
-/// Waits until somebody waits for a lock that this connection holds.
+/// Waits until a session waits for a lock of this connection.
 pub(crate) async fn until_waited_for(holder: &tokio_postgres::Client) -> Result<()> {
     const WAITING: &str =
         "SELECT count(*) FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY (pg_blocking_pids(pid))";
@@ -306,7 +308,7 @@ pub(crate) async fn until_waited_for(holder: &tokio_postgres::Client) -> Result<
     until("somebody who waits for the lock", waits).await
 }
 
-/// Asks a running service; gives the whole answer.
+/// Sends a GET to a running service; returns the whole answer.
 pub(crate) async fn get(address: &str, path: &str, headers: &str) -> Result<String> {
     let mut stream = TcpStream::connect(address).await?;
     let request = format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n{headers}\r\n");
@@ -323,7 +325,7 @@ pub(crate) fn signal(pid: u32, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// What a failed command said: one exit code, nothing on standard output, no panic.
+/// The error of a failed command: the expected exit code, nothing on standard output, no panic.
 pub(crate) fn complaint(output: &Output, code: i32, args: &[&str]) -> Result<String> {
     let stderr = String::from_utf8(output.stderr.clone())?;
     ensure!(output.status.code() == Some(code), "postbox {args:?} ended with {}: {stderr}", output.status);
@@ -332,7 +334,7 @@ pub(crate) fn complaint(output: &Output, code: i32, args: &[&str]) -> Result<Str
     Ok(stderr)
 }
 
-/// Named tests, each a call.
+/// Named tests, each of one call.
 macro_rules! cases {
     ($($name:ident => $call:expr;)*) => {
         $(
@@ -345,7 +347,7 @@ macro_rules! cases {
 }
 pub(crate) use cases;
 
-/// A test of each of these functions for each store.
+/// One test per function and store.
 macro_rules! on_both {
     ($($name:ident),* $(,)?) => {
         mod on_sqlite {

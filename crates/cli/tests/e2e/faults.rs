@@ -1,4 +1,4 @@
-//! What is wrong is said in one line with the cure, ends with 1 or 2, and changes nothing.
+//! Every error is one line with its cure, exits with 1 or 2, and changes nothing.
 
 use std::net::TcpListener;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -12,7 +12,8 @@ use crate::env::{FILE_SINK, Kind, TestEnv, complaint};
 
 const STDOUT_SINK: &str = "[subscriptions.out]\nsink = { type = \"stdout\" }\n";
 
-/// Each command ends with this code and one line that says all of this; the store is unchanged.
+/// Each command exits with this code and one line that contains all of `said`; the store is
+/// unchanged.
 async fn refused<'a>(env: &TestEnv, code: i32, commands: &[impl AsRef<[&'a str]>], said: &[&str]) -> Result<()> {
     let before = env.snapshot().await?;
     for args in commands {
@@ -32,7 +33,7 @@ fn one_line(complaint: &str, said: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Commands on a store that is named on the command line.
+/// Commands with the store on the command line.
 fn on_store(url: &str) -> Vec<Vec<&str>> {
     [&["stats"][..], &["migrate", "up"], &["run"]].map(|args| [args, &["--store", url]].concat()).into()
 }
@@ -159,7 +160,7 @@ async fn a_cursor_from_the_future_is_reported_with_the_cure() -> Result<()> {
         let env = TestEnv::with(kind, FILE_SINK).await?;
         env.insert_three().await?;
         ensure!(env.ok(&["dispatch"])?.contains("dispatched=3"));
-        // As after a restore of an older copy, or of a dump into a younger cluster.
+        // As after the restore of an older copy, or of a dump into a younger cluster.
         env.sql(match kind {
             Kind::Sqlite => "UPDATE postbox_lane SET position = 900, window_end = 900",
             Kind::Postgres => "UPDATE postbox.lane SET from_snap = '9000000:9000000:', to_snap = '9000000:9000000:'",
@@ -183,8 +184,8 @@ async fn a_cursor_from_the_future_is_reported_with_the_cure() -> Result<()> {
     Ok(())
 }
 
-/// As `stores/sqlite/README.md` says it is done: log and cursors are of one moment, so what was
-/// pending then goes out again. The files beside the database belong to what is replaced.
+/// The procedure of `stores/sqlite/README.md`. Log and cursors are from one moment, so what was
+/// pending then is delivered again. The files beside the database belong to the replaced one.
 #[tokio::test]
 async fn an_older_copy_of_a_sqlite_file_goes_on_from_its_moment() -> Result<()> {
     let env = TestEnv::with(Kind::Sqlite, FILE_SINK).await?;
@@ -194,7 +195,7 @@ async fn an_older_copy_of_a_sqlite_file_goes_on_from_its_moment() -> Result<()> 
     insert(2).await?;
     env.sql(&format!("VACUUM INTO '{}'", env.path("copy.db").display())).await?;
     insert(3).await?;
-    // Somebody who was killed left the file without a checkpoint: an open reader does the same.
+    // A killed process leaves the file without a checkpoint; an open reader has the same effect.
     let reader = rusqlite::Connection::open(env.path("postbox.db"))?;
     reader.query_row("SELECT count(*) FROM postbox_outbox", [], |row| row.get::<_, i64>(0))?;
     ensure!(env.dispatch(&[])? == "dispatched=2 failed=0 dead=0");
@@ -238,7 +239,7 @@ async fn a_read_only_file_is_reported() -> Result<()> {
     env.insert_three().await?;
     env.config(FILE_SINK)?;
     let path = env.path("postbox.db");
-    // Root may write to anything; a database of a future format is read-only for everybody.
+    // Root may write to any file, but a database of a future format is read-only for everybody.
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o444))?;
     let mut bytes_now = std::fs::read(&path)?;
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644))?;
@@ -251,7 +252,7 @@ async fn a_read_only_file_is_reported() -> Result<()> {
 async fn a_file_of_another_user_is_reported() -> Result<()> {
     let env = TestEnv::with(Kind::Sqlite, STDOUT_SINK).await?;
     env.insert_three().await?;
-    // Its own copy, because the folders above the real one may be closed to others.
+    // A copy of the program, because the folders above the real one may be closed to others.
     let program = env.path("program");
     std::fs::copy(env!("CARGO_BIN_EXE_postbox"), &program)?;
     let folder = env.path(".");
@@ -262,7 +263,8 @@ async fn a_file_of_another_user_is_reported() -> Result<()> {
     for args in [&["dispatch"][..], &["run"], &["migrate", "down", "--yes"], &["prune", "--older-than", "0s"]] {
         let mut command = Command::new(&program);
         command.args(args).current_dir(&folder).stdin(Stdio::null()).env("POSTBOX_STORE", &env.url);
-        // Root may write everywhere; nobody may not. Who is not root cannot change, and need not.
+        // Root may write everywhere, user 65534 may not. Without root we cannot change the user,
+        // and need not.
         if std::fs::metadata("/proc/self")?.uid() == 0 {
             command.uid(65_534).gid(65_534);
         }

@@ -1,4 +1,4 @@
-//! The hostile list from one service to another: append, relay, signed webhook, inbox, handler.
+//! The hostile values from one service to another: append, relay, signed webhook, inbox, handler.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -15,9 +15,9 @@ use postbox_testkit::hostile::{Case, Fate, RESERVED_HEADERS, cases};
 use crate::env::{Kind, TestEnv, on_both, until};
 use crate::sender::SECRET;
 
-/// Where the inbox keeps the sender's id of a message.
+/// The header in which the inbox keeps the sender's message id.
 const MESSAGE_ID: &str = "postbox-message-id";
-/// What the inbox adds to an event's own headers.
+/// Headers that the inbox adds to an event's own.
 const ADDED: [&str; 5] = [MESSAGE_ID, "ce-id", "ce-source", "ce-tenant", "webhook-id"];
 
 async fn open(env: &TestEnv) -> Result<Arc<dyn Store>> {
@@ -27,7 +27,7 @@ async fn open(env: &TestEnv) -> Result<Arc<dyn Store>> {
     })
 }
 
-/// The number of a case as its event's id.
+/// The event id of case `number`.
 fn id_of(number: usize) -> EventId {
     EventId::from_uuid(uuid::Uuid::from_u128(1 + number as u128))
 }
@@ -36,7 +36,7 @@ fn neighbour(number: usize) -> NewEvent {
     NewEvent::json("neighbour", format!("{{\"n\":{number}}}")).key("neighbour").header("n", number.to_string())
 }
 
-/// What the handler was given, in its order.
+/// The events that the handler received, in order.
 type Seen = Arc<Mutex<Vec<Event>>>;
 
 fn see(seen: &Seen, delivery: &Delivery) {
@@ -57,7 +57,7 @@ impl postbox_postgres::TxHandler for OnPostgres {
     }
 }
 
-/// Applies everything in the inbox, each in the transaction that settles it.
+/// Applies the whole inbox, each event in the transaction that settles it.
 async fn apply(env: &TestEnv) -> Result<Vec<Event>> {
     env.sql("CREATE TABLE applied (id text PRIMARY KEY)").await?;
     let seen = Seen::default();
@@ -87,7 +87,7 @@ async fn apply(env: &TestEnv) -> Result<Vec<Event>> {
     Ok(std::mem::take(&mut *seen.lock().expect("no panic while it is held")))
 }
 
-/// The headers an event has after HTTP: lower case, none that is reserved, values trimmed.
+/// An event's headers after HTTP: lower case, none that are reserved, values trimmed.
 fn over_http(headers: &Headers) -> Headers {
     let own =
         headers.iter().map(|(name, value)| (name.to_ascii_lowercase(), value.trim_matches([' ', '\t']).to_owned()));
@@ -110,7 +110,7 @@ fn ensure_identical(case: &Case, arrived: &Event) -> Result<()> {
 
 async fn the_hostile_list_arrives_identical_or_is_refused_by_name(kind: Kind) -> Result<()> {
     let (sender, receiver) = (TestEnv::migrated(kind).await?, TestEnv::migrated(kind).await?);
-    // Sixteen mebibytes take a debug build on a busy machine its time.
+    // A debug build on a busy machine needs time for 16 MiB.
     receiver.config(&format!(
         "[sources.peer]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\nbody_max = \"16MiB\"\nbody_timeout = \"10m\"\n"
     ))?;
@@ -132,7 +132,7 @@ async fn the_hostile_list_arrives_identical_or_is_refused_by_name(kind: Kind) ->
 
     let relay = sender.serve().await?;
     let out = SubscriptionName::new("out")?;
-    // The subscription is made by the relay, a moment after the start.
+    // The relay creates the subscription a moment after the start.
     let drained = async || anyhow::Ok((store.stats(&out).await.is_ok_and(|stats| stats.pending == 0)).then_some(()));
     until("the end of the delivery", drained).await?;
     let logs = [relay.terminate().await?, inbox.terminate().await?].concat();

@@ -1,4 +1,5 @@
-//! Webhooks in: stored by `run`, changed by the commands of the outbox, applied over HTTP.
+//! Webhooks into the inbox: stored by `run`, changed by the same commands as the outbox, applied
+//! over HTTP.
 
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use crate::endpoint::{Endpoint, refuses_all, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, get, on_both, until};
 use crate::sender::{SECRET, Sender, partner};
 
-/// Sends these while a service runs; it is stopped then.
+/// Runs a service, sends these messages, and stops it.
 async fn send(env: &TestEnv, messages: &[(&str, &str, u16)]) -> Result<Vec<String>> {
     let served = env.serve().await?;
     let mut sender = Sender::connect(&served.address).await?;
@@ -20,7 +21,7 @@ async fn send(env: &TestEnv, messages: &[(&str, &str, u16)]) -> Result<Vec<Strin
 }
 
 async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
-    // Nobody applies yet: messages are stored, and counted.
+    // No subscription yet: messages are stored and counted.
     let env = TestEnv::with(kind, &partner()).await?;
     ensure!(env.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=0 dead=0 total=0\n");
     let (paid, sent) = ("{\"type\":\"invoice.paid\"}", "{\"type\":\"invoice.sent\"}");
@@ -38,7 +39,7 @@ async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
         ensure!(said.contains("nobody reads the inbox: 2 event(s)") && said.contains("log = \"inbox\""), "{said}");
         ensure!(!said.contains("nobody reads the outbox"), "{said}");
     }
-    // With a reader of the other log alone it is no better hidden.
+    // A subscription of the other log does not hide this.
     env.config(&("[subscriptions.out]\n".to_owned() + &partner()))?;
     env.subscribe()?;
     let listed = String::from_utf8(env.output(&["list", "--state", "pending"])?.stderr)?;
@@ -84,7 +85,8 @@ async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// Only the transaction that receives does not say that it writes: `run` with a source is refused.
+/// Only the receiving transaction does not declare that it writes, so `run` with a source must be
+/// refused.
 #[tokio::test]
 async fn a_database_that_is_read_only_by_default_is_refused_with_the_cure() -> Result<()> {
     let env = TestEnv::empty(Kind::Postgres).await?;
@@ -110,11 +112,11 @@ async fn a_database_that_is_read_only_by_default_is_refused_with_the_cure() -> R
     Ok(())
 }
 
-/// The handler refused them all; it is mended, and they are brought back a few at a time.
+/// The handler refused all messages. It is fixed, and they are retried a few at a time.
 async fn dead_messages_are_revived_oldest_first(kind: Kind) -> Result<()> {
     let refusing = Endpoint::start(refuses_all)?;
     let config = |handler: &Endpoint| handler.subscription("apply") + "log = \"inbox\"\n" + &partner();
-    // Stored first, so that the order in which they came is known.
+    // Stored before the handler runs, so that their order is known.
     let env = TestEnv::with(kind, &partner()).await?;
     let bodies: Vec<(String, String)> =
         (0..6).map(|n| (format!("msg_{n}"), format!("{{\"type\":\"invoice.paid\",\"n\":{n}}}"))).collect();
@@ -141,7 +143,7 @@ async fn dead_messages_are_revived_oldest_first(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// The same id with another body: kept out, and to be seen.
+/// The same id with another body: rejected, and listed.
 async fn conflicts_are_listed_for_a_person(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, &partner()).await?;
     ensure!(env.ok(&["list", "--state", "conflict"])?.is_empty());
@@ -162,7 +164,7 @@ async fn conflicts_are_listed_for_a_person(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// Two sources, two logs: each sees its own, however many of the other came later.
+/// Two sources and two logs: each lists its own, however many of the other came later.
 async fn conflicts_are_narrowed_to_one_log(kind: Kind) -> Result<()> {
     let env = TestEnv::migrated(kind).await?;
     let source = |name: &str, log: &str| {
@@ -201,7 +203,7 @@ async fn conflicts_are_narrowed_to_one_log(kind: Kind) -> Result<()> {
     let complaint = env.refuses(2, &["list", "--state", "conflict", "--subscription", "out"])?;
     ensure!(complaint.contains("leave --subscription out"), "{complaint}");
 
-    // A source that is gone from the configuration: of which log it was, nobody knows.
+    // The source is no longer configured, so its log is unknown.
     env.config(&here)?;
     let output = env.output(&["list", "--state", "conflict", "--log", "outbox"])?;
     let printed = String::from_utf8(output.stderr)?;
@@ -223,7 +225,7 @@ async fn headers_that_are_not_kept_are_counted_and_logged() -> Result<()> {
         ensure!(sender.send(&format!("msg_{n}"), "{}").await? == 202);
     }
     let page = get(&served.address, "/metrics", "").await?;
-    // Six of the noise and `webhook-id`, three times.
+    // Six of the added headers and `webhook-id`, three times.
     ensure!(page.contains("postbox_headers_dropped_total{source=\"partner\"} 21\n"), "{page}");
     let log = served.terminate().await?;
     let printed: Vec<&String> = log.iter().filter(|line| line.contains("headers_dropped")).collect();
@@ -237,7 +239,7 @@ async fn headers_that_are_not_kept_are_counted_and_logged() -> Result<()> {
     Ok(())
 }
 
-/// Repetitions are counted where they were recognised; a storm of them is logged once.
+/// Repetitions are counted where they were recognised; a replay storm is logged once.
 async fn a_replay_storm_is_counted_by_layer_and_logged_once(kind: Kind) -> Result<()> {
     let applied_before = Endpoint::start(|_| (409, Duration::ZERO))?;
     let env = TestEnv::with(kind, &(applied_before.subscription("apply") + "log = \"inbox\"\n" + &partner())).await?;
@@ -258,7 +260,7 @@ async fn a_replay_storm_is_counted_by_layer_and_logged_once(kind: Kind) -> Resul
         "postbox_duplicates_total{layer=\"inbox\",source=\"partner\"} 99\n",
         "postbox_duplicates_total{layer=\"destination\",source=\"partner\",subscription=\"apply\"} 1\n",
     ];
-    // The answer is counted when it has been read, a moment after it was given.
+    // An answer is counted when it has been read, a moment after it was given.
     until("the count of a duplicate at the destination", async || {
         let page = get(&served.address, "/metrics", "").await?;
         let missing = expected.iter().find(|line| !page.contains(**line));

@@ -1,4 +1,4 @@
-//! From an outbox through a topic of Kafka into an inbox.
+//! From an outbox through a Kafka topic into an inbox.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -31,7 +31,7 @@ async fn with_topic(server: &PrivateKafka) -> Result<Client> {
 impl Broker for Kafka {
     type Message = ConsumerRecord;
 
-    /// Its clients go where it says, so ours goes through the proxy as well.
+    /// Kafka clients connect to the advertised address, so ours goes through the proxy as well.
     async fn launch() -> Result<(Self, FaultProxy)> {
         let mut proxy = None;
         let advertise = async |address: SocketAddr| proxy.insert(broker::proxied(address.port()).await).address();
@@ -61,7 +61,7 @@ impl Broker for Kafka {
         Ok((id, key, serde_json::from_slice(&record.value.clone().context("a value")?)?))
     }
 
-    /// As a producer that lost its answers.
+    /// As a producer that lost its answers would.
     async fn publish(&mut self, records: Vec<&ConsumerRecord>) -> Result<()> {
         let producer = self.client.producer().build().await?;
         for record in records {

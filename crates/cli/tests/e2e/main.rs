@@ -1,4 +1,4 @@
-//! The binary from the outside, on SQLite and on Postgres.
+//! The binary from the outside, on SQLite and Postgres.
 
 mod attacks;
 mod blocked_output;

@@ -1,4 +1,4 @@
-//! `postbox migrate print --for TOOL`: each tool's files, applied as the tool applies them.
+//! `postbox migrate print --for TOOL`: the files of each tool, applied as the tool applies them.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +8,7 @@ use tokio_postgres::Client;
 
 use crate::env::{FILE_SINK, Kind, TestEnv};
 
-/// Runs a function of a revision with an `alembic` that only tells what the driver would be sent.
+/// Runs a function of a revision with a fake `alembic` that prints what the driver would get.
 const ALEMBIC: &str = r#"
 import sys, types
 class Bind:
@@ -22,10 +22,11 @@ assert revision["revision"] in sys.argv[1] and revision["down_revision"] is None
 revision[sys.argv[2]]()
 "#;
 
-/// A tool with one connection, its own schema in the search path, and its own history there.
+/// A migration tool with one connection, its own schema in the search path, and its history table
+/// there.
 struct Runner {
     client: Client,
-    /// Prepares what it sends, which takes one statement.
+    /// Uses prepared statements, which accept one statement each.
     is_prepared: bool,
 }
 
@@ -38,7 +39,8 @@ impl Runner {
         Ok(Self { client, is_prepared })
     }
 
-    /// A migration and the history of it, in one transaction; then the settings it began with.
+    /// Runs a migration and its history entry in one transaction, and checks that the settings are
+    /// as before.
     async fn run(&self, sql: &str, history: &str) -> Result<()> {
         const SETTINGS: &str = "SELECT string_agg(name || '=' || setting, ', ' ORDER BY name) FROM pg_settings
             WHERE name NOT LIKE '%.%' AND name <> 'transaction_isolation'";
@@ -79,7 +81,7 @@ fn with_zeros(name: &str) -> String {
     name.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect()
 }
 
-/// The files of a tool, which must be of these shapes.
+/// The files of a tool; their names must have these shapes.
 fn written(env: &TestEnv, tool: &str, shapes: &[&str]) -> Result<Vec<String>> {
     let said = env.ok(&["migrate", "print", "--for", tool, "--out", "migrations/of/it"])?;
     let names = files(&env.path("migrations/of/it"))?;
@@ -88,7 +90,7 @@ fn written(env: &TestEnv, tool: &str, shapes: &[&str]) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The schema comes, with an event in it does not go, and goes without.
+/// The schema is created, is not removed while it has an event, and is removed without one.
 async fn comes_and_goes(env: &TestEnv, up: &str, down: Option<&str>, is_prepared: bool) -> Result<()> {
     let runner = Runner::on(env, is_prepared).await?;
     runner.run(up, "INSERT INTO history VALUES (1)").await?;
@@ -163,7 +165,7 @@ async fn files_are_named_on_standard_output_and_never_overwritten() -> Result<()
     for (tool, ends) in [
         ("sqlx", ["up.sql", "down.sql"].as_slice()),
         ("diesel", &["up.sql", "down.sql"]),
-        // One alone is printed as it is.
+        // A single file is printed as it is.
         ("refinery", &[]),
     ] {
         let printed = env.ok(&["migrate", "print", "--for", tool])?;

@@ -1,4 +1,4 @@
-//! What a Prometheus makes of `/metrics`, and of the alerts in `docs/monitoring`.
+//! `/metrics` and the alerts of `docs/monitoring`, read by a real Prometheus.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn each_alert_fires_for_its_cause_and_for_no_other() -> Result<()> {
     Ok(())
 }
 
-/// What the API of this server says.
+/// Queries this server's API.
 async fn asked(server: &PrivatePrometheus, path: &str) -> Result<Value> {
     let answer = get(&format!("127.0.0.1:{}", server.port()), path, "").await?;
     let body = answer.split_once("\r\n\r\n").context("an answer")?.1;
@@ -29,7 +29,7 @@ async fn asked(server: &PrivatePrometheus, path: &str) -> Result<Value> {
     Ok(serde_json::from_str(json)?)
 }
 
-/// The numbers that a query gives, by the value of a label.
+/// The values that a query returns, by the value of a label.
 async fn values(server: &PrivatePrometheus, query: &str, label: &str) -> Result<Vec<(String, String)>> {
     let answer = asked(server, &format!("/api/v1/query?query={query}")).await?;
     let series = answer["data"]["result"].as_array().with_context(|| answer.to_string())?;
@@ -56,13 +56,13 @@ async fn a_prometheus_reads_every_series_and_evaluates_the_alerts() -> Result<()
     has("postbox_failures_total", "code", ("http_422", "1")).await?;
     has("postbox_delivery_delay_seconds_count", "subscription", ("out", "2")).await?;
     has("postbox_call_duration_seconds_count", "subscription", ("out", "3")).await?;
-    // Each call took 30 ms at least.
+    // Each call took at least 30 ms.
     has("postbox_call_duration_seconds_bucket%7Ble=%220.025%22%7D", "subscription", ("out", "0")).await?;
     has("postbox_in_flight", "subscription", ("out", "0")).await?;
     let targets = asked(&server, "/api/v1/targets").await?;
     let target = &targets["data"]["activeTargets"][0];
     ensure!(target["health"] == "up" && target["lastError"] == "", "{target}");
-    // Types and help come from the page: what is not OpenMetrics has neither.
+    // Types and help text come from the page; without valid OpenMetrics there would be neither.
     let metadata = asked(&server, "/api/v1/metadata").await?;
     ensure!(metadata["data"]["postbox_delivery_delay_seconds"][0]["type"] == "histogram", "{metadata}");
     ensure!(metadata["data"]["postbox_delivered"][0]["type"] == "counter", "{metadata}");

@@ -1,4 +1,4 @@
-//! From an outbox through topics of MQTT into an inbox.
+//! From an outbox through MQTT topics into an inbox.
 
 use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::proxy::FaultProxy;
@@ -20,7 +20,7 @@ pub(crate) struct Mqtt {
     _driver: JoinHandle<()>,
 }
 
-/// A client that subscribes to everything, and is asked for nothing until it has.
+/// A client that subscribes to everything; it returns once it has subscribed.
 async fn subscriber(url: &str, id: &str) -> Result<(AsyncClient, mpsc::UnboundedReceiver<Publish>, JoinHandle<()>)> {
     let port = url.rsplit_once(':').context("a port")?.1.parse()?;
     let mut options = MqttOptions::new(id, "127.0.0.1", port);
@@ -45,12 +45,13 @@ impl Broker for Mqtt {
     type Message = Publish;
 
     async fn launch() -> Result<(Self, FaultProxy)> {
-        // It is not killed; saving all that waits after each message would take ever longer.
+        // The broker is not killed, and saving the whole queue after each message would become ever
+        // slower.
         let unsaved = "autosave_on_changes false\nautosave_interval 1800\n";
         let server = PrivateMqtt::launch_with(&format!("allow_anonymous true\nmax_queued_messages 0\n{unsaved}")).await;
         let proxy = broker::proxied(server.port()).await;
-        // What is published before the first subscription does not come: the receiver's is made
-        // before.
+        // Messages published before the first subscription are lost, so the receiver's subscription
+        // is made first.
         subscriber(&server.url(), "orders-1").await?.2.abort();
         let (client, heard, driver) = subscriber(&server.url(), "test").await?;
         Ok((Self { _server: server, client, heard, _driver: driver }, proxy))
@@ -58,7 +59,7 @@ impl Broker for Mqtt {
 
     fn tables(port: u16) -> (String, String) {
         let url = format!("url = \"mqtt://127.0.0.1:{port}\"");
-        // Until the receiver has subscribed, nobody else has but the test.
+        // Until the receiver has subscribed, only the test has.
         let sink = format!("type = \"mqtt\", {url}, topic = \"orders/{{topic}}\"");
         (sink, format!("type = \"mqtt\"\n{url}\nclient_id = \"orders-1\"\ntopic = \"orders/#\"\n"))
     }

@@ -1,4 +1,4 @@
-//! From an outbox through a stream of NATS into an inbox.
+//! From an outbox through a NATS stream into an inbox.
 
 use std::time::Duration;
 
@@ -24,15 +24,15 @@ impl Broker for Nats {
     async fn launch() -> Result<(Self, FaultProxy)> {
         let server = PrivateNats::launch(NatsVersion::V2_15).await;
         let proxy = broker::proxied(server.port()).await;
-        // All that comes in an outage waits for us.
+        // Holds all messages that arrive during an outage.
         let client = ConnectOptions::new().subscription_capacity(1 << 20).connect(server.url()).await?;
         let subscriber = client.subscribe("orders.>").await?;
         client.flush().await?;
         Ok((Self { _server: server, client, subscriber }, proxy))
     }
 
-    /// The stream is made by the relay, so the first calls of the source may find none. It forgets
-    /// ids at once: nothing but the inbox knows a repetition.
+    /// The relay creates the stream, so the first calls of the source may find none. The stream
+    /// forgets ids at once: only the inbox recognises repetitions.
     fn tables(port: u16) -> (String, String) {
         let url = format!("url = \"nats://127.0.0.1:{port}\"");
         let sink = format!("type = \"nats\", {url}, subject = \"orders.{{topic}}\", stream = \"ORDERS\"");

@@ -1,4 +1,4 @@
-//! `postbox new service`, and what it wrote.
+//! `postbox new service`, and the service that it wrote.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -9,10 +9,10 @@ use tokio::net::TcpStream;
 
 use crate::env::{DEADLINE, Kind, TestEnv, get, signal, until};
 
-/// In the example it is the library of this workspace.
+/// In the example, the dependency is this workspace's library.
 const DEPENDENCY: [&str; 2] = ["postbox = { version = \"0.1\",", "postbox = { path = \"../../crates/postbox\","];
 
-/// Every file below a folder, by its path in there.
+/// Every file below a folder, by its relative path.
 fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let (mut open, mut found) = (vec![folder.to_path_buf()], Vec::new());
     while let Some(next) = open.pop() {
@@ -28,7 +28,7 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// So what it writes is built, linted and tested with this workspace.
+/// So the output is built, linted and tested with this workspace.
 #[tokio::test]
 async fn the_example_is_what_new_service_writes() -> Result<()> {
     let env = TestEnv::empty(Kind::Sqlite).await?;
@@ -81,7 +81,7 @@ async fn a_service_has_the_name_that_was_given_and_overwrites_nothing() -> Resul
     Ok(())
 }
 
-/// Its program, which is built with the tests of this workspace.
+/// The service's program, which is built with the tests of this workspace.
 #[tokio::test]
 async fn a_new_service_takes_an_order_confirms_it_and_stops() -> Result<()> {
     let env = TestEnv::empty(Kind::Postgres).await?;

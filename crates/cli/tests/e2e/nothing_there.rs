@@ -1,5 +1,5 @@
-//! What commands that list say where there is nothing: `[]` of what was asked, and nothing of what
-//! could not be.
+//! What list commands print when there is nothing: `[]` if the stores answered, and nothing if they
+//! could not.
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -14,7 +14,7 @@ const LISTS: [&[&str]; 6] = [
     &["subscription", "list"],
 ];
 
-/// A folder whose file names these stores; one of no name is alone.
+/// A folder whose configuration names these stores; a store without a name is the only one.
 fn stores(stores: &[(&str, &TestEnv)]) -> Result<TestEnv> {
     let env = TestEnv::on(Kind::Sqlite, String::new())?;
     let section = |(name, store): &(&str, &TestEnv)| match *name {
@@ -43,7 +43,7 @@ async fn every_list_of_nothing_is_the_same(kind: Kind) -> Result<()> {
                 let names: Vec<&str> = all.iter().map(|(name, _)| *name).collect();
                 let context = || format!("{args:?} of {names:?}: {} {said:?} {why:?}", output.status);
                 ensure!(output.status.code() == Some(code), context());
-                // Sums are no list.
+                // Sums are not a list.
                 let expected = if args.contains(&"--json") { json } else { "" };
                 ensure!(said == expected || args == ["stats"], context());
                 ensure!(whose.is_none_or(|whose| why.contains(whose)), context());
@@ -53,7 +53,7 @@ async fn every_list_of_nothing_is_the_same(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// Who has not run yet is named beside the list: it is no reason to give none.
+/// A subscription that never ran is named on standard error; the list is printed all the same.
 async fn a_subscription_that_never_ran_is_named_beside_the_list(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, crate::env::FILE_SINK).await?;
     env.insert_three().await?;
@@ -62,7 +62,7 @@ async fn a_subscription_that_never_ran_is_named_beside_the_list(kind: Kind) -> R
         let (said, why) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
         ensure!(output.status.success(), "{list:?}: {} {why}", output.status);
         let listed: serde_json::Value = serde_json::from_str(&said)?;
-        // The counts have a line for the log that nobody reads.
+        // The counts have a line for the log that no subscription reads.
         let expected = if *list == ["stats"] { 1 } else { 0 };
         ensure!(listed.as_array().context("a list")?.len() == expected, "{list:?}: {said}");
         ensure!(why.contains("out was never run") && why.contains("postbox run"), "{list:?}: {why}");

@@ -1,8 +1,8 @@
-//! Outages, on the running binary: a relay is killed or frozen, the database stops, the destination
+//! Outages of the running binary: a relay is killed or frozen, the database stops, the destination
 //! is down, one event is refused for ever.
 //!
-//! Promised times are measured and printed. They are enforced only with `POSTBOX_TEST_TIMED=1`, for
-//! a quiet machine; under simulated time they are tested in `crates/engine/tests/engine/relay.rs`.
+//! Promised times are measured and printed. They are enforced only with `POSTBOX_TEST_TIMED=1`, on
+//! a quiet machine; with simulated time they are tested in `crates/engine/tests/engine/relay.rs`.
 
 #![allow(clippy::print_stderr, reason = "the times that were measured")]
 
@@ -16,29 +16,29 @@ use tokio::io::{AsyncBufReadExt as _, BufReader};
 use crate::endpoint::{Arrival, Endpoint, Shut, firsts};
 use crate::env::{Kind, TestEnv, cases, http_sink, on_both, signal, until};
 
-/// How long a working destination takes: enough that a fault finds work in the middle.
+/// Response time of a working destination, long enough that a fault finds work in flight.
 const PACE: Duration = Duration::from_millis(5);
 
-/// So much has arrived when the fault comes: in the middle of a batch of 20.
+/// Number of arrivals at which the fault comes: in the middle of a batch of 20.
 const UNDER_WAY: usize = 107;
 
 fn takes_all(_key: &str) -> (u16, Duration) {
     (204, PACE)
 }
 
-/// A time that is promised, and what was measured.
+/// Prints a measured time, and checks it against the promise.
 pub(crate) fn promised(what: &str, took: Duration, most: Duration) -> Result<()> {
     eprintln!("{what}: {took:?}, promised are {most:?}");
     ensure!(took <= most || std::env::var_os("POSTBOX_TEST_TIMED").is_none(), "{what}: {took:?} is more than {most:?}");
     Ok(())
 }
 
-/// `events` events round robin over `keys` keys, numbered from 0.
+/// Inserts `events` events round robin over `keys` keys, numbered from 0.
 async fn fill(env: &TestEnv, keys: usize, events: usize) -> Result<()> {
     env.insert((0..events).map(|n| ("order.placed", format!("k{}", n % keys), n as i64))).await
 }
 
-/// Everything arrived, each key in its order.
+/// Checks that everything arrived, in order per key.
 fn ensure_whole(arrivals: &[Arrival], keys: usize, events: usize) -> Result<()> {
     for key in 0..keys {
         let wanted: Vec<i64> = (0..events).filter(|n| n % keys == key).map(|n| n as i64).collect();
@@ -52,16 +52,17 @@ fn distinct(arrivals: &[Arrival]) -> usize {
     arrivals.iter().filter(|arrival| arrival.taken).map(|arrival| arrival.n).collect::<HashSet<_>>().len()
 }
 
-/// How a relay leaves without saying so.
+/// How a relay disappears.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Leaves {
     /// SIGKILL.
     Dies,
-    /// SIGSTOP; it goes on once everything is delivered by others.
+    /// SIGSTOP; it continues once the others have delivered everything.
     Freezes,
 }
 
-/// Two relays share a subscription; one leaves while it delivers; the other takes its lanes over.
+/// Two relays share a subscription. One disappears while it delivers, and the other takes over its
+/// lanes.
 async fn a_relay_that_leaves_is_succeeded(kind: Kind, leaves: Leaves, lanes: usize) -> Result<()> {
     const LEASE: Duration = Duration::from_secs(3);
     const KEYS: usize = 40;
@@ -76,15 +77,15 @@ async fn a_relay_that_leaves_is_succeeded(kind: Kind, leaves: Leaves, lanes: usi
     let one = env.serve_with(&[("RELAY", "one")]).await?;
     one.logged("lane taken", lanes).await?;
     let two = env.serve_with(&[("RELAY", "two")]).await?;
-    // With two lanes the newcomer gets its share before anything goes wrong.
+    // With two lanes, the second relay gets its share before the fault.
     two.logged("lane taken", lanes - 1).await?;
-    // Its last calls stay unanswered: it leaves in the middle of them.
+    // Its last calls get no answer: it disappears during them.
     endpoint.answer_only(UNDER_WAY);
     fill(&env, KEYS, EVENTS).await?;
     let by = |arrivals: &[Arrival], relay: &str| arrivals.iter().filter(|arrival| arrival.relay == relay).count();
     let arrivals = endpoint.until("something is under way", |arrivals| arrivals.len() > UNDER_WAY).await?;
 
-    // The one that delivers now: on a busy machine a lane may have changed hands already.
+    // The relay that delivers now; on a busy machine a lane may have changed hands already.
     let doomed = arrivals.last().context("there are many")?.relay.clone();
     let (leaving, successor) = if doomed == "one" { (one, two) } else { (two, one) };
     let (left, frozen) = match leaves {
@@ -110,7 +111,8 @@ async fn a_relay_that_leaves_is_succeeded(kind: Kind, leaves: Leaves, lanes: usi
     let repeats = arrivals.iter().skip(before.len()).filter(|arrival| sent.contains(&arrival.n)).count();
     ensure!(repeats <= 2 * BATCH * lanes, "{repeats} repeats are more than the one that left had in flight");
     if let Some(frozen) = frozen {
-        // It notices that its time is over before it sends anything more, and goes on as a standby.
+        // It notices that its lease has expired before it sends anything, and continues as a
+        // standby.
         let sent = by(&arrivals, &doomed);
         signal(frozen.pid()?, "CONT")?;
         frozen.logged("lease lost", 1).await?;
@@ -130,7 +132,7 @@ cases! {
     a_frozen_relay_is_succeeded_and_sends_nothing_when_it_thaws => a_relay_that_leaves_is_succeeded(Kind::Postgres, Leaves::Freezes, 1);
 }
 
-/// The database goes while the relay delivers, and comes back.
+/// The database stops while the relay delivers, and returns.
 async fn the_database_returns(stop: fn(&mut PrivatePostgres), lease: &str) -> Result<()> {
     const AGAIN_MAX: Duration = Duration::from_secs(2);
     const KEYS: usize = 40;
@@ -148,7 +150,8 @@ async fn the_database_returns(stop: fn(&mut PrivatePostgres), lease: &str) -> Re
 
     stop(&mut postgres);
     endpoint.answer_all();
-    // Until its memory is sent, its backoff at its longest, and a short lease lost.
+    // By then what it had in memory is sent, its backoff is at the maximum, and a short lease is
+    // lost.
     endpoint.quiet_for(Duration::from_millis(1_500)).await?;
     let before = endpoint.count();
     postgres.start().await;
@@ -170,7 +173,7 @@ cases! {
     after_a_crash_of_the_database_longer_than_the_lease_it_delivers_again => the_database_returns(PrivatePostgres::stop_immediate, "1s");
 }
 
-/// Started on a standby, it waits for the promotion, and then delivers.
+/// A relay that starts on a standby waits for the promotion, and then delivers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_standby_is_waited_for_until_it_is_promoted() -> Result<()> {
     let mut postgres = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
@@ -196,7 +199,7 @@ async fn a_standby_is_waited_for_until_it_is_promoted() -> Result<()> {
     Ok(())
 }
 
-/// Started while the database is down, it waits for it, says so, and then delivers.
+/// A relay that starts while the database is down waits, logs that, and then delivers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_database_that_is_down_at_the_start_is_waited_for() -> Result<()> {
     let mut postgres = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
@@ -215,12 +218,12 @@ async fn a_database_that_is_down_at_the_start_is_waited_for() -> Result<()> {
     Ok(())
 }
 
-/// Nobody listens at the destination; then somebody does.
+/// The destination is closed at first, and opens later.
 async fn a_dead_destination_counts_no_attempt_and_drains_when_it_returns(kind: Kind) -> Result<()> {
     const KEYS: usize = 10;
     const EVENTS: usize = 30;
     let shut = Shut::reserve()?;
-    // One attempt: an event that were blamed for its destination would be dead.
+    // With one attempt, an event that is charged for the outage would be dead.
     let env = TestEnv::with(
         kind,
         &format!(
@@ -233,7 +236,7 @@ async fn a_dead_destination_counts_no_attempt_and_drains_when_it_returns(kind: K
     let relay = env.serve().await?;
     relay.logged("breaker opened", 5).await?;
     ensure!(env.ok(&["stats"])? == format!("pending={EVENTS} dispatched=0 dead=0 total={EVENTS}\n"));
-    // By their ids: a call that took long is found under another state by the next command.
+    // Counted by id: an event in a slow call may be in another state when the next list is made.
     let mut listed = HashSet::new();
     for state in ["pending", "retrying", "blocked"] {
         let records = env.json(&["list", "--state", state, "--json"])?;
@@ -263,13 +266,14 @@ fn refuses_one_key(key: &str) -> (u16, Duration) {
     if key == POISON { (500, 20 * PACE) } else { (204, PACE) }
 }
 
-/// From the first arrival to the last one taken, with a hundred keys.
+/// The time from the first arrival to the last accepted one, with a hundred keys.
 async fn time_of_the_others(kind: Kind, answer: crate::endpoint::Answer) -> Result<Duration> {
     const KEYS: usize = 100;
     const EVENTS: usize = 800;
     let poisoned = answer(POISON).0 == 500;
     let endpoint = Endpoint::start(answer)?;
-    // It goes again soon and for ever: all the time while the others go out, it is there.
+    // It is retried often and for ever, so it is there the whole time while the others are
+    // delivered.
     let settings = "batch = 100\nconcurrency = 8\nretry = { max_attempts = 10000, base = \"10ms\", max = \"10ms\" }\n";
     let env = TestEnv::with(kind, &(endpoint.subscription("out") + settings)).await?;
     fill(&env, KEYS, EVENTS).await?;
@@ -301,8 +305,8 @@ async fn one_poison_key_of_a_hundred_does_not_slow_the_others(kind: Kind) -> Res
     promised(&what, with, without * 2 + Duration::from_secs(1))
 }
 
-/// Nothing else was accepted when they came, so the destination looks down. What comes later goes
-/// out all the same.
+/// No other event succeeded when they failed, so the destination looks down. Later events are
+/// delivered all the same.
 async fn events_that_look_like_an_outage_hold_up_no_others(kind: Kind) -> Result<()> {
     let fails_at_some: fn(&str) -> (u16, Duration) = |key| match key.split_once('-') {
         Some(("away", _)) => (503, Duration::ZERO),

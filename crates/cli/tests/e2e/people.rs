@@ -18,14 +18,14 @@ async fn an_expired_event_is_dead_and_never_sent(kind: Kind) -> Result<()> {
     ensure!(env.dispatch(&[])? == "dispatched=1 failed=0 dead=1");
     let dead = env.json(&["list", "--state", "dead", "--code", "expired", "--json"])?;
     ensure!(dead[0]["attempts"] == 0 && dead[0]["event"]["expires_at"].is_string(), "{dead}");
-    // It says when.
+    // The error says when.
     let end = dead[0]["event"]["expires_at"].as_str().context("an end")?;
     ensure!(dead[0]["error"].as_str().is_some_and(|why| why.contains(end)), "{dead}");
     let letters = env.lines("dead.jsonl")?;
     ensure!(letters[0]["headers"]["postbox-dead-reason"].as_str().is_some_and(|why| why.contains(end)), "{letters:?}");
     let shown = env.ok(&["show", id.trim()])?;
     ensure!(shown.contains("expires at") && shown.contains("dispatched"), "{shown}");
-    // Whoever asks for it again gets the same answer.
+    // A retry gives the same result.
     ensure!(env.ok(&["retry", "--all"])? == "retried=1\n");
     ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=1");
     let complaint = env.refuses(2, &["send", "t", "{}", "--expires-in", "9999999d"])?;
@@ -117,8 +117,8 @@ async fn the_beginning_of_an_id_is_enough(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// Why nothing was done to an event that was named, and what does it; where several are named, the
-/// others are not spoken of.
+/// Why nothing was done to a named event, and which command would do it. If several are named,
+/// nothing is said about the others.
 async fn an_event_that_cannot_be_changed_so_is_explained(kind: Kind) -> Result<()> {
     let endpoint = Endpoint::start(refuses_all)?;
     let config = endpoint.subscription("hooks") + "topics = [\"dead\"]\n";
@@ -142,7 +142,7 @@ async fn an_event_that_cannot_be_changed_so_is_explained(kind: Kind) -> Result<(
         let why = noted(&[verb, &taken], &format!("{verb}ed=0").replace("retryed", "retried"))?;
         ensure!(why.contains(&format!("{taken} is discarded in hooks: it was taken out")), "{why}");
     }
-    // One that is not there is a failure, and says where it was looked for.
+    // An event that does not exist is a failure, and the error says where it was looked for.
     for verb in ["replay", "retry", "discard"] {
         let complaint = env.refuses(1, &[verb, &unknown, "--subscription", "hooks"])?;
         ensure!(complaint.contains(&format!("the outbox has no event {unknown}")), "{complaint}");
@@ -156,7 +156,7 @@ async fn an_event_that_cannot_be_changed_so_is_explained(kind: Kind) -> Result<(
     Ok(())
 }
 
-/// Two subscriptions, each with events of its own: the newest of all come first, as they stand.
+/// Two subscriptions with events of their own: the newest of all come first, in their states.
 async fn a_list_without_a_state_has_the_newest_events(kind: Kind) -> Result<()> {
     let file = |name: &str, topic: &str| {
         format!(

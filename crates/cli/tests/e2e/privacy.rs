@@ -1,4 +1,4 @@
-//! What others on the machine and on the network may see.
+//! What other users of the machine and the network may see.
 
 use std::os::unix::fs::PermissionsExt as _;
 
@@ -24,7 +24,7 @@ async fn what_is_made_is_for_its_owner_alone() -> Result<()> {
     served.terminate().await?;
     env.dispatch(&[])?;
     ensure!(env.lines("out.jsonl")?.len() == 3 && mode("out.jsonl")? == 0o600, "{:o}", mode("out.jsonl")?);
-    // What somebody has opened for others stays so.
+    // A file that its owner opened for others stays so.
     std::fs::set_permissions(env.path("out.jsonl"), std::fs::Permissions::from_mode(0o640))?;
     env.insert_three().await?;
     env.dispatch(&[])?;
@@ -35,7 +35,7 @@ async fn what_is_made_is_for_its_owner_alone() -> Result<()> {
 #[tokio::test]
 async fn with_a_status_token_strangers_learn_only_whether_it_is_ready() -> Result<()> {
     const TOKEN: &str = "5f1c9d2ab37e4860";
-    // A destination that is down, so that there is a reason to show.
+    // A destination that is down, so that there is a reason to hide.
     let server = "[server]\nlisten = \"127.0.0.1:0\"\nstatus_token = \"env:POSTBOX_STATUS_TOKEN\"\n";
     let env =
         TestEnv::with(Kind::Sqlite, &format!("[subscriptions.out]\n{}{server}", http_sink("http://127.0.0.1:1/")))

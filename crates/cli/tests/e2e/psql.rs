@@ -1,4 +1,4 @@
-//! A Postgres that is filled and read with psql only, as a program in any language would.
+//! A Postgres database that is filled and read with psql only, as by a program in any language.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use postbox_testkit::servers::Postgres;
 use crate::endpoint::{Endpoint, firsts, takes_all};
 use crate::env::{Kind, TestEnv};
 
-/// An application's transactions: some commit, one rolls back, one rolls back to a savepoint.
+/// Transactions of an application: some commit, one rolls back, one rolls back to a savepoint.
 const SHOP: &str = r#"
 CREATE TABLE orders (id int PRIMARY KEY, total int);
 BEGIN;
@@ -45,7 +45,7 @@ async fn a_database_filled_from_psql_only_is_relayed() -> Result<()> {
 
     let relay = env.serve().await?;
     endpoint.until("the backlog", |arrivals| firsts(arrivals, "ok") == [1, 2, 4, 5, 6]).await?;
-    // While it runs, psql is all that anybody needs.
+    // While the relay runs, psql is all that an application needs.
     Postgres::psql(&env.url, "SELECT postbox.enqueue('order.placed', '{\"n\":7}'::bytea, key => 'ok')");
     endpoint.until("the newcomer", |arrivals| firsts(arrivals, "ok") == [1, 2, 4, 5, 6, 7]).await?;
     relay.terminate().await?;
@@ -64,7 +64,7 @@ async fn a_database_filled_from_psql_only_is_relayed() -> Result<()> {
     Ok(())
 }
 
-/// In another encoding, text would not be what was sent.
+/// In another encoding, text would differ from what was sent.
 #[tokio::test]
 async fn a_database_in_another_encoding_is_refused_with_the_cure() -> Result<()> {
     let server = Postgres::shared(postbox_testkit::servers::Version::V15).await;
@@ -81,7 +81,7 @@ async fn a_database_in_another_encoding_is_refused_with_the_cure() -> Result<()>
     Ok(())
 }
 
-/// A writer with the printed rights, and nothing else.
+/// A writer with the printed grants, and nothing else.
 #[tokio::test]
 async fn the_printed_rights_are_run_by_psql() -> Result<()> {
     let env = TestEnv::migrated(Kind::Postgres).await?;

@@ -1,4 +1,4 @@
-//! From an outbox to an exchange of RabbitMQ, and from its queue into an inbox.
+//! From an outbox to a RabbitMQ exchange, and from its queue into an inbox.
 
 use anyhow::{Context as _, Result};
 use futures::{FutureExt as _, StreamExt as _};
@@ -69,7 +69,7 @@ impl Broker for Rabbitmq {
         Ok(())
     }
 
-    /// What the consumer has and what the queue has.
+    /// Counts what the consumer holds and what is queued.
     async fn is_settled(&mut self) -> Result<bool> {
         let counts = self.server.ctl(&["list_queues", "name", "messages"]);
         Ok(counts.lines().any(|line| line.split_whitespace().eq(["orders", "0"])))

@@ -74,8 +74,8 @@ impl Broker for Redis {
     }
 }
 
-/// Where the streams end is the server's word: also for a service that starts anew and sends
-/// nothing.
+/// The end of a stream is asked of the server, so a service that starts anew and sends nothing
+/// knows it as well.
 async fn a_stream_s_end_is_seen_from_outside(kind: Kind) -> Result<()> {
     let server = PrivateRedis::launch(RedisKind::Redis7).await;
     let sink = format!("type = \"redis\", url = {:?}, stream = \"events:{{topic}}\"", server.url());

@@ -1,4 +1,4 @@
-//! Events that nobody wants, filters that change, and events that are sent again.
+//! Unrouted events, filters that change, and events that are sent again.
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -8,8 +8,8 @@ fn wanting(topics: &str) -> String {
     format!("{FILE_SINK}topics = [\"{topics}\"]\n")
 }
 
-/// Dispatches until so many events are known to be wanted by nobody. On Postgres that waits for
-/// transactions of whoever else uses the server.
+/// Dispatches until this many events are unrouted. On Postgres that waits for transactions of other
+/// tests on the server.
 async fn until_unrouted(env: &TestEnv, count: u64) -> Result<()> {
     let look = async || {
         env.dispatch(&[])?;
@@ -18,12 +18,12 @@ async fn until_unrouted(env: &TestEnv, count: u64) -> Result<()> {
     until("it is found", look).await
 }
 
-/// What it says beside its result.
+/// The remarks on standard error.
 fn noted(env: &TestEnv, args: &[&str]) -> Result<String> {
     Ok(String::from_utf8(env.output(args)?.stderr)?)
 }
 
-/// One letter too many in the configuration: nothing is lost, and the cure is said.
+/// A spelling mistake in the configuration: nothing is lost, and the cure is printed.
 async fn a_slip_in_the_topics_loses_nothing(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, &wanting("orders.*")).await?;
     env.insert_three().await?;
@@ -43,7 +43,8 @@ async fn a_slip_in_the_topics_loses_nothing(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// By kind, aggregate and headers: what is left out is named, and goes to whom is corrected.
+/// By kind, aggregate and headers: excluded events are reported, and delivered once the filter is
+/// corrected.
 async fn contents_decide_who_gets_an_event(kind: Kind) -> Result<()> {
     let narrow = "kinds = [\"integration\"]\naggregates = [\"order\"]\nheaders = { region = \"eu\" }\n";
     let env = TestEnv::with(kind, &(FILE_SINK.to_owned() + narrow)).await?;
@@ -78,13 +79,13 @@ async fn contents_decide_who_gets_an_event(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// Nobody waits for a next run that nothing calls for.
+/// Events that are handed over must not wait for another run.
 async fn what_is_handed_over_goes_out_in_the_same_run(kind: Kind) -> Result<()> {
     for args in [&[][..], &["--loop"]] {
         let env = TestEnv::with(kind, &wanting("order.paid")).await?;
         env.insert_three().await?;
         until_unrouted(&env, 2).await?;
-        // Another window is read: the cursor has left them behind.
+        // Reads another window, so that the cursor has passed them.
         env.insert([("order.paid", "3".to_owned(), 4)]).await?;
         ensure!(env.dispatch(&[])? == "dispatched=1 failed=0 dead=0");
         env.config(&wanting("order.*"))?;
@@ -100,7 +101,7 @@ async fn what_nobody_wants_can_be_given_up(kind: Kind) -> Result<()> {
     until_unrouted(&env, 3).await?;
     let said = env.said(&["doctor"])?;
     ensure!(said.contains("note") && said.contains("prune --unrouted"), "{said}");
-    // Until one more window is read, the cursor stands before the last of them.
+    // Until one more window is read, the cursor is before the last of them.
     env.sql("INSERT INTO OUTBOX (topic, payload) VALUES ('billing.sent', '{}')").await?;
     ensure!(env.dispatch(&[])? == "dispatched=1 failed=0 dead=0");
     ensure!(env.ok(&["prune", "--older-than", "0s", "--unrouted"])?.starts_with("pruned="));
@@ -108,7 +109,7 @@ async fn what_nobody_wants_can_be_given_up(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// `start = "now"`: what lies before is not called delivered, and can be sent.
+/// `start = "now"`: earlier events do not count as delivered, and can be replayed.
 async fn what_was_skipped_is_named_and_sent_on_demand(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, &(FILE_SINK.to_owned() + "start = \"now\"\n")).await?;
     env.insert_three().await?;

@@ -8,9 +8,9 @@ use anyhow::{Context as _, Result, ensure};
 use crate::endpoint::{Endpoint, refuses_all, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal};
 
-/// Starts and stops under load, several times; then everything has arrived exactly once.
+/// Starts and stops under load, several times; at the end everything has arrived exactly once.
 async fn sigterm_under_load_repeats_nothing(kind: Kind) -> Result<()> {
-    // `POSTBOX_TEST_STOPS=50` for the long version.
+    // `POSTBOX_TEST_STOPS=50` runs the long version.
     let stops: usize = std::env::var("POSTBOX_TEST_STOPS").ok().and_then(|stops| stops.parse().ok()).unwrap_or(20);
     let events = 120 * stops;
     let target = Endpoint::start(takes_all)?;
@@ -23,7 +23,7 @@ async fn sigterm_under_load_repeats_nothing(kind: Kind) -> Result<()> {
         target.answer_only(share(stop + 1));
         target.until("its share", |arrivals| arrivals.len() >= share(stop)).await?;
         signal(served.pid()?, "TERM")?;
-        // What it has begun then it may end.
+        // Calls in flight may finish.
         served.logged("postbox stops", 1).await?;
         target.answer_all();
         served.ended().await?;
@@ -44,7 +44,7 @@ on_both!(
     what_fails_for_one_reason_has_one_line_a_second,
 );
 
-/// What is to be tried again is waited for, and then it ends.
+/// It waits for retries, and then ends.
 async fn dispatch_in_a_loop_ends_once_nothing_is_pending(kind: Kind) -> Result<()> {
     ensure!(TestEnv::with(kind, FILE_SINK).await?.dispatch(&["--loop"])? == "dispatched=0 failed=0 dead=0");
     let target = Endpoint::start(|_| (500, Duration::ZERO))?;
@@ -68,7 +68,7 @@ async fn dispatch_in_a_loop_ends_once_nothing_is_pending(kind: Kind) -> Result<(
     Ok(())
 }
 
-/// What only a person can bring on is not waited for, nor what a person stopped.
+/// It does not wait for what only a person can resolve, or for a pause.
 async fn dispatch_in_a_loop_waits_for_no_person(kind: Kind) -> Result<()> {
     let target = Endpoint::start(refuses_all)?;
     let env = TestEnv::with(kind, &(target.subscription("out") + "on_dead = \"halt\"\n")).await?;
@@ -82,10 +82,10 @@ async fn dispatch_in_a_loop_waits_for_no_person(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// The deadline of a stop is the configuration's, and what was cut goes out at the next start.
+/// The configured stop timeout is kept, and aborted deliveries are made at the next start.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stop_takes_no_longer_than_it_may() -> Result<()> {
-    // Half of what it is unless said otherwise.
+    // Half of the default.
     const LONG: Duration = Duration::from_secs(10);
     let silent = Endpoint::start(takes_all)?;
     silent.answer_only(0);
@@ -102,7 +102,7 @@ async fn a_stop_takes_no_longer_than_it_may() -> Result<()> {
     Ok(())
 }
 
-/// It is stopped while something waits to be tried again.
+/// It is stopped while an event waits for a retry.
 #[tokio::test]
 async fn dispatch_in_a_loop_ends_at_sigterm_too() -> Result<()> {
     let target = Endpoint::start(|_| (500, Duration::ZERO))?;
@@ -135,7 +135,7 @@ async fn logs_are_json_lines_with_levels_and_no_secret() -> Result<()> {
     Ok(())
 }
 
-/// Every event dies of the same: the metrics have each, the log a line a second.
+/// Every event dies of the same reason: the metrics count each, the log has one line a second.
 async fn what_fails_for_one_reason_has_one_line_a_second(kind: Kind) -> Result<()> {
     let events = 400;
     let target = Endpoint::start(refuses_all)?;

@@ -1,4 +1,4 @@
-//! A sender of Standard Webhooks that keeps its connection, as providers do.
+//! A Standard Webhooks sender that keeps its connection, as providers do.
 
 use anyhow::{Context as _, Result};
 use jiff::Timestamp;
@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 /// The secret of the published Standard Webhooks vectors.
 pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
-/// A source called `partner` that takes what [`Sender`] sends.
+/// A source called `partner` that accepts what [`Sender`] sends.
 pub(crate) fn partner() -> String {
     format!("[sources.partner]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\n")
 }
@@ -19,7 +19,7 @@ pub(crate) fn partner() -> String {
 pub(crate) struct Sender {
     signer: Signer,
     stream: BufReader<TcpStream>,
-    /// More headers, each with its line break.
+    /// Additional headers, each with its line break.
     pub(crate) more: String,
 }
 
@@ -34,17 +34,17 @@ impl Sender {
         })
     }
 
-    /// Sends a message as of now; gives the status.
+    /// Sends a message signed now; returns the status.
     pub(crate) async fn send(&mut self, id: &str, body: &str) -> Result<u16> {
         self.send_at(Timestamp::now().as_second(), id, body).await
     }
 
-    /// Sends a message as of now to another source.
+    /// Sends a message signed now to another source.
     pub(crate) async fn send_to(&mut self, source: &str, id: &str, body: &str) -> Result<u16> {
         self.post(source, Timestamp::now().as_second(), id, body).await
     }
 
-    /// Sends a message that was signed at this second.
+    /// Sends a message signed at this second.
     pub(crate) async fn send_at(&mut self, second: i64, id: &str, body: &str) -> Result<u16> {
         self.post("partner", second, id, body).await
     }

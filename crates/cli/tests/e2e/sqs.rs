@@ -1,4 +1,4 @@
-//! From an outbox through a queue of SQS into an inbox.
+//! From an outbox through an SQS queue into an inbox.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use crate::env::{Kind, TestEnv, on_both, until};
 
 const EVENTS: usize = 400;
 const DUPLICATES: usize = 120;
-/// The standard chain finds these first.
+/// Credentials that the AWS default chain finds first.
 const ENVIRONMENT: [(&str, &str); 3] =
     [("AWS_ACCESS_KEY_ID", "AKIATEST"), ("AWS_SECRET_ACCESS_KEY", "secret"), ("AWS_REGION", "us-east-1")];
 
@@ -37,8 +37,8 @@ async fn waiting(client: &Client, url: &str) -> Result<usize> {
     Ok(attributes[&QueueAttributeName::ApproximateNumberOfMessages].parse()?)
 }
 
-/// The relay and the receiver are killed on the way, three of ten messages are there twice: each
-/// event is stored once.
+/// Relay and receiver are killed on the way, and three of ten messages are sent twice: each event
+/// is stored once.
 async fn each_event_has_one_effect_at_the_other_end(kind: Kind) -> Result<()> {
     let server = PrivateSqs::launch().await;
     let (client, url) = queue(&server, "orders").await?;
@@ -58,7 +58,7 @@ async fn each_event_has_one_effect_at_the_other_end(kind: Kind) -> Result<()> {
     until("all are sent", async || Ok((sender.ok(&["stats"])? == all).then_some(()))).await?;
     relay.terminate().await?;
 
-    // The producer's own repetitions, which the queue does not know any more.
+    // The producer's own repetitions, which the queue does not recognise any more.
     let (_, again) = queue(&server, "again").await?;
     let mut twice = 0;
     while twice < DUPLICATES {
@@ -87,7 +87,7 @@ async fn each_event_has_one_effect_at_the_other_end(kind: Kind) -> Result<()> {
     let receiving = receiver.serve_with(&ENVIRONMENT).await?;
     until("all are applied", async || Ok((receiver.ok(&["stats", "--log", "inbox"])? == all).then_some(()))).await?;
     receiving.terminate().await?;
-    // What was killed behind the inbox begins again, and a file knows no ids; a queue without
+    // An applier that is killed repeats its batch, and a file does not deduplicate. A queue without
     // `.fifo` keeps no order.
     let lines = receiver.lines("effects.jsonl")?;
     let effects: BTreeSet<i64> = lines.iter().filter_map(|line| line["payload"]["n"].as_i64()).collect();
@@ -104,7 +104,7 @@ async fn each_event_has_one_effect_at_the_other_end(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// No file: the store, the queue and the usual variables of AWS.
+/// No file: only the store, the queue and the usual AWS variables.
 async fn a_queue_s_url_is_enough_configuration(kind: Kind) -> Result<()> {
     let server = PrivateSqs::launch().await;
     let (client, url) = queue(&server, "orders").await?;

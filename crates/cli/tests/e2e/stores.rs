@@ -11,10 +11,10 @@ use tokio::net::TcpListener;
 use crate::env::{FILE_SINK, Kind, Served, TestEnv, get, until};
 use crate::sender::{Sender, partner};
 
-/// Events in each store.
+/// Events per store.
 const EVENTS: i64 = 20;
 
-/// A folder with stores of these names and URLs in its file; `more` is the rest of that.
+/// A folder whose configuration has these stores, and `more`.
 fn stores(urls: &[(String, String)], more: &str) -> Result<TestEnv> {
     let env = TestEnv::on(Kind::Sqlite, String::new())?;
     configure(&env, urls, more)?;
@@ -27,7 +27,7 @@ fn configure(env: &TestEnv, urls: &[(String, String)], more: &str) -> Result<()>
     Ok(())
 }
 
-/// So many SQLite files, named s0, s1, …, migrated.
+/// This many migrated SQLite files, named s0, s1, ….
 fn sqlite(count: usize, more: &str) -> Result<(TestEnv, Vec<(String, String)>)> {
     let env = TestEnv::on(Kind::Sqlite, String::new())?;
     let url = |n| (format!("s{n}"), format!("sqlite:{}", env.path(&format!("s{n}.db")).display()));
@@ -38,7 +38,7 @@ fn sqlite(count: usize, more: &str) -> Result<(TestEnv, Vec<(String, String)>)> 
     Ok((env, urls))
 }
 
-/// Writes events with these numbers as any program would.
+/// Inserts events with these numbers, as any program would.
 async fn insert(url: &str, numbers: impl IntoIterator<Item = i64>) -> Result<()> {
     let kind = if url.starts_with("sqlite:") { Kind::Sqlite } else { Kind::Postgres };
     let event = |n: i64| ("order.placed", n.to_string(), n);
@@ -54,7 +54,7 @@ fn arrived(env: &TestEnv) -> Result<HashMap<i64, usize>> {
     Ok(counts)
 }
 
-/// Fills each with numbers of its own, and waits until each has arrived once.
+/// Fills each store with different numbers, and waits until each has arrived once.
 async fn each_event_arrives_once(env: &TestEnv, urls: &[(String, String)]) -> Result<Served> {
     for (at, (_, url)) in urls.iter().enumerate() {
         insert(url, (0..EVENTS).map(|n| at as i64 * EVENTS + n)).await?;
@@ -62,7 +62,7 @@ async fn each_event_arrives_once(env: &TestEnv, urls: &[(String, String)]) -> Re
     let total = urls.len() * EVENTS as usize;
     let served = env.serve().await?;
     until("every event", async || Ok((arrived(env)?.len() == total).then_some(()))).await?;
-    // What is written while they run, too.
+    // Events written while the service runs arrive, too.
     for (at, (_, url)) in urls.iter().enumerate() {
         insert(url, [(total + at) as i64]).await?;
     }
@@ -111,7 +111,7 @@ async fn ten_postgres_databases_are_served_by_one_process_with_few_connections()
     let served = each_event_arrives_once(&env, &urls).await?;
     page(&served, "/metrics").await?;
     page(&served, "/readyz").await?;
-    // The guide promises no more than 3 for work and 2 for looks.
+    // The guide promises at most 3 connections for work and 2 for reads.
     const CONNECTED: &str =
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()";
     for (name, url) in &urls {
@@ -131,7 +131,7 @@ async fn stores_that_are_away_delay_no_other_and_are_taken_up_when_they_come_bac
     let proxy = FaultProxy::in_front_of(&postgres.url).await;
     proxy.refuse(true);
     let late = TestEnv::empty(Kind::Sqlite).await?;
-    // It takes connections and never says a word.
+    // It accepts connections and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").await?;
     let black_hole = format!("postgres://u:hunter2@{}/db", silent.local_addr()?);
     let refused = "postgres://u:hunter2@127.0.0.1:1/db";
@@ -165,13 +165,13 @@ async fn stores_that_are_away_delay_no_other_and_are_taken_up_when_they_come_bac
     ensure!(metrics.contains("postbox_store_up{store=\"well\"} 1\n"), "{metrics}");
     ensure!(metrics.contains("postbox_store_up{store=\"silent\"} 0\n"), "{metrics}");
 
-    // They come back, one because somebody migrates it.
+    // They return, one of them because it is migrated.
     proxy.refuse(false);
     until("those of the one that is back", async || Ok((arrived(&env)?.len() == 20).then_some(()))).await?;
     env.ok(&["migrate", "up", "--store", "late"])?;
     insert(&late.url, 20..30).await?;
     until("those of the late one", async || Ok((arrived(&env)?.len() == 30).then_some(()))).await?;
-    // One goes away while it runs.
+    // One goes down while the service runs.
     proxy.refuse(true);
     proxy.reset();
     insert(&well.url, 30..40).await?;
@@ -181,7 +181,7 @@ async fn stores_that_are_away_delay_no_other_and_are_taken_up_when_they_come_bac
     until("all", async || Ok((arrived(&env)?.len() == 50).then_some(()))).await?;
     ensure!(arrived(&env)?.values().all(|times| *times == 1), "each once");
 
-    // One goes silent while it runs. Nobody who asks waits for it.
+    // One stops answering while the service runs. No page waits for it.
     proxy.swallow(&Direction::BOTH);
     until("the silence", async || {
         let asked = Instant::now();
@@ -193,9 +193,9 @@ async fn stores_that_are_away_delay_no_other_and_are_taken_up_when_they_come_bac
     proxy.heal();
     proxy.reset();
 
-    // And while two are away, it stops as if they were not there.
+    // With two stores away, the stop is as quick as with none away.
     let log = served.terminate().await?;
-    // Nothing tells a password.
+    // No output contains a password.
     let shown = log.concat()
         + &ready
         + &metrics
@@ -214,7 +214,7 @@ async fn commands_go_over_all_stores_or_ask_for_one() -> Result<()> {
     }
     ensure!(env.dispatch(&[])? == "dispatched=2 failed=0 dead=0");
     ensure!(arrived(&env)?.len() == 2);
-    // JSON and tables say which store.
+    // JSON and tables name the store.
     let stats = env.json(&["stats", "--json"])?;
     let of: Vec<_> = stats.as_array().context("a list")?.iter().map(|it| (&it["store"], &it["subscription"])).collect();
     let expected = [("s0", "out"), ("s1", "other"), ("s1", "out")];
@@ -237,7 +237,7 @@ async fn commands_go_over_all_stores_or_ask_for_one() -> Result<()> {
     for line in ["2 store(s), 2 subscription(s)", "-> other -> none (only s1)", "stores.s1: is reached"] {
         ensure!(connected.contains(line), "{line} is not in {connected}");
     }
-    // What concerns one event or one store asks which.
+    // Commands about one event or one store require `--store`.
     for args in [
         &["show", id][..],
         &["retry", id],
@@ -258,7 +258,7 @@ async fn commands_go_over_all_stores_or_ask_for_one() -> Result<()> {
     ensure!(said.contains("\"nowhere\" is none of their names; known are s0|s1"), "{said}");
     let said = env.refuses(2, &["stats", "--store", "postgres://u:hunter2@h/db"])?;
     ensure!(said.contains("known are s0|s1") && !said.contains("hunter2"), "{said}");
-    // A store that is gone costs its own figures, and there is no sum without them.
+    // Only the figures of a missing store are missing, and no sum is printed without them.
     std::fs::remove_file(urls[0].1.trim_start_matches("sqlite:"))?;
     let output = env.output(&["list", "--state", "dispatched"])?;
     let (shown, said) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
@@ -276,11 +276,11 @@ async fn a_webhook_comes_into_the_store_of_its_path() -> Result<()> {
     let served = env.serve().await?;
     let mut sender = Sender::connect(&served.address).await?;
     let body = r#"{"type":"invoice.paid","n":7}"#;
-    // Each store is taken up when it is there, beside the start.
+    // Each store is taken up when it is reachable, independently of the start.
     until("the first store", async || Ok((sender.send_to("s0/partner", "msg_1", body).await? == 202).then_some(())))
         .await?;
     ensure!(sender.send_to("s0/partner", "msg_1", body).await? == 200, "a repetition");
-    // The store is away: the sender comes again.
+    // The store is away: the sender is asked to repeat.
     ensure!(sender.send_to("s1/partner", "msg_1", body).await? == 503);
     ensure!(sender.send_to("partner", "msg_1", body).await? == 404, "no store is named");
     env.ok(&["migrate", "up", "--store", "s1"])?;
@@ -294,8 +294,8 @@ async fn a_webhook_comes_into_the_store_of_its_path() -> Result<()> {
     Ok(())
 }
 
-/// Whoever waits for a store that does not answer holds a connection. More of them come than there
-/// are.
+/// Requests that wait for a store without an answer hold connections. More of them arrive than
+/// there are connections.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_store_that_hangs_leaves_connections_to_the_others_and_to_probes() -> Result<()> {
     let server = Postgres::shared(Version::V15).await;

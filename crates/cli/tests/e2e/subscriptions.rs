@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::env::{FILE_SINK, Kind, TestEnv, on_both};
 
-/// Three events that went out to `out`.
+/// Three events that were delivered to `out`.
 async fn delivered(kind: Kind) -> Result<TestEnv> {
     let env = TestEnv::with(kind, FILE_SINK).await?;
     env.insert_three().await?;

@@ -1,4 +1,4 @@
-//! `postbox send` and `postbox tail`: an event by hand, and a log as it grows.
+//! `postbox send` and `postbox tail`: append an event by hand, and watch a log grow.
 
 use std::io::Write as _;
 use std::process::Stdio;
@@ -10,7 +10,7 @@ use tokio::process::{Child, ChildStdout};
 
 use crate::env::{DEADLINE, FILE_SINK, Kind, TestEnv, complaint, on_both, signal};
 
-/// A tail that has begun.
+/// A running tail.
 struct Tail {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -36,7 +36,7 @@ impl Tail {
         line["event"]["payload"]["n"].as_i64().with_context(|| line.to_string())
     }
 
-    /// Ctrl-C; it must end with 0.
+    /// Sends SIGINT; it must exit with 0.
     async fn stop(mut self) -> Result<()> {
         signal(self.child.id().context("it has ended already")?, "INT")?;
         let status = tokio::time::timeout(DEADLINE, self.child.wait()).await.context("it does not end")??;
@@ -69,7 +69,7 @@ async fn a_tail_shows_what_is_appended_and_leaves_no_trace(kind: Kind) -> Result
     Ok(())
 }
 
-/// A transaction has its place in the log before others, and commits after them.
+/// A transaction takes its place in the log before others, and commits after them.
 #[tokio::test]
 async fn a_tail_misses_nothing_that_commits_late() -> Result<()> {
     let env = TestEnv::migrated(Kind::Postgres).await?;
@@ -104,7 +104,7 @@ async fn an_event_is_sent_from_an_argument_a_file_or_standard_input(kind: Kind) 
     Ok(())
 }
 
-/// Asked again with its id it is done already, and says so.
+/// Sent again with its id, the event is there already, and the command says so.
 async fn an_event_with_its_id_is_sent_once(kind: Kind) -> Result<()> {
     let env = TestEnv::migrated(kind).await?;
     let id = "01234567-89ab-7def-8123-456789abcdef";

@@ -1,4 +1,4 @@
-//! `[telemetry]`: spans to a collector, and to one that is away.
+//! `[telemetry]`: spans to a collector, and to one that is down.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ async fn a_stop_sends_the_last_spans() -> Result<()> {
     let served = env.serve().await?;
     target.until("all events", |arrivals| arrivals.len() == 3).await?;
     let log = served.terminate().await?.join("\n");
-    // It has ended: what is not there by now is lost.
+    // The process has ended: spans that are missing now are lost.
     let spans = collector.until("three spans", |spans| spans.len() >= 3).await;
     ensure!(spans.iter().all(|span| span.service == "postbox-eu" && span.name.starts_with("send ")), "{spans:?}");
     ensure!(spans.iter().all(|span| span.attributes["messaging.system"] == "http"), "{spans:?}");
@@ -48,7 +48,7 @@ async fn a_collector_that_is_away_costs_a_line_and_nothing_else() -> Result<()> 
     Ok(())
 }
 
-/// It takes connections and never answers.
+/// The collector accepts connections and never answers.
 #[tokio::test]
 async fn a_collector_that_hangs_does_not_delay_a_stop_for_long() -> Result<()> {
     let (target, listener) = (Endpoint::start(takes_all)?, TcpListener::bind("127.0.0.1:0").await?);
@@ -59,7 +59,7 @@ async fn a_collector_that_hangs_does_not_delay_a_stop_for_long() -> Result<()> {
     target.until("all events", |arrivals| arrivals.len() == 3).await?;
     let begin = Instant::now();
     served.terminate().await?;
-    // Two seconds for the spans; without their limit, five and what is tried again.
+    // Two seconds for the spans; without that limit it would be five, and the retries.
     ensure!(begin.elapsed() < Duration::from_millis(4_500), "{:?}", begin.elapsed());
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Tenants, as a program and a person meet them.
+//! Tenants, as programs and people see them.
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -25,7 +25,7 @@ async fn a_tenant_narrows_what_is_meant(kind: Kind) -> Result<()> {
 
 on_both!(a_tenant_narrows_what_is_meant);
 
-/// The same store as another role.
+/// The same store with another role.
 fn as_role(env: &TestEnv, role: &str, config: &str) -> Result<TestEnv> {
     let (scheme, rest) = env.url.split_once("://").context("a URL")?;
     let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);

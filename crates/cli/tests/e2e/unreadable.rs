@@ -1,5 +1,5 @@
-//! Events that nobody can read: rows with values no event can have, and rows that somebody deleted.
-//! Each harms no other event.
+//! Unreadable events: rows with values that no event can have, and deleted rows. They harm no other
+//! event.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ fn refuses_bad(key: &str) -> (u16, Duration) {
     (if key == "bad" { 500 } else { 204 }, Duration::ZERO)
 }
 
-/// Rows that came past every CHECK, one for each column that can hold what no event can have.
+/// Rows that bypassed every CHECK, one for each column that can hold an invalid value.
 fn plant(kind: Kind) -> (String, usize) {
     let good = |n: u32| format!("INSERT INTO OUTBOX (topic, key, payload) VALUES ('t', 'k', '{{\"n\":{n}}}');\n");
     let odd: Vec<(&str, &str)> = match kind {
@@ -77,7 +77,7 @@ async fn a_row_nobody_can_read_is_one_dead_event(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, &endpoint.subscription("out")).await?;
     let (sql, odd) = plant(kind);
     env.sql(&sql).await?;
-    // They are looked at as pending ones first.
+    // First they are looked at as pending events.
     env.ok(&["dispatch", "--limit", "1"])?;
     let pending = env.json(&["list", "--state", "pending", "--json"])?;
     let pending = pending.as_array().context("a list")?;
@@ -101,7 +101,7 @@ async fn a_row_nobody_can_read_is_one_dead_event(kind: Kind) -> Result<()> {
     }
     ensure!(env.said(&["doctor"])?.contains(" dead: row_undecodable"));
 
-    // A replay does not help, and does no harm; a discard takes them out.
+    // A retry does not help and does no harm; a discard removes them.
     ensure!(env.ok(&["retry", "--all"])? == format!("retried={odd}\n"));
     ensure!(env.ok(&["dispatch"])?.trim_end().ends_with(&format!("dead={odd}")));
     ensure!(env.ok(&[&["discard"], ids.as_slice()].concat())? == format!("discarded={odd}\n"));
@@ -112,7 +112,7 @@ async fn a_row_nobody_can_read_is_one_dead_event(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// How somebody empties a log behind the relay's back.
+/// Somebody deletes events from a log while the relay runs.
 async fn deleted_behind_the_relay(kind: Kind, delete: &str) -> Result<()> {
     let endpoint = Endpoint::start(refuses_bad)?;
     let retry = "retry = { base = \"200ms\", max = \"200ms\", max_attempts = 1000 }\n";
@@ -129,12 +129,12 @@ async fn deleted_behind_the_relay(kind: Kind, delete: &str) -> Result<()> {
     if kind == Kind::Postgres {
         ensure_no_spin(&env).await?;
     }
-    // Its key goes on.
+    // Their key continues.
     let seen = endpoint.count();
     env.sql("INSERT INTO OUTBOX (topic, key, payload) VALUES ('t', 'bad', '{\"n\":9}')").await?;
     endpoint.until("the next of the key", |arrivals| arrivals[seen..].iter().any(|arrival| arrival.n == 9)).await?;
     relay.terminate().await?;
-    // A replay finds nothing to send; then they are pruned.
+    // A retry finds nothing to send; then they are pruned.
     ensure!(env.ok(&["retry", "--all", "--code", "event_missing"])? == "retried=3\n");
     env.ok(&["dispatch"])?;
     ensure!(dead_codes(&env)? == ["event_missing"; 3]);
@@ -143,13 +143,13 @@ async fn deleted_behind_the_relay(kind: Kind, delete: &str) -> Result<()> {
     Ok(())
 }
 
-/// An idle relay looks a few times a second; one that spins, more than a thousand times.
+/// An idle relay reads a few times a second; one that spins, more than a thousand times.
 async fn ensure_no_spin(env: &TestEnv) -> Result<()> {
     let commits = || -> Result<u64> {
         let sql = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()";
         Ok(Postgres::psql(&env.url, sql).trim().parse()?)
     };
-    // The server's counts are late by a second or so.
+    // The server's statistics lag by about a second.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let before = commits()?;
     tokio::time::sleep(Duration::from_secs(3)).await;
@@ -168,7 +168,7 @@ cases! {
     a_truncated_log_frees_its_keys => deleted_behind_the_relay(Kind::Postgres, "TRUNCATE OUTBOX");
 }
 
-/// Bytes that are no text, as in a database once without an encoding, and damaged large payloads.
+/// Bytes that are not text, as in a database that once had no encoding, and damaged large payloads.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bytes_that_are_no_text_and_damaged_storage_are_dead_events() -> Result<()> {
     let endpoint = Endpoint::start(takes_all)?;
@@ -205,7 +205,7 @@ async fn bytes_that_are_no_text_and_damaged_storage_are_dead_events() -> Result<
     Ok(())
 }
 
-/// The store refuses every read: `/readyz`, metrics and doctor name the lane and its code.
+/// The store rejects every read: `/readyz`, metrics and doctor name the lane and its code.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
     let endpoint = Endpoint::start(takes_all)?;
@@ -232,7 +232,7 @@ async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
     ensure!(metrics.contains(gauge), "{metrics}");
     env.config(&format!("{}[server]\nlisten = {:?}\n", endpoint.subscription("out"), relay.address))?;
     ensure!(env.said(&["doctor"])?.contains("lane 0 cannot be read or settled"));
-    // A database without room answers whoever looks, and takes nothing.
+    // A full database answers reads of its state, and accepts no work.
     env.sql(&format!(
         "DROP FUNCTION postbox.outbox_window;
          CREATE FUNCTION postbox.outbox_window{body} RETURNS SETOF postbox.outbox LANGUAGE plpgsql AS
@@ -253,7 +253,7 @@ async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
     Ok(())
 }
 
-/// A count that waits costs its own figures and no others, however many ask.
+/// A count that waits for a lock costs only its own figures, however many requests there are.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn metrics_are_there_while_a_count_waits() -> Result<()> {
     let endpoint = Endpoint::start(takes_all)?;

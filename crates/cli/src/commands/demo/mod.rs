@@ -1,6 +1,6 @@
 //! `postbox demo`: a shop, its outbox, a relay, a signed webhook, a receiver's inbox and its
-//! ledger, in one process on SQLite, under faults, with the relay crashed in the middle; and a
-//! proof at the end.
+//! ledger, in one process on SQLite. It injects faults, crashes the relay halfway, and ends with a
+//! proof.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -28,12 +28,12 @@ use self::shop::Progress;
 use crate::failure::Failure;
 use crate::output;
 
-/// When nothing has arrived for so long, the proof is made of what did. Longer than any lease or
+/// Longest time without progress; then the proof is made of what arrived. Longer than any lease or
 /// wait of the demo.
 const STANDSTILL_MAX: Duration = Duration::from_secs(30);
-/// How often it looks how far it is.
+/// How often progress is checked.
 const TICK: Duration = Duration::from_millis(50);
-/// How often it says so.
+/// How often progress is printed.
 const LINE_EVERY: Duration = Duration::from_secs(1);
 
 /// What can be asked of the demo.
@@ -59,7 +59,7 @@ impl From<anyhow::Error> for Failure {
     }
 }
 
-/// Text in a colour, where somebody sees it.
+/// Colours text on a terminal.
 fn paint(code: &str, text: &str) -> String {
     if !output::is_terminal() || output::is_colorless() {
         text.to_owned()
@@ -122,7 +122,7 @@ pub(super) async fn run(args: DemoArgs) -> Result<(), Failure> {
     }
 }
 
-/// The folder is made, and nothing in it is written over.
+/// Creates the folder. Nothing in it is overwritten.
 fn prepare(folder: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(folder)?;
     for path in ["shop.db", "receiver.db", "notes.tsv"].map(|name| folder.join(name)) {
@@ -131,26 +131,27 @@ fn prepare(folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A demo under way.
+/// A running demo.
 struct Demo {
     services: Services,
     progress: Arc<Progress>,
     shop: JoinHandle<anyhow::Result<()>>,
     began: Instant,
-    /// When a change was applied last, and how many there were.
+    /// When a change was last applied, and how many there were then.
     moved: (Instant, u64),
     said: Option<Instant>,
 }
 
 impl Drop for Demo {
     fn drop(&mut self) {
-        // A blocking thread cannot be dropped; it looks at this.
+        // A blocking thread cannot be aborted; it checks this flag.
         self.progress.stop.store(true, Relaxed);
     }
 }
 
 impl Demo {
-    /// Everything from the first order to the last applied message; gives the time it took.
+    /// Runs everything from the first order to the last applied message, and returns the time it
+    /// took.
     async fn play(folder: &Path, seed: u64, orders: u64) -> Result<Duration, Failure> {
         let services = Services::start(folder, seed).await?;
         let progress = Arc::new(Progress::default());
@@ -164,7 +165,7 @@ impl Demo {
         if !(demo.crash_and_recover(shop::steps(orders) / 2).await? && demo.arrive().await?) {
             demo.say(&paint(BAD, &format!("nothing has arrived for {}", span(STANDSTILL_MAX))))?;
         }
-        // The notes must be whole before anything is proven by them.
+        // The notes must be complete before they prove anything.
         demo.progress.stop.store(true, Relaxed);
         (&mut demo.shop).await.map_err(anyhow::Error::from)??;
         demo.services.stop().await?;
@@ -183,7 +184,7 @@ impl Demo {
         output::print(&format!("  {} {text}\n", paint(DIM, &seconds)))
     }
 
-    /// Says how far it is, now and then, until `done`. False: nothing moves any more.
+    /// Prints progress until `done`. `false`: nothing moves any more.
     async fn until(&mut self, done: impl AsyncFn(&Self) -> anyhow::Result<bool>) -> Result<bool, Failure> {
         while !done(self).await? {
             let applied = self.services.applied();
@@ -207,9 +208,9 @@ impl Demo {
         Ok(true)
     }
 
-    /// Crashes the relay once so many changes are committed. False: nothing moves any more.
+    /// Crashes the relay once `committed` changes are committed. `false`: nothing moves any more.
     async fn crash_and_recover(&mut self, committed: u64) -> Result<bool, Failure> {
-        // Only with requests under way: these are the ones whose answer nobody will hear.
+        // Crash only with requests in flight: their answers are then lost.
         let half = self.until(async |demo| {
             let may_crash = demo.services.faults.in_flight.load(Relaxed) > 0 || demo.shop.is_finished();
             Ok(may_crash && demo.progress.committed.load(Relaxed) >= committed)
@@ -231,7 +232,7 @@ impl Demo {
         Ok(true)
     }
 
-    /// Waits for what is under way. False: nothing moves any more.
+    /// Waits for everything in flight. `false`: nothing moves any more.
     async fn arrive(&mut self) -> Result<bool, Failure> {
         if !self.until(async |demo| Ok(demo.shop.is_finished())).await? {
             return Ok(false);

@@ -1,5 +1,5 @@
-//! The proof: SQL over the two databases and the shop's notes. It asks no counter, no metric and no
-//! Rust value of the run.
+//! The proof: SQL over the two databases and the shop's notes. It reads no counter, metric or Rust
+//! value of the run.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
@@ -14,15 +14,15 @@ const NOTE_TABLE: &str =
     "CREATE TABLE note (outcome TEXT NOT NULL, event TEXT PRIMARY KEY, name TEXT, version INTEGER, cents INTEGER)";
 const NOTE_INSERT: &str = "INSERT INTO note VALUES (?1, ?2, ?3, ?4, ?5)";
 
-/// What happened: name, meaning and count. The first is the number of events.
+/// What happened: name, meaning and count. The first count is the number of events.
 const FACTS: &str = "
 SELECT 'committed', 'changes of orders, each with its event in the same transaction', (SELECT count(*) FROM note WHERE outcome = 'committed')
 UNION ALL SELECT 'rolled back', 'transactions, on purpose: no trace of them may ever arrive', (SELECT count(*) FROM note WHERE outcome = 'rolled_back')
 UNION ALL SELECT 'delivered', 'messages in the receiver''s inbox', (SELECT count(*) FROM receiver.postbox_inbox)
 UNION ALL SELECT 'applied', 'rows in the receiver''s ledger', (SELECT count(*) FROM receiver.ledger)";
 
-/// What must not happen. Unaccounted are orders that do not stand at the version of their last
-/// committed note, and those that have none.
+/// What must not happen. "Unaccounted" are orders that are not at the version of their last
+/// committed note, and orders without one.
 const BROKEN: &str = "
 SELECT 'lost', 'committed, but never applied',
   (SELECT count(*) FROM note WHERE outcome = 'committed' AND event NOT IN (SELECT event FROM receiver.ledger))
@@ -38,13 +38,13 @@ UNION ALL SELECT 'unaccounted', 'orders whose row and notes differ',
    LEFT JOIN shop.orders AS o ON o.id = n.name WHERE o.version IS NOT n.version)
   + (SELECT count(*) FROM shop.orders WHERE id NOT IN (SELECT name FROM note WHERE outcome = 'committed'))";
 
-/// Cents in the shop and in the ledger. Each step of an order moves its price once.
+/// Total cents in the shop and in the ledger. Each step of an order moves its price once.
 const CENTS: &str = "SELECT (SELECT coalesce(sum(cents * version), 0) FROM shop.orders), (SELECT coalesce(sum(cents), 0) FROM receiver.ledger)";
 
 /// Name, meaning and count.
 type Figure = (String, String, i64);
 
-/// What was counted.
+/// The counts.
 pub(super) struct Proof {
     facts: Vec<Figure>,
     broken: Vec<Figure>,
@@ -53,12 +53,12 @@ pub(super) struct Proof {
 }
 
 impl Proof {
-    /// Counts.
+    /// Counts everything.
     pub(super) fn count(folder: &Path) -> anyhow::Result<Self> {
         let connection = Connection::open_in_memory()?;
         for name in ["shop", "receiver"] {
             let path = folder.join(format!("{name}.db"));
-            // ATTACH makes a missing file, and a proof over an empty one would be worthless.
+            // ATTACH creates a missing file, and a proof over an empty one would be worthless.
             Connection::open_with_flags(&path, OpenFlags::SQLITE_OPEN_READ_ONLY)?;
             connection.execute(&format!("ATTACH ?1 AS {name}"), params![path.display().to_string()])?;
         }
@@ -73,18 +73,18 @@ impl Proof {
         Ok(Self { facts: figures(FACTS)?, broken: figures(BROKEN)?, cents_shop, cents_ledger })
     }
 
-    /// Changes that the shop noted as committed.
+    /// Number of changes that the shop noted as committed.
     pub(super) fn committed(&self) -> u64 {
         self.facts[0].2.unsigned_abs()
     }
 
-    /// Whether every promise was kept, for at least one event: nothing at all proves nothing.
+    /// Whether every promise was kept for at least one event: without events nothing is proven.
     pub(super) fn holds(&self) -> bool {
         let kept = self.broken.iter().all(|(.., count)| *count == 0) && self.cents_shop == self.cents_ledger;
         kept && self.committed() > 0
     }
 
-    /// The table.
+    /// Renders the table.
     pub(super) fn table(&self) -> String {
         let by = "counted by SQL from both databases and the shop's own notes, never from what the code believes";
         let mut text = format!("\n  {}\n  {}\n\n", paint(BOLD, "The proof"), paint(DIM, by));

@@ -1,8 +1,8 @@
-//! What is between the shop's commit and the ledger: the relay, which can be crashed, faults on the
-//! wire, and the receiver.
+//! Everything between the shop's commit and the ledger: the relay, which can be crashed, faults on
+//! the wire, and the receiver.
 //!
-//! Shop and receiver share nothing but the webhook: two database files, two stores. The relay has a
-//! store, and so connections, of its own, which a crash takes away with it.
+//! Shop and receiver share only the webhook: they have two database files and two stores. The relay
+//! has its own store, so a crash takes its connections with it.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -34,15 +34,15 @@ use tokio_util::task::AbortOnDropHandle;
 /// seconds.
 const LEASE: Duration = Duration::from_millis(1_500);
 
-/// Without a unique constraint: if a message were applied twice, the table would show it.
+/// No unique constraint, so that the table would show a message that was applied twice.
 const LEDGER_SCHEMA: &str = "CREATE TABLE ledger (line INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL, name TEXT NOT NULL, \
      version INTEGER NOT NULL, cents INTEGER NOT NULL)";
-/// Appends at the end of the primary key; under the database's one write lock.
+/// Appends at the end of the primary key, under the database's one write lock.
 const LEDGER_INSERT: &str = "INSERT INTO ledger (event, name, version, cents) \
      VALUES (?1 ->> 'event', ?1 ->> 'order', ?1 ->> 'version', ?1 ->> 'cents')";
 
-/// The receiver's handler: writes each message into the ledger, in the transaction that moves the
-/// inbox on.
+/// The receiver's handler: writes each message into the ledger, in the transaction that settles the
+/// inbox.
 struct Ledger;
 
 impl TxHandler for Ledger {
@@ -55,27 +55,27 @@ impl TxHandler for Ledger {
     }
 }
 
-/// Decides on faults, and counts them.
+/// Injects faults and counts them.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     seed: u64,
     pub(super) requests: AtomicU64,
     pub(super) in_flight: AtomicU64,
-    /// Answered 500 or 503.
+    /// Requests answered with 500 or 503.
     pub(super) failed: AtomicU64,
-    /// Connections broken.
+    /// Broken connections.
     pub(super) cut: AtomicU64,
 }
 
 impl Faults {
-    /// One of a thousand; it depends on the seed and the request's number only.
+    /// Draws a number below 1,000. It depends only on the seed and the request's number.
     fn draw(&self) -> u32 {
         let number = self.requests.fetch_add(1, Relaxed);
         SmallRng::seed_from_u64(self.seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)).random_range(0..1_000)
     }
 }
 
-/// Counts a request as in flight as long as it lives, also when its connection goes away.
+/// Counts a request as in flight while it lives, even if its connection breaks.
 struct InFlight(Arc<Faults>);
 
 impl Drop for InFlight {
@@ -84,8 +84,8 @@ impl Drop for InFlight {
     }
 }
 
-/// The middleware in front of the receiver: answers that fail, connections that break before or
-/// after the message was stored.
+/// Middleware in front of the receiver: fails requests, and breaks connections before or after the
+/// message was stored.
 async fn inject(State(faults): State<Arc<Faults>>, request: Request, next: Next) -> Response {
     faults.in_flight.fetch_add(1, Relaxed);
     let _in_flight = InFlight(Arc::clone(&faults));
@@ -98,8 +98,8 @@ async fn inject(State(faults): State<Arc<Faults>>, request: Request, next: Next)
                 drop(next.run(request).await);
             }
             faults.cut.fetch_add(1, Relaxed);
-            // Ends the task of this connection, and with it the connection, without an answer or a
-            // message.
+            // Ends this connection's task, and so the connection, without an answer.
+            // `resume_unwind` prints no panic message.
             std::panic::resume_unwind(Box::new("a connection breaks"))
         }
         _ => return next.run(request).await,
@@ -147,8 +147,8 @@ impl Route {
         let millis = Duration::from_millis;
         let settings = RelaySettings {
             lease_ttl: LEASE,
-            // Short waits, so that seconds have room for many failures; so many attempts that the
-            // faults alone kill nothing.
+            // Short waits, so that many failures fit into a few seconds; and enough attempts that
+            // the faults alone make no event dead.
             retry: RetryPolicy { attempts_max: 20, base: millis(50), delay_max: millis(500), delays: Vec::new() },
             breaker: BreakerPolicy { base: millis(20), max: millis(200) },
             ..RelaySettings::default()
@@ -174,7 +174,7 @@ pub(super) struct Services {
 }
 
 impl Services {
-    /// Makes both databases, starts the receiver and the first relay.
+    /// Creates both databases and starts the receiver and the first relay.
     pub(super) async fn start(folder: &Path, seed: u64) -> anyhow::Result<Self> {
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         let [database, receiver_database] = ["shop.db", "receiver.db"].map(|name| folder.join(name));
@@ -188,7 +188,7 @@ impl Services {
         let secret = SymmetricKey::from_bytes(&key)?.expose().to_string();
         let verifier = verifier(Scheme::StandardWebhooks, &[&secret], &Settings::default())?;
         let mut source = WebhookSource::new(SourceName::new("shop")?, LogName::inbox(), verifier);
-        // Changes of one order are applied in order.
+        // The key keeps the changes of one order in order.
         source.mapping.key = vec![Origin::Json("/order".into())];
         let ingress = Ingress::new(vec![source], Arc::new(receiver.clone()), Arc::clone(&clock))?;
         let faults = Arc::new(Faults { seed, ..Faults::default() });
@@ -210,27 +210,27 @@ impl Services {
         Ok(Self { faults, route, shop, receiver, ingress, relay, applier, stop, _server: server })
     }
 
-    /// Ends the relay where it stands: no settling, no giving back of its lease. Gives the number
-    /// of requests on the wire.
+    /// Aborts the relay without settling or releasing its lease. Returns the number of requests in
+    /// flight.
     pub(super) fn crash_relay(&mut self) -> u64 {
         let in_flight = self.faults.in_flight.load(Relaxed);
         self.relay.task.abort();
         in_flight
     }
 
-    /// Starts another relay, with another name and other connections: it knows nothing of the
+    /// Starts another relay with another owner id and its own connections. It knows nothing of the
     /// first.
     pub(super) async fn start_relay(&mut self) -> anyhow::Result<()> {
         self.relay = RunningRelay::start(self.route.relay().await?, &self.stop);
         Ok(())
     }
 
-    /// Whether the present relay has delivered anything.
+    /// Whether the current relay has delivered anything.
     pub(super) fn relay_delivers(&self) -> bool {
         self.relay.metrics.delivered() > 0
     }
 
-    /// How often the endpoint gave this answer.
+    /// Number of times the endpoint gave this answer.
     pub(super) fn answered(&self, code: &str) -> u64 {
         self.ingress.counts().iter().filter(|count| count.code == code).map(|count| count.count).sum()
     }
@@ -239,7 +239,7 @@ impl Services {
         self.applier.metrics.delivered()
     }
 
-    /// Whether nothing is under way any more, asked of both databases.
+    /// Whether nothing is pending in either database.
     pub(super) async fn is_quiet(&self) -> anyhow::Result<bool> {
         let shop = self.shop.stats(&outgoing()?.name).await?;
         let receiver = self.receiver.stats(&incoming()?.name).await?;

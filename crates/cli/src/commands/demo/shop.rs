@@ -1,8 +1,8 @@
-//! The shop: every change of an order and the event about it commit in one transaction of the
-//! shop's own database.
+//! The shop: each change of an order and its event commit in one transaction of the shop's own
+//! database.
 //!
-//! Beside it the shop keeps notes in a plain file, written after each commit and each rollback:
-//! what the proof at the end compares everything with. The notes know nothing of Postbox.
+//! The shop also writes notes to a plain file, after each commit and each rollback. The proof
+//! compares everything with them. The notes know nothing of Postbox.
 
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
@@ -16,18 +16,18 @@ use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use rusqlite::{Connection, TransactionBehavior, params};
 
-/// What happens to an order, one after the other.
+/// The steps of an order, one after the other.
 const STEPS: [&str; 3] = ["order.placed", "order.paid", "order.shipped"];
-/// Of a hundred transactions, so many are rolled back on purpose.
+/// Percentage of transactions that are rolled back on purpose.
 const ROLLBACK_PERCENT: u32 = 10;
-/// The customers come over so long a time; what is left of 8 seconds is crash, recovery and proof.
+/// Time over which the orders are spread; the rest of 8 seconds is for crash, recovery and proof.
 const SPREAD: Duration = Duration::from_secs(5);
-/// Least time between two customers. SQLite has one write lock and no queue for it: a shop that
-/// took it again at once would keep the relay out.
+/// Least pause between two steps. SQLite has one write lock and no queue for it: a shop that took
+/// it again at once would keep the relay out.
 const PACE_MIN: Duration = Duration::from_micros(500);
-/// Longest time between two customers, so that a small shop does not stand empty.
+/// Longest pause between two steps, so that a small demo does not idle.
 const PACE_MAX: Duration = Duration::from_millis(5);
-/// Orders in progress at once.
+/// Most orders in progress at once.
 const OPEN_MAX: usize = 50;
 
 const SHOP_SCHEMA: &str =
@@ -36,7 +36,7 @@ const SHOP_SCHEMA: &str =
 const ORDER_WRITE: &str =
     "INSERT INTO orders (id, version, cents) VALUES (?1, ?2, ?3) ON CONFLICT (id) DO UPDATE SET version = ?2";
 
-/// What the shop has done so far, for the display, and the wish that it stops.
+/// The shop's progress, for display, and the flag that stops it.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     pub(super) committed: AtomicU64,
@@ -44,7 +44,7 @@ pub(super) struct Progress {
     pub(super) stop: AtomicBool,
 }
 
-/// Steps that `orders` orders take.
+/// Number of steps that `orders` orders take.
 pub(super) fn steps(orders: u64) -> u64 {
     orders * STEPS.len() as u64
 }
@@ -55,13 +55,13 @@ struct Order {
     version: usize,
 }
 
-/// Takes every order through all its steps. Blocks: the connection is a plain one, as any program
-/// would have it.
+/// Takes every order through all its steps. Blocks: the connection is a plain one, as in any
+/// program.
 pub(super) fn work(folder: &Path, seed: u64, orders: u64, progress: &Progress) -> anyhow::Result<()> {
     let mut connection = Connection::open(folder.join("shop.db"))?;
     connection.busy_timeout(Duration::from_secs(10))?;
-    // A commit survives the death of the process, which is what the demo is about; no flush for
-    // each.
+    // A commit survives the death of the process, which is what the demo shows, without a flush for
+    // each commit.
     connection.pragma_update(None, "synchronous", "NORMAL")?;
     connection.execute(SHOP_SCHEMA, [])?;
     let mut notes = BufWriter::new(File::create_new(folder.join("notes.tsv"))?);
@@ -89,14 +89,14 @@ pub(super) fn work(folder: &Path, seed: u64, orders: u64, progress: &Progress) -
             open.swap_remove(at);
         }
         done += 1;
-        // The pace of customers, not a wait for anything.
+        // The pace of the customers, not a wait for anything.
         std::thread::sleep((pace * done).saturating_sub(began.elapsed()).max(PACE_MIN));
     }
     notes.flush()?;
     Ok(notes.get_ref().sync_all()?)
 }
 
-/// One transaction: the order's change and its event, or neither. Gives the note about it.
+/// One transaction: the order's change and its event, or neither. Returns its note.
 fn step(connection: &mut Connection, order: &Order, id: EventId, rolls_back: bool) -> anyhow::Result<String> {
     let (name, version, cents) = (format!("A-{:05}", order.number), order.version as i64 + 1, order.cents);
     let payload = format!(r#"{{"event":"{id}","order":"{name}","version":{version},"cents":{cents}}}"#);

@@ -1,4 +1,4 @@
-//! The destination is down, cannot be found, or refuses what it gets.
+//! The destination is down, cannot be found, or refuses events.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ causes! {
     both dead_letters_go_nowhere "problem" "dead_to_down connect_refused";
 }
 
-/// An endpoint that says this, and a service that sends three events to it.
+/// An endpoint with this answer, and a service that sends it three events.
 async fn answering(kind: Kind, answer: Answer, settings: &str) -> Result<Planted> {
     let endpoint = Endpoint::start(answer)?;
     let planted = Planted::new(kind, endpoint.subscription("out") + settings).await?;
@@ -83,7 +83,7 @@ async fn a_full_disk(kind: Kind) -> Result<Planted> {
     sending_to(kind, "sink = { type = \"file\", path = \"/dev/full\" }".into()).await
 }
 
-/// It takes the request and says nothing.
+/// The destination accepts the request and never answers.
 async fn no_answer_in_time(kind: Kind) -> Result<Planted> {
     let endpoint = Endpoint::start(takes_all)?;
     endpoint.answer_only(0);

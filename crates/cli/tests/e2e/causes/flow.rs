@@ -1,4 +1,4 @@
-//! Nothing is down, and events are late all the same: the arithmetic.
+//! Nothing is down, and events are late all the same: arrival and delivery rates.
 
 use std::time::Duration;
 
@@ -15,14 +15,14 @@ causes! {
     both a_backlog_that_ends_by_itself "note" "destination_slow";
 }
 
-/// What came in half a minute goes to a destination that takes so long for each.
+/// Events of half a minute go to a destination that takes 150 ms for each.
 async fn late(kind: Kind, events: usize, settings: &str, key: fn(usize) -> String) -> Result<Planted> {
     let slow = Endpoint::start(|_| (204, Duration::from_millis(150)))?;
     let planted = Planted::new(kind, slow.subscription("out") + settings).await?;
     Ok(planted.arrived(events, key).await?.served().await?.keeping(slow))
 }
 
-/// Two at once of 150 ms each are 13/s; 2,000 came within 30 s.
+/// Two calls at once of 150 ms are 13/s; 2,000 events arrived within 30 s.
 async fn a_slow_destination(kind: Kind) -> Result<Planted> {
     late(kind, 2_000, "concurrency = 2\n", |n| n.to_string()).await
 }
@@ -35,7 +35,7 @@ async fn one_key_for_everything(kind: Kind) -> Result<Planted> {
     late(kind, 2_000, "", |n| if n % 4 == 0 { n.to_string() } else { "hot".into() }).await
 }
 
-/// 107/s go out, and some 10/s come.
+/// 107/s go out, and some 10/s arrive.
 async fn a_backlog_that_ends_by_itself(kind: Kind) -> Result<Planted> {
     late(kind, 600, "concurrency = 8\nbatch = 8\n", |n| n.to_string()).await
 }

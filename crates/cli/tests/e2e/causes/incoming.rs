@@ -1,4 +1,4 @@
-//! What comes in: senders that repeat themselves, messages that were kept out, sources that fail.
+//! Incoming messages: senders that repeat themselves, rejected messages, sources that fail.
 
 use anyhow::{Result, ensure};
 
@@ -13,7 +13,7 @@ causes! {
     both a_broker_without_messages "problem" "source_failing";
 }
 
-/// A reader of the inbox, so that nothing else is wrong.
+/// With a reader of the inbox, so that nothing else is wrong.
 fn config() -> String {
     format!("[subscriptions.apply]\nlog = \"inbox\"\nsink = {{ type = \"file\", path = \"in.jsonl\" }}\n{}", partner())
 }

@@ -1,7 +1,8 @@
-//! Why events are late, planted one by one: what `postbox doctor` says first must be the cause.
+//! Causes of late events, planted one by one: the first finding of `postbox doctor` must be the
+//! cause.
 //!
-//! The code, the reason and the severity are compared; the sentence and its cure are printed, for a
-//! person to read (`--no-capture`).
+//! Code, reason and severity are compared; message and cure are printed for a person to read
+//! (`--no-capture`).
 
 #![allow(clippy::print_stderr, reason = "the sentences are for a person to judge")]
 
@@ -20,12 +21,12 @@ use serde_json::Value;
 use crate::endpoint::{Endpoint, refuses_all};
 use crate::env::{FILE_SINK, Kind, Served, TestEnv, until};
 
-/// A store with a cause in it.
+/// A store with a planted cause.
 pub(crate) struct Planted {
     env: TestEnv,
     config: String,
     served: Vec<Served>,
-    /// What must live until the doctor has looked.
+    /// What must stay alive until the doctor has run.
     kept: Vec<Box<dyn Any>>,
 }
 
@@ -40,7 +41,7 @@ impl Planted {
         Self { env, config: config.into(), served: Vec::new(), kept: Vec::new() }
     }
 
-    /// Events that came in the last half minute, evenly.
+    /// Inserts events that arrived evenly over the last half minute.
     async fn arrived(self, events: usize, key: impl Fn(usize) -> String) -> Result<Self> {
         let now = Timestamp::now();
         let rows = (0..events).map(|n| {
@@ -62,7 +63,7 @@ impl Planted {
         Ok(self)
     }
 
-    /// `postbox run`, with the address that it got in the configuration.
+    /// Runs `postbox run`, and writes its address into the configuration.
     async fn served(mut self) -> Result<Self> {
         let served = self.env.serve().await?;
         self.env.config(&format!("{}\n[server]\nlisten = {:?}\n", self.config, served.address))?;
@@ -76,16 +77,15 @@ impl Planted {
     }
 }
 
-/// What the doctor says first of what is this bad or worse: a cause comes before what follows from
-/// it.
+/// The first finding of at least this severity: a cause must come before its consequences.
 fn first(findings: &Value, severity: &str) -> Option<Value> {
     let rank = |it: &str| ["fine", "note", "problem"].iter().position(|known| *known == it);
     let is_meant = |it: &&Value| it["severity"].as_str().and_then(rank) >= rank(severity);
     findings.as_array()?.iter().find(is_meant).cloned()
 }
 
-/// Plants, and waits until the doctor says so: what it goes by needs a moment to happen. `wanted`
-/// is the code, or code and reason.
+/// Plants the cause and waits until the doctor reports it, because its evidence takes a moment to
+/// appear. `wanted` is the code, or code and reason.
 async fn named<F: Future<Output = Result<Planted>>>(
     kind: Kind,
     plant: impl Fn(Kind) -> F,
@@ -108,8 +108,8 @@ async fn named<F: Future<Output = Result<Planted>>>(
     Ok(())
 }
 
-/// Several causes at once are several findings, each subscription's own in their order; and a look
-/// changes nothing.
+/// Several causes are several findings, in order within each subscription; and the doctor changes
+/// nothing.
 async fn several_causes_are_several_findings(kind: Kind) -> Result<()> {
     let refusing = Endpoint::start(refuses_all)?;
     let config = format!("{}on_dead = \"halt\"\n{}", refusing.subscription("hooks"), FILE_SINK);
@@ -130,7 +130,7 @@ async fn several_causes_are_several_findings(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// Also of one that is removed, of which only the service knows.
+/// This includes a removed subscription that only the service still knows.
 async fn a_look_at_one_subscription_says_nothing_of_others(kind: Kind) -> Result<()> {
     let two = FILE_SINK.to_owned() + &FILE_SINK.replace("out", "other");
     let planted = Planted::new(kind, two).await?.served().await?;
@@ -150,7 +150,7 @@ fn is(finding: &Value, wanted: &str) -> bool {
     finding["code"] == code && reason.is_none_or(|reason| finding["reason"] == reason)
 }
 
-/// Causes by the stores they are planted in, with what must be said of each.
+/// Causes by the store they are planted in, with the expected finding of each.
 macro_rules! causes {
     ($($kind:ident $name:ident $severity:literal $wanted:literal;)*) => {
         $($crate::causes::causes!(@ $kind $name $severity $wanted);)*

@@ -1,4 +1,4 @@
-//! Nobody delivers: nothing runs, nothing is meant to, or nobody wants the events.
+//! Nothing delivers: no relay runs, none is configured to, or no subscription wants the events.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The store is away, locked, not ours to read, or damaged.
+//! The store is unreachable, locked, not readable for us, or damaged.
 
 use anyhow::{Result, ensure};
 
@@ -29,7 +29,7 @@ async fn no_schema(kind: Kind) -> Result<Planted> {
     Ok(Planted::of(env, FILE_SINK))
 }
 
-/// A store at another URL than the one that is there.
+/// A store at another URL than the real one.
 fn elsewhere(kind: Kind, url: String) -> Result<Planted> {
     let env = TestEnv::on(kind, url)?;
     env.config(FILE_SINK)?;
@@ -82,7 +82,7 @@ async fn a_file_that_is_no_database(kind: Kind) -> Result<Planted> {
     Ok(planted)
 }
 
-/// As a migration of somebody's does.
+/// As a migration of the application does.
 async fn a_locked_table(kind: Kind) -> Result<Planted> {
     let planted = Planted::new(kind, FILE_SINK).await?;
     planted.env.subscribe()?;
@@ -91,7 +91,7 @@ async fn a_locked_table(kind: Kind) -> Result<Planted> {
     Ok(planted.three().await?.keeping(holder))
 }
 
-/// A session that somebody left in the middle of a transaction.
+/// A session that was left in the middle of a transaction.
 async fn a_row_that_another_session_locks(kind: Kind) -> Result<Planted> {
     let endpoint = Endpoint::start(takes_all)?;
     let planted = Planted::new(kind, endpoint.subscription("out")).await?.served().await?;
@@ -103,7 +103,7 @@ async fn a_row_that_another_session_locks(kind: Kind) -> Result<Planted> {
     Ok(planted.keeping(holder).keeping(endpoint))
 }
 
-/// While nothing is on its way: the relay can only fail to keep its lanes.
+/// While nothing is in flight: the relay can only fail to renew its lanes.
 async fn a_file_that_another_program_locks(kind: Kind) -> Result<Planted> {
     let endpoint = Endpoint::start(takes_all)?;
     let planted = Planted::new(kind, endpoint.subscription("out")).await?.served().await?;
@@ -128,7 +128,7 @@ async fn a_function_that_fails(kind: Kind) -> Result<Planted> {
     Ok(planted.three().await?.keeping(endpoint))
 }
 
-/// Somebody deletes from the log what is yet to be delivered.
+/// Somebody deletes a pending event from the log.
 async fn an_event_that_is_gone(kind: Kind) -> Result<Planted> {
     let refusing = Endpoint::start(|_| (500, std::time::Duration::ZERO))?;
     let planted =

@@ -1,4 +1,4 @@
-//! Orders by HTTP, each confirmed by a mail.
+//! Takes orders over HTTP and confirms each by mail.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use sqlx::PgPool;
 use tokio::net::TcpListener;
 
-/// What happened: its topic, and the field whose value keeps events in order.
+/// An event: its topic, and the field whose value is the ordering key.
 #[derive(postbox::Event, Serialize, Deserialize)]
 #[event(topic = "order.placed", key = "order")]
 pub struct OrderPlaced {
@@ -27,7 +27,7 @@ struct NewOrder {
     mail: String,
 }
 
-/// What the pages need.
+/// State of the pages.
 #[derive(Clone)]
 struct Shop {
     pool: PgPool,
@@ -35,7 +35,7 @@ struct Shop {
     service: Service,
 }
 
-/// What the handlers need. It prints, where yours would send.
+/// State of the event handlers. It prints where yours would send a mail.
 #[derive(Clone)]
 pub struct Mailer;
 
@@ -76,7 +76,7 @@ async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Js
     })
 }
 
-/// `GET /ready`: may traffic come?
+/// `GET /ready`: whether the service is ready for traffic.
 async fn ready(State(shop): State<Shop>) -> StatusCode {
     match shop.service.ready().await {
         Ok(()) => StatusCode::OK,
@@ -92,12 +92,12 @@ async fn confirm(
     mailer.send(&placed.mail, &format!("order {} is placed", placed.order)).await
 }
 
-/// What is done about events. An address that is none stays none: that event is not tried again.
+/// The event handlers. An invalid address stays invalid, so its event is not retried.
 pub fn handlers(mailer: Mailer) -> Router {
     Router::new().on(confirm).dead_on(|_: &NoSuchAddress| true).with_state(mailer)
 }
 
-/// Serves until it is asked to stop, then finishes what it began.
+/// Serves until it is asked to stop, then finishes the work in flight.
 pub async fn run(url: &str, listener: TcpListener, asked_to_stop: impl Future) -> anyhow::Result<()> {
     let pool = PgPool::connect(url).await?;
     sqlx::raw_sql(include_str!("schema.sql")).execute(&pool).await?;

@@ -1,4 +1,4 @@
-//! Starts the service as the environment says; SIGTERM or Ctrl-C ends it.
+//! Starts the service as configured by the environment; SIGTERM or Ctrl-C stops it.
 
 use anyhow::Context as _;
 use tokio::net::TcpListener;

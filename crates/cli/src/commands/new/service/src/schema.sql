@@ -1,4 +1,4 @@
--- Runs at every start. Replicas that start at once wait for each other here.
+-- Runs at every start. Replicas that start at the same time wait for each other here.
 SELECT pg_advisory_xact_lock(hashtextextended('{{name}}', 0));
 
 CREATE TABLE IF NOT EXISTS orders (
