@@ -1,6 +1,6 @@
-//! Why a message was refused, why a secret does not construct, why something cannot be signed.
+//! Errors: a message is refused, a secret is unusable, or something cannot be signed.
 
-/// The part of a request a refusal speaks of.
+/// The part of a request that a refusal is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Part {
     /// The signature header.
@@ -27,41 +27,40 @@ impl Part {
     }
 }
 
-/// Why a request was not accepted as genuine.
+/// Why a request was refused.
 ///
-/// It helps the owner of the endpoint (logs, counters by [`Refusal::code`]). The sender of the
-/// request must not learn which one it was: answer them all alike.
+/// It is for the owner of the endpoint: logs, and counters by [`Refusal::code`]. The sender must
+/// not learn which one it was, so answer all of them alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// A part the scheme needs is not there.
+    /// A part that the scheme needs is missing.
     #[error("the request has no {}: is the right scheme configured for this sender?", .0.word())]
     Missing(Part),
-    /// A part that must be there once is there twice, equal or not.
+    /// A part that must occur once occurs twice, equal or not.
     #[error("the request has more than one {}", .0.word())]
     Duplicate(Part),
-    /// A part is not in the scheme's form: wrong encoding, wrong length, a timestamp that is not
-    /// plain digits, an id with a dot.
+    /// A part does not have the scheme's format: wrong encoding, wrong length, a timestamp that is
+    /// not plain digits, an id with a dot.
     #[error("the {} is not in the form this scheme requires", .0.word())]
     Malformed(Part),
-    /// There are signatures, but none of a version that is accepted. Older versions are never
-    /// fallen back to.
+    /// There are signatures, but none of an accepted version. There is no fallback to older
+    /// versions.
     #[error("no signature is of an accepted version; older ones are not fallen back to")]
     VersionUnsupported,
     /// SNS: signed with SHA-1. The cure is a setting of the sender's topic.
     #[error("signed with SHA-1, which is not accepted: set the topic's SignatureVersion to 2")]
     VersionOutdated,
-    /// SNS: genuine or not, it is of a topic that is not yours.
+    /// SNS: the message is from a topic that is not yours, genuine or not.
     #[error("the message is of a topic that is not allowed")]
     TopicNotAllowed,
-    /// SNS: the certificate would have to be fetched from somewhere else than AWS.
+    /// SNS: the certificate's URL is not one of AWS.
     #[error("the certificate's URL is not one of AWS SNS itself: a forgery")]
     CertificateUrlRefused,
-    /// SNS: the URL that would confirm the subscription leads elsewhere, or confirms something
-    /// else.
+    /// SNS: the URL that confirms the subscription leads elsewhere, or confirms something else.
     #[error("the confirmation's URL is not one of AWS SNS itself, or not for this topic and token")]
     SubscribeUrlRefused,
-    /// SNS: the certificate handed in belongs to another URL than the message names.
+    /// SNS: the certificate given is not the one that the message names.
     #[error("the certificate handed in is not the one that the message names")]
     CertificateOther,
     /// SNS: the certificate is not valid at this time.
@@ -76,10 +75,10 @@ pub enum Refusal {
     /// The body is not covered by the signature (Twilio: neither a form nor a body hash).
     #[error("the signature does not cover the body")]
     BodyUnsigned,
-    /// Genuine, but signed longer ago than the tolerance: a replay, or a clock that is off.
+    /// Genuine, but signed longer ago than the tolerance: a replay, or a wrong clock.
     #[error("the message is genuine but was signed too long ago: a replay, or a clock that is off")]
     TooOld,
-    /// Genuine, but signed further in the future than the tolerance: a clock is off.
+    /// Genuine, but signed further in the future than the tolerance: a wrong clock.
     #[error("the message is genuine but was signed in the future: a clock is off")]
     TooNew,
 }
@@ -96,13 +95,13 @@ impl Refusal {
         all
     };
 
-    /// The stable snake_case word for counters and logs.
+    /// Returns the stable snake_case code for counters and logs.
     pub fn code(self) -> &'static str {
-        // A body is never missing or there twice; it is wrong or right.
+        // A body cannot be missing or occur twice; it can only be malformed.
         CODES.iter().find(|(refusal, _)| *refusal == self).map_or("body_malformed", |(_, code)| *code)
     }
 
-    /// Whether the message was genuine and only its time was wrong.
+    /// Whether the message was genuine and only its time was out of tolerance.
     pub fn is_stale(self) -> bool {
         matches!(self, Self::TooOld | Self::TooNew)
     }
@@ -136,7 +135,7 @@ const CODES: [(Refusal, &str); 25] = [
     (Refusal::TooNew, "timestamp_too_new"),
 ];
 
-/// Why a key or a verifier does not construct. Never contains the secret.
+/// Why a key or a verifier cannot be constructed. Never contains the secret.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SecretError {
@@ -146,9 +145,9 @@ pub enum SecretError {
     /// More keys than a rotation needs.
     #[error("{given} secrets are given; at most {max} may be live at once")]
     TooMany {
-        /// How many there are.
+        /// Number of keys given.
         given: usize,
-        /// How many there may be.
+        /// Most keys allowed.
         max: usize,
     },
     /// The key has fewer or more bytes than the scheme allows.
@@ -156,14 +155,14 @@ pub enum SecretError {
     Length {
         /// The scheme.
         scheme: &'static str,
-        /// Bytes there are (after decoding).
+        /// Bytes given, after decoding.
         given: usize,
         /// Fewest bytes.
         min: usize,
         /// Most bytes.
         max: usize,
     },
-    /// The text is not base64 where it must be.
+    /// The text is not base64, where it must be.
     #[error("the secret is not valid base64 after its {prefix} prefix")]
     Encoding {
         /// The prefix.
@@ -175,7 +174,7 @@ pub enum SecretError {
         /// The prefix it must have.
         expected: &'static str,
     },
-    /// The bytes are no key of their algorithm.
+    /// The bytes are not a key of their algorithm.
     #[error("the bytes are no valid Ed25519 key")]
     Key,
     /// A setting of the scheme is unusable.
@@ -187,11 +186,11 @@ pub enum SecretError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SignError {
-    /// The id is empty, longer than 255 bytes, or has a dot, white space or something that is not
+    /// The id is empty, longer than 255 bytes, or contains a dot, white space or anything but
     /// visible ASCII.
     #[error("a message id has 1 to 255 visible ASCII characters and no dot")]
     Id,
-    /// The timestamp is negative or absurd.
+    /// The timestamp is negative or too large.
     #[error("the timestamp is not a positive number of seconds of at most 12 digits")]
     Timestamp,
 }

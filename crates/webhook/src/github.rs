@@ -1,8 +1,8 @@
 //! GitHub: `X-Hub-Signature-256: sha256=…`, HMAC-SHA256 over the body in lower-case hex.
 //!
-//! The SHA-1 header `X-Hub-Signature` is never read. Nothing but the body is signed: neither a time
-//! nor the delivery id (`X-GitHub-Delivery`), so the only defence against a replay is to remember
-//! the bodies.
+//! The SHA-1 header `X-Hub-Signature` is never read. Only the body is signed, neither a time nor
+//! the delivery id (`X-GitHub-Delivery`), so the only defence against a replay is to remember the
+//! bodies.
 
 use crate::error::{Part, Refusal};
 use crate::keyed::{self, Key};
@@ -19,7 +19,7 @@ text_secret! {
 pub type Verifier = keyed::Verifier<Secret>;
 
 impl Secret {
-    /// The headers that GitHub sends with `body`: for tests of what receives it.
+    /// Returns the headers that GitHub sends with `body`, for tests of a receiver.
     pub fn sign(&self, body: &[u8]) -> Vec<(String, String)> {
         let mac = hmac_sha256(&self.0, &[body]);
         vec![("x-hub-signature-256".into(), format!("sha256={}", to_hex(mac.bytes())))]

@@ -1,13 +1,13 @@
-//! The one rule for reading headers: what a scheme reads must be there exactly once, in visible
+//! The rule for reading headers: a header that a scheme reads must occur exactly once, in visible
 //! ASCII.
 //!
-//! HTTP allows a header to be repeated and proxies differ in which one they keep, so a request with
-//! two signatures or two timestamps means different things to different readers. Such a request is
-//! refused, even when both are equal.
+//! HTTP allows repeated headers, and proxies differ in which one they keep, so a request with two
+//! signatures or two timestamps means different things to different readers. Such a request is
+//! refused, even if both are equal.
 
 use crate::error::{Part, Refusal};
 
-/// A request's headers, as pairs; names match without regard to case.
+/// A request's headers, as pairs; names are compared without regard to case.
 ///
 /// Collect them from any HTTP library:
 /// `request.headers().iter().map(|(n, v)| (n.as_str(), v.as_bytes())).collect()`.
@@ -23,12 +23,12 @@ impl<'a> FromIterator<(&'a str, &'a [u8])> for Headers<'a> {
 }
 
 impl<'a> Headers<'a> {
-    /// Whether there is such a header.
+    /// Whether such a header exists.
     pub fn has(&self, name: &str) -> bool {
         self.values(name).next().is_some()
     }
 
-    /// The header's only value.
+    /// Returns the header's single value.
     pub(crate) fn only(&self, part: Part, name: &str) -> Result<&'a str, Refusal> {
         let mut values = self.values(name);
         let value = values.next().ok_or(Refusal::Missing(part))?;

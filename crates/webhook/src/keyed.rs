@@ -1,9 +1,9 @@
-//! One verifier for every scheme with keys; what differs between them is the key's type and how
-//! that type's scheme reads a request.
+//! The verifier of every scheme with keys. Schemes differ in the type of the key, and in how that
+//! type reads a request.
 //!
-//! The order of the checks and the rules of rotation are the same for all, so they stand here once.
-//! Keys cannot be mixed: `Verifier<stripe::Secret>` and `Verifier<slack::Secret>` are different
-//! types.
+//! The order of the checks and the rules of key rotation are the same for all, so they are here
+//! once. Keys of different schemes cannot be mixed: `Verifier<stripe::Secret>` and
+//! `Verifier<slack::Secret>` are different types.
 
 use std::fmt;
 
@@ -12,39 +12,39 @@ use crate::request::{Request, Scheme, Verified, Verify};
 use crate::secret::Keys;
 use crate::time::{Tolerance, UnixSeconds};
 
-/// A key of a scheme. Sealed: the schemes of this crate are all there are.
+/// A key of a scheme. Sealed: only this crate implements it.
 pub trait Key: fmt::Debug + Send + Sync {
     /// The scheme.
     const SCHEME: Scheme;
 
-    /// What its verifier needs beside the keys.
+    /// What its verifier needs besides the keys.
     type Settings: fmt::Debug + Send + Sync;
 
-    /// What a request says of itself, decoded.
+    /// The decoded, unverified contents of a request.
     type Claim<'r>;
 
-    /// Reads a request and refuses what no key could make acceptable.
+    /// Reads a request, and refuses one that no key could make acceptable.
     fn read<'r>(settings: &'r Self::Settings, request: &Request<'r>) -> Result<Self::Claim<'r>, Refusal>;
 
-    /// What the headers alone must hold; gives the time they say.
+    /// Checks what the headers alone must contain, and returns their time.
     fn read_head(settings: &Self::Settings, request: &Request<'_>) -> Result<Option<UnixSeconds>, Refusal> {
         Self::read(settings, &Request { body: b"", ..*request }).map(|claim| Self::signed_at(&claim))
     }
 
-    /// Whether this key signed exactly that.
+    /// Whether this key signed exactly this claim and body.
     fn signed(&self, claim: &Self::Claim<'_>, body: &[u8]) -> bool;
 
-    /// When it was signed, as it says.
+    /// The claimed time of the signature.
     fn signed_at(_claim: &Self::Claim<'_>) -> Option<UnixSeconds> {
         None
     }
 
-    /// The digest of what was signed, if that is not the body; asked of genuine claims only.
+    /// The digest of the signed text, if that is not the body. Called for verified claims only.
     fn digest(_settings: &Self::Settings, _claim: &Self::Claim<'_>) -> Option<[u8; 32]> {
         None
     }
 
-    /// The id that was signed; asked of genuine claims only.
+    /// The signed id. Called for verified claims only.
     fn message_id(_settings: &Self::Settings, _claim: &Self::Claim<'_>) -> Option<String> {
         None
     }
@@ -53,7 +53,7 @@ pub trait Key: fmt::Debug + Send + Sync {
 /// A key of a scheme that signs a time.
 pub trait Timed: Key {}
 
-/// Verifies what the senders of one scheme send: [`crate::github::Verifier`] and its siblings.
+/// Verifies messages of one scheme: [`crate::github::Verifier`] and its siblings.
 #[derive(Debug, Clone)]
 pub struct Verifier<K: Key> {
     keys: Keys<Live<K>>,
@@ -62,7 +62,7 @@ pub struct Verifier<K: Key> {
 }
 
 impl<K: Key<Settings = ()>> Verifier<K> {
-    /// A verifier that accepts any of `keys`, 1 to 8.
+    /// Creates a verifier that accepts any of `keys`, 1 to 8.
     pub fn new(keys: impl IntoIterator<Item = K>) -> Result<Self, SecretError> {
         Self::with(keys.into_iter().map(Live::always), ())
     }
@@ -79,9 +79,9 @@ impl<K: Key> Verifier<K> {
         Ok(Self { keys, settings, tolerance: Tolerance::default() })
     }
 
-    /// Accepts an old key too, up to and including `until`. Afterwards what it signs is refused as
-    /// [`Refusal::KeyRetired`], however early the message says it was signed: whoever has found the
-    /// old key can write any time.
+    /// Also accepts an old key, up to and including `until`. Later, its signatures are refused as
+    /// [`Refusal::KeyRetired`], whatever time the message claims: an attacker who has the old key
+    /// can write any time.
     pub fn retiring(mut self, key: K, until: UnixSeconds) -> Result<Self, SecretError> {
         self.keys.push(Live { key, until: Some(until) })?;
         Ok(self)
@@ -94,7 +94,7 @@ impl<K: Key> Verifier<K> {
 }
 
 impl<K: Timed> Verifier<K> {
-    /// Sets how far the signed time may be off.
+    /// Sets how far the signed time may be from now.
     #[must_use]
     pub fn tolerance(self, tolerance: Tolerance) -> Self {
         self.within(tolerance)
@@ -119,14 +119,14 @@ impl<K: Key> Verify for Verifier<K> {
             return Err(if retired { Refusal::KeyRetired } else { Refusal::Mismatch });
         };
         let signed_at = K::signed_at(&claim);
-        // Only now: a count of stale messages is a count of genuine ones.
+        // Checked last, so that only genuine messages are counted as stale.
         signed_at.map_or(Ok(()), |signed_at| self.tolerance.check(signed_at, now))?;
         let message_id = K::message_id(&self.settings, &claim);
         Ok(Verified { message_id, signed_at, digest: K::digest(&self.settings, &claim), key })
     }
 }
 
-/// A key and the last second at which it verifies, or signs.
+/// A key, and the last second at which it verifies or signs.
 #[derive(Debug, Clone)]
 pub(crate) struct Live<K> {
     pub(crate) key: K,
@@ -138,7 +138,7 @@ impl<K> Live<K> {
         Self { key, until: None }
     }
 
-    /// Whether it counts at this second.
+    /// Whether it is valid at this second.
     pub(crate) fn is_live(&self, now: UnixSeconds) -> bool {
         self.until.is_none_or(|until| now <= until)
     }
@@ -183,7 +183,7 @@ mod tests {
             ("x-slack-signature", &*format!("v0={}", to_hex(mac.bytes()))),
         ];
         assert_eq!(verdict(&verifier, &fields, END.0), Ok(1));
-        // Within the tolerance, before the end by its own account, and refused.
+        // Within the tolerance, and before the end by its own claim; refused all the same.
         assert_eq!(verdict(&verifier, &fields, END.0 + 1), Err(Refusal::KeyRetired));
     }
 

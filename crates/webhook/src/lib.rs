@@ -27,25 +27,22 @@
 //!
 //! # Rules that hold for every scheme
 //!
-//! - The signature is computed over the bytes as they were received. Never parse and re-serialise
-//!   first.
+//! - The signature is computed over the bytes as received. Never parse and re-serialise first.
 //! - A signature is decoded to a value of exactly the right length, then compared in constant time.
-//!   There is no prefix, no shorter match and no other spelling (upper-case hex, unpadded base64)
-//!   of the right one.
-//! - Every header that a scheme reads must be there exactly once ([`Headers`]).
-//! - The signature is checked before the time, so that [`Refusal::TooOld`] is only ever said of a
-//!   genuine message: a count of them is a count of replays, and nobody without the key can raise
-//!   it.
-//! - Each scheme has its own key type, derived its own way; empty, short and too many keys do not
-//!   construct.
+//!   No prefix, no shorter text and no other spelling (upper-case hex, unpadded base64) matches.
+//! - Every header that a scheme reads must occur exactly once ([`Headers`]).
+//! - The signature is checked before the time, so [`Refusal::TooOld`] is reported only for genuine
+//!   messages: its counter counts replays, and nobody without the key can raise it.
+//! - Each scheme has its own key type with its own derivation. Empty, short and too many keys
+//!   cannot be constructed.
 //! - An old key may be given an end, after which it verifies nothing ([`Verifier::retiring`]) or
 //!   signs nothing ([`standard::Signer::retiring`]).
-//! - A [`Refusal`] is for the owner's logs and counters. Answer the sender with one and the same
-//!   401 for all of them.
+//! - A [`Refusal`] is for the owner's logs and counters. Answer the sender with the same 401 for
+//!   all of them.
 //!
 //! # What this crate deliberately does not do
 //!
-//! It does not remember ids (that is the inbox), fetch anything, or decide what a message means.
+//! It does not remember ids (the inbox does), fetch anything, or interpret messages.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 

@@ -15,29 +15,29 @@ mod equal_time;
 
 const ANY_LENGTH: &str = "HMAC takes keys of any length";
 
-/// A code that we computed. It has no `==`: the way to compare it is [`Mac::is`].
+/// A computed code. It has no `==`; it is compared with [`Mac::is`].
 pub(crate) struct Mac<const N: usize>([u8; N]);
 
 impl<const N: usize> Mac<N> {
-    /// Whether the other side has computed the same, in constant time.
+    /// Whether the sender computed the same code; compared in constant time.
     pub(crate) fn is(&self, theirs: &[u8; N]) -> bool {
         same(&self.0, theirs)
     }
 
-    /// To be written down by whoever signs.
+    /// The code's bytes, for a signer.
     pub(crate) fn bytes(&self) -> &[u8; N] {
         &self.0
     }
 }
 
-/// HMAC-SHA256 over the parts glued together.
+/// HMAC-SHA256 over the concatenated parts.
 pub(crate) fn hmac_sha256(key: &SecretBytes, parts: &[&[u8]]) -> Mac<32> {
     let mut mac = Hmac::<Sha256>::new_from_slice(key.expose()).expect(ANY_LENGTH);
     parts.iter().for_each(|part| mac.update(part));
     Mac(mac.finalize().into_bytes().into())
 }
 
-/// HMAC-SHA512 over the parts glued together.
+/// HMAC-SHA512 over the concatenated parts.
 pub(crate) fn hmac_sha512(key: &SecretBytes, parts: &[&[u8]]) -> Mac<64> {
     let mut mac = Hmac::<Sha512>::new_from_slice(key.expose()).expect(ANY_LENGTH);
     parts.iter().for_each(|part| mac.update(part));
@@ -51,17 +51,17 @@ pub(crate) fn hmac_sha1(key: &SecretBytes, parts: &[&[u8]]) -> Mac<20> {
     Mac(mac.finalize().into_bytes().into())
 }
 
-/// SHA-256 over the parts glued together.
+/// SHA-256 over the concatenated parts.
 pub(crate) fn sha256(parts: &[&[u8]]) -> [u8; 32] {
     let mut digest = Sha256::new();
     parts.iter().for_each(|part| digest.update(part));
     digest.finalize().into()
 }
 
-/// Equality in constant time. Both sides have the same length by type, so there is no shorter
+/// Compares in constant time. Both sides have the same length by type, so a shorter text cannot
 /// match.
 ///
-/// Generic over what is compared so that a test can count the comparisons.
+/// Generic over the element, so that a test can count the comparisons.
 pub(crate) fn same<T: ConstantTimeEq, const N: usize>(ours: &[T; N], theirs: &[T; N]) -> bool {
     ours.as_slice().ct_eq(theirs.as_slice()).into()
 }
@@ -86,7 +86,7 @@ fn nibble(digit: u8) -> Option<u8> {
     }
 }
 
-/// Lower-case hex.
+/// Encodes as lower-case hex.
 pub(crate) fn to_hex(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     bytes.iter().flat_map(|byte| [byte >> 4, byte & 15]).map(|digit| char::from(DIGITS[usize::from(digit)])).collect()
@@ -94,11 +94,11 @@ pub(crate) fn to_hex(bytes: &[u8]) -> String {
 
 /// Decodes padded, canonical base64 of exactly `N` bytes.
 pub(crate) fn from_base64<const N: usize>(text: &str) -> Option<[u8; N]> {
-    // The length is checked first so that a huge header is not decoded at all.
+    // The length is checked first, so that a huge header is not decoded at all.
     (text.len() == N.div_ceil(3) * 4).then(|| STANDARD.decode(text).ok())??.try_into().ok()
 }
 
-/// Padded base64.
+/// Encodes as padded base64.
 pub(crate) fn to_base64(bytes: &[u8]) -> String {
     STANDARD.encode(bytes)
 }
@@ -123,7 +123,7 @@ mod tests {
             (b"Jefe", JEFE, "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"),
             (&[0xaa; 20], &[0xdd; 50], "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe"),
             (&counting, &[0xcd; 50], "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b"),
-            // The RFC prints the first half only: truncation is another scheme's business.
+            // The RFC prints only a truncated code. This is the full one.
             (&[0x0c; 20], b"Test With Truncation", "a3b6167473100ee06e0c796c2955552bfa6f7c0a6a8aef8b93f860aab0cd20c5"),
             (&[0xaa; 131], LONG_KEY_TEXT, "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54"),
             (&[0xaa; 131], long, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"),
@@ -162,7 +162,7 @@ mod tests {
                 "80b24263c7c1a3ebb71493c1dd7be8b49b46d1f41b4aeec1121b013783f8f3526b56d037e05f2598bd0fd2215d6a1e5295e64f73f63f0aec8b915a985d786598",
             ),
         ] {
-            // In two parts: that is the same message.
+            // In two parts, which are the same message.
             let (head, tail) = data.split_at(data.len() / 2);
             assert_eq!(to_hex(hmac_sha512(&key(secret), &[head, tail]).bytes()), expected);
         }

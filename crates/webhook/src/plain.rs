@@ -1,7 +1,7 @@
-//! Plain HMAC, for senders with a scheme of their own: which header, which hash, which spelling,
-//! and whether a time is signed.
+//! Plain HMAC, for senders with their own scheme: which header, which hash, which encoding, and
+//! whether a time is signed.
 //!
-//! Without a signed time a captured message can be replayed for ever; deduplicate by a digest of
+//! Without a signed time a captured message can be replayed for ever. Deduplicate by a digest of
 //! the body.
 
 use crate::error::{Part, Refusal, SecretError, SignError};
@@ -16,7 +16,7 @@ text_secret! {
     "hmac"
 }
 
-/// The hash under the MAC.
+/// The hash of the MAC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Hash {
     /// HMAC-SHA256.
@@ -26,7 +26,7 @@ pub enum Hash {
     Sha512,
 }
 
-/// How the MAC is written.
+/// How the MAC is encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Encoding {
     /// Lower-case hex.
@@ -36,21 +36,22 @@ pub enum Encoding {
     Base64,
 }
 
-/// What the sender does.
+/// The sender's scheme.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     /// The header with the signature.
     pub signature_header: String,
-    /// What stands before the MAC in it, e.g. `sha256=`.
+    /// The text before the MAC, e.g. `sha256=`.
     pub prefix: String,
     /// The hash.
     pub hash: Hash,
-    /// The spelling.
+    /// The encoding.
     pub encoding: Encoding,
-    /// A header with seconds since 1970 that are signed too, as `timestamp` + `separator` + `body`.
+    /// A header with seconds since 1970 that are signed as well, as `timestamp` + `separator` +
+    /// `body`.
     pub timestamp_header: Option<String>,
-    /// What stands between timestamp and body. It must not be empty or begin with a digit, else two
-    /// messages share a signature.
+    /// The text between timestamp and body. It must not be empty or begin with a digit, otherwise
+    /// two messages could share a signature.
     pub separator: String,
 }
 
@@ -82,7 +83,7 @@ impl Layout {
         Ok(self)
     }
 
-    /// The MAC as it stands in the header, prefix included.
+    /// Returns the MAC as written in the header, with its prefix.
     fn seal(&self, key: &Secret, timestamp: Option<&str>, body: &[u8]) -> String {
         let parts = self.parts(timestamp, body);
         let encode = |mac: &[u8]| match self.encoding {
@@ -112,7 +113,7 @@ impl Layout {
     }
 }
 
-/// Signs in a layout of your own.
+/// Signs with a layout of your own.
 #[derive(Debug, Clone)]
 pub struct Signer {
     key: Secret,
@@ -120,12 +121,13 @@ pub struct Signer {
 }
 
 impl Signer {
-    /// A signer.
+    /// Creates a signer.
     pub fn new(key: Secret, layout: Layout) -> Result<Self, SecretError> {
         Ok(Self { key, layout: layout.checked()? })
     }
 
-    /// The headers to send with `body`: the signature's, and the timestamp's if the layout has one.
+    /// Returns the headers to send with `body`: the signature, and the timestamp if the layout has
+    /// one.
     pub fn sign(&self, now: UnixSeconds, body: &[u8]) -> Result<Vec<(String, String)>, SignError> {
         let Some(timestamp_header) = &self.layout.timestamp_header else {
             return Ok(vec![(self.layout.signature_header.clone(), self.layout.seal(&self.key, None, body))]);
@@ -141,13 +143,13 @@ impl Signer {
 pub type Verifier = keyed::Verifier<Secret>;
 
 impl Verifier {
-    /// A verifier that accepts any of `keys`.
+    /// Creates a verifier that accepts any of `keys`.
     pub fn new(keys: impl IntoIterator<Item = Secret>, layout: Layout) -> Result<Self, SecretError> {
         Self::with(keys.into_iter().map(Live::always), layout.checked()?)
     }
 }
 
-/// What the headers say.
+/// The claims in the headers.
 #[doc(hidden)]
 pub struct Claim<'r> {
     layout: &'r Layout,

@@ -1,4 +1,4 @@
-//! What a verifier is given and what it gives back.
+//! The input and the result of a verifier.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,34 +12,34 @@ use crate::time::UnixSeconds;
 pub struct Request<'a> {
     /// Its headers.
     pub headers: &'a Headers<'a>,
-    /// The query of its URL without the question mark, as received. Only Twilio signs it.
+    /// The query of its URL as received, without the question mark. Only Twilio signs it.
     pub query: Option<&'a str>,
-    /// The bytes of its body as received.
+    /// Its body as received.
     pub body: &'a [u8],
 }
 
 impl<'a> Request<'a> {
-    /// A request without a query.
+    /// Creates a request without a query.
     pub fn new(headers: &'a Headers<'a>, body: &'a [u8]) -> Self {
         Self { headers, query: None, body }
     }
 }
 
-/// What is known of a genuine message. Everything in here was covered by the signature.
+/// What is known about a genuine message. The signature covers all of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verified {
-    /// The message's id, if the scheme signs one. Where it does not (GitHub's and Shopify's id
-    /// headers are not signed), a replay can carry any id: deduplicate by a digest of the body
+    /// The message's id, if the scheme signs one. If it does not (the id headers of GitHub and
+    /// Shopify are unsigned), a replay can carry any id: deduplicate by a digest of the body
     /// instead.
     pub message_id: Option<String>,
-    /// When it was signed, if the scheme says so.
+    /// When it was signed, if the scheme signs a time.
     pub signed_at: Option<UnixSeconds>,
-    /// SHA-256 of what was signed, where that is not the body as it was sent: Twilio signs the
-    /// parameters of a form, SNS some fields, and both can be spelt in more than one way. Messages
-    /// of one id that have the same digest say the same; `None`: compare the bodies.
+    /// SHA-256 of the signed text, where that is not the body: Twilio signs the parameters of a
+    /// form, SNS some fields, and both can be written in several ways. Two messages with the same
+    /// id and digest have the same content. `None`: compare the bodies.
     pub digest: Option<[u8; 32]>,
-    /// Which of the verifier's keys fitted, counted from 0: shows when an old key is no longer in
-    /// use.
+    /// The index of the key that matched, counted from 0. It shows when an old key is no longer
+    /// used.
     pub key: usize,
 }
 
@@ -51,14 +51,13 @@ pub struct Verified {
 /// - Pure: no I/O, no clock, no memory of earlier messages.
 /// - Never panics, whatever the request.
 pub trait Verify: fmt::Debug + Send + Sync {
-    /// Which scheme this is.
+    /// Returns the scheme.
     fn scheme(&self) -> Scheme;
 
-    /// Checks what can be known before the body is there (`request.body` is not looked at): that
-    /// what the scheme reads from the headers is there once and in its form, and that the time they
-    /// say is within the tolerance. That is no proof of anything, since anybody can write headers:
-    /// [`Refusal::TooOld`] and [`Refusal::TooNew`] are said of a genuine message only by
-    /// [`Self::verify`].
+    /// Checks what can be checked without the body (`request.body` is not read): each header that
+    /// the scheme reads occurs once and has its format, and the time is within the tolerance. That
+    /// proves nothing, since anybody can write headers. Only [`Self::verify`] returns
+    /// [`Refusal::TooOld`] and [`Refusal::TooNew`] for genuine messages alone.
     fn check_head(&self, request: &Request<'_>, now: UnixSeconds) -> Result<(), Refusal>;
 
     /// Checks that the request is genuine.
@@ -85,8 +84,8 @@ pub enum Scheme {
     Twilio,
     /// `hmac`
     Hmac,
-    /// `sns`: no shared secret and a certificate to fetch, so its [`crate::sns::Verifier`] is no
-    /// [`Verify`].
+    /// `sns`: it has no shared secret but a certificate to fetch, so its [`crate::sns::Verifier`]
+    /// does not implement [`Verify`].
     Sns,
 }
 
@@ -124,7 +123,7 @@ impl fmt::Display for Scheme {
     }
 }
 
-/// The text names no scheme.
+/// The text is not the name of a scheme.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no webhook scheme; one of standard-webhooks, stripe, github, shopify, slack, twilio, hmac, sns")]
 pub struct SchemeUnknown(String);

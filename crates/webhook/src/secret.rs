@@ -1,5 +1,4 @@
-//! Key material: wiped from memory when dropped, never printed, of a length that is worth calling a
-//! secret.
+//! Key material: wiped from memory when dropped, never printed, and long enough to be secret.
 
 use std::fmt;
 
@@ -7,14 +6,15 @@ use zeroize::Zeroizing;
 
 use crate::error::SecretError;
 
-/// Most keys that may be live at once: a rotation needs two, a botched one three.
+/// Most live keys of a verifier: a rotation needs two, a botched one three.
 pub(crate) const KEYS_MAX: usize = 8;
 
-/// Fewest bytes of a secret that is used as text: 128 bits even if every byte of it is random, far
-/// below that if not.
+/// Fewest bytes of a secret that is used as text: 128 bits if every byte is random, far less if
+/// not.
 pub(crate) const TEXT_BYTES_MIN: usize = 16;
 
-/// Most bytes of a secret that is used as text; anything longer is a file pasted by mistake.
+/// Most bytes of a secret that is used as text. Anything longer is probably a file pasted by
+/// mistake.
 pub(crate) const TEXT_BYTES_MAX: usize = 512;
 
 /// Raw key bytes.
@@ -33,7 +33,7 @@ impl SecretBytes {
         &self.0
     }
 
-    /// Published vectors use keys that are too short for real use.
+    /// For published test vectors, whose keys are too short for real use.
     #[cfg(test)]
     pub(crate) fn unchecked(bytes: &[u8]) -> Self {
         Self(Zeroizing::new(bytes.to_vec()))
@@ -46,7 +46,7 @@ impl fmt::Debug for SecretBytes {
     }
 }
 
-/// Declares a scheme's key type whose bytes are the secret's text as it stands, not decoded.
+/// Declares the key type of a scheme whose key is the secret's text, not decoded.
 macro_rules! text_secret {
     ($(#[$doc:meta])* $scheme:literal $(, prefix $prefix:literal)?) => {
         $(#[$doc])*
@@ -54,7 +54,7 @@ macro_rules! text_secret {
         pub struct Secret(pub(crate) $crate::secret::SecretBytes);
 
         impl Secret {
-            /// Takes the secret's text: its bytes are the key, nothing is decoded.
+            /// Takes the secret's text; its bytes are the key, without decoding.
             pub fn new(text: &str) -> Result<Self, $crate::SecretError> {
                 $(if !text.starts_with($prefix) {
                     return Err($crate::SecretError::Prefix { expected: $prefix });
@@ -91,7 +91,7 @@ impl<K> Keys<K> {
         }
     }
 
-    /// One more.
+    /// Adds a key.
     pub(crate) fn push(&mut self, key: K) -> Result<(), SecretError> {
         if self.0.len() == KEYS_MAX {
             return Err(SecretError::TooMany { given: KEYS_MAX + 1, max: KEYS_MAX });
@@ -100,7 +100,7 @@ impl<K> Keys<K> {
         Ok(())
     }
 
-    /// The place of the first key that fits.
+    /// The index of the first key that matches.
     pub(crate) fn position(&self, fits: impl FnMut(&K) -> bool) -> Option<usize> {
         self.0.iter().position(fits)
     }

@@ -1,4 +1,4 @@
-//! A verifier from configuration: scheme, secrets and a few settings as text.
+//! Builds a verifier from configuration: scheme, secrets and a few settings as text.
 
 use crate::error::SecretError;
 use crate::keyed::{Key, Live, Verifier};
@@ -6,25 +6,25 @@ use crate::request::{Scheme, Verify};
 use crate::time::{Tolerance, UnixSeconds};
 use crate::{github, plain, shopify, slack, standard, stripe, twilio};
 
-/// What a scheme needs beside its secrets.
+/// What a scheme needs besides its secrets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// How far a signed time may be off, where the scheme signs one.
+    /// How far a signed time may be from now, where the scheme signs one.
     pub tolerance: Tolerance,
-    /// Twilio: the URL as given to Twilio, without a query.
+    /// Twilio: the URL as configured at Twilio, without a query.
     pub public_url: Option<String>,
-    /// Plain HMAC: what the sender does.
+    /// Plain HMAC: the sender's scheme.
     pub layout: Option<plain::Layout>,
 }
 
-/// Makes the verifier of `scheme` that accepts any of `secrets`.
+/// Builds a verifier of `scheme` that accepts any of `secrets`.
 pub fn verifier(scheme: Scheme, secrets: &[&str], settings: &Settings) -> Result<Box<dyn Verify>, SecretError> {
     let secrets: Vec<_> = secrets.iter().map(|secret| (*secret, None)).collect();
     verifier_in_rotation(scheme, &secrets, settings)
 }
 
-/// The same for secrets of which some have an end: the last second at which they verify
-/// ([`crate::Verifier::retiring`]). At least one has none.
+/// The same for secrets of which some have an end, the last second at which they verify
+/// ([`crate::Verifier::retiring`]). At least one must have no end.
 pub fn verifier_in_rotation(
     scheme: Scheme,
     secrets: &[(&str, Option<UnixSeconds>)],

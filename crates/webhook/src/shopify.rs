@@ -1,8 +1,8 @@
 //! Shopify: `X-Shopify-Hmac-SHA256`, HMAC-SHA256 over the body in base64; the key is the app's
 //! client secret.
 //!
-//! Only the body is signed: `X-Shopify-Topic`, `X-Shopify-Webhook-Id` and `X-Shopify-Event-Id` are
-//! not. After a rotation Shopify may sign with the old secret for an hour; keep both.
+//! Only the body is signed, not `X-Shopify-Topic`, `X-Shopify-Webhook-Id` or `X-Shopify-Event-Id`.
+//! After a rotation Shopify may sign with the old secret for an hour; keep both.
 
 use crate::error::{Part, Refusal};
 use crate::keyed::{self, Key};
@@ -19,7 +19,7 @@ text_secret! {
 pub type Verifier = keyed::Verifier<Secret>;
 
 impl Secret {
-    /// The headers that Shopify sends with `body`: for tests of what receives it.
+    /// Returns the headers that Shopify sends with `body`, for tests of a receiver.
     pub fn sign(&self, body: &[u8]) -> Vec<(String, String)> {
         let mac = hmac_sha256(&self.0, &[body]);
         vec![("x-shopify-hmac-sha256".into(), to_base64(mac.bytes()))]

@@ -19,7 +19,7 @@ text_secret! {
 pub type Verifier = keyed::Verifier<Secret>;
 
 impl Secret {
-    /// The headers that Slack sends with `body` at that time: for tests of what receives it.
+    /// Returns the headers that Slack sends with `body` at that time, for tests of a receiver.
     pub fn sign(&self, now: UnixSeconds, body: &[u8]) -> Vec<(String, String)> {
         let time = now.0.to_string();
         let mac = hmac_sha256(&self.0, &[b"v0:", time.as_bytes(), b":", body]);
@@ -28,7 +28,7 @@ impl Secret {
     }
 }
 
-/// What the two headers say.
+/// The claims in the two headers.
 #[doc(hidden)]
 pub struct Claim<'r> {
     timestamp: &'r str,

@@ -1,8 +1,7 @@
-//! AWS SNS over HTTP: JSON bodies that carry their own RSA signature and name the certificate it
-//! was made with.
+//! AWS SNS over HTTP: JSON bodies that carry an RSA signature and name its certificate.
 //!
-//! Two steps, because between them somebody has to have the certificate, and this crate fetches
-//! nothing:
+//! Verification has two steps, because the caller provides the certificate in between; this crate
+//! fetches nothing:
 //!
 //! ```no_run
 //! use postbox_webhook::UnixSeconds;
@@ -25,36 +24,36 @@
 //!
 //! # Where trust comes from
 //!
-//! From one place: an HTTPS request to a host of AWS itself. So the host is compared exactly
-//! ([`CertificateUrl`]): a looser rule has let forgers name a bucket of their own. Fetch it with
-//! the usual check of the server's name and without following redirects; keep the [`Certificate`]
-//! by its URL, which is never reused for another one. Any number of *different* URLs can be asked
-//! for by anybody who can reach the endpoint, so cap the cache and the rate, and see that forgers
-//! do not use it up (`postbox-ingress` fetches first what is named most often).
+//! Only from an HTTPS request to a host of AWS itself. So the host is compared exactly
+//! ([`CertificateUrl`]): looser rules have let forgers name a bucket of their own. Fetch the
+//! certificate with the usual check of the server's name and without following redirects. Cache the
+//! [`Certificate`] by its URL, which is never reused for another one. Anybody who can reach the
+//! endpoint can name any number of *different* URLs, so limit the cache and the rate of fetches,
+//! and make sure that forgers cannot use them up (`postbox-ingress` first fetches what is named
+//! most often).
 //!
-//! A certificate that is not valid at the moment given as `now` verifies nothing (both ends of its
-//! period included, no tolerance): AWS replaces it long before. Its issuer is not checked, because
-//! the connection it came over was.
+//! A certificate that is not valid at `now` verifies nothing (both ends of its period included, no
+//! tolerance); AWS replaces it long before it expires. Its issuer is not checked, because the TLS
+//! connection authenticated AWS.
 //!
 //! # How the body is read
 //!
-//! - It is one JSON object. Each field that is signed must be there once, as a string; twice is
-//!   refused, equal or not, because readers differ in which one they keep. Names are compared after
-//!   JSON's escapes are undone, and exactly.
-//! - Every other field (`UnsubscribeURL`, `MessageAttributes`, a `Token` in a notification) is not
-//!   signed, so it is neither read nor handed out, whatever it holds.
-//! - The signed text is names and values line by line. All values but `Message` must therefore be
-//!   free of line breaks (AWS forbids them in subjects): else the text of a message could pass for
-//!   the id and subject of another.
-//! - `SignatureVersion` must be `2`. Version 1 is SHA-1 and has a code of its own, because the cure
-//!   is a setting of the topic. Raw message delivery signs nothing and cannot be verified: turn it
-//!   off.
+//! - It is one JSON object. Each signed field must occur once, as a string. Twice is refused, equal
+//!   or not, because parsers differ in which one they keep. Names are compared exactly, after JSON
+//!   escapes are decoded.
+//! - All other fields (`UnsubscribeURL`, `MessageAttributes`, a `Token` in a notification) are
+//!   unsigned, so they are neither read nor returned.
+//! - The signed text is names and values, line by line. All values but `Message` must therefore
+//!   contain no line breaks (AWS forbids them in subjects). Otherwise the text of one message could
+//!   pass for the id and subject of another.
+//! - `SignatureVersion` must be `2`. Version 1 is SHA-1 and has its own code, because the cure is a
+//!   setting of the topic. Raw message delivery signs nothing and cannot be verified: turn it off.
 //!
 //! # Time
 //!
 //! `Timestamp` is when the message was *published*; all retries carry it and the same signature.
 //! AWS retries HTTP for up to an hour, so the tolerance is [`TOLERANCE`] rather than five minutes.
-//! Whoever sets less refuses genuine retries.
+//! A shorter one refuses genuine retries.
 
 mod certificate;
 mod fields;
@@ -69,5 +68,5 @@ pub use verify::{Unverified, Verifier};
 
 use crate::time::Tolerance;
 
-/// An hour of retries, and five minutes for clocks.
+/// An hour of retries, and five minutes for wrong clocks.
 pub const TOLERANCE: Tolerance = Tolerance { past_s: 3_900, future_s: 300 };

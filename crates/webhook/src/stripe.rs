@@ -1,9 +1,10 @@
 //! Stripe: `Stripe-Signature: t=…,v1=…[,v1=…]`, HMAC-SHA256 over `t.body` in lower-case hex.
 //!
 //! The trap: Stripe's secrets begin with `whsec_` like those of Standard Webhooks, but the key is
-//! the *whole text*, not its decoded tail. The two key types of this crate cannot be mixed up.
+//! the *whole text*, not the decoded part after the prefix. The two key types of this crate cannot
+//! be mixed up.
 //!
-//! While a secret is rolled Stripe signs with both, old and new, for up to 24 hours. Every version
+//! While a secret is rolled, Stripe signs with both, old and new, for up to 24 hours. Every version
 //! but `v1` is ignored (`v0` is for tests and is not a signature). Stripe retries for three days
 //! with a fresh `t`; deduplicate by the event's `id`.
 
@@ -26,7 +27,7 @@ text_secret! {
 pub type Verifier = keyed::Verifier<Secret>;
 
 impl Secret {
-    /// The headers that Stripe sends with `body` at that time: for tests of what receives it.
+    /// Returns the headers that Stripe sends with `body` at that time, for tests of a receiver.
     pub fn sign(&self, now: UnixSeconds, body: &[u8]) -> Vec<(String, String)> {
         let time = now.0.to_string();
         let mac = hmac_sha256(&self.0, &[time.as_bytes(), b".", body]);
@@ -55,7 +56,7 @@ impl Key for Secret {
     }
 }
 
-/// What the header says.
+/// The claims in the header.
 #[doc(hidden)]
 pub struct SignatureHeader<'a> {
     timestamp: &'a str,

@@ -1,8 +1,8 @@
-//! Signed timestamps: how they are spelt and how far off they may be.
+//! Signed timestamps: their format, and how far from now they may be.
 
 use crate::error::{Part, Refusal};
 
-/// Seconds since 1970. Passed in; this crate never asks the time.
+/// Seconds since 1970. Always passed in: this crate has no clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct UnixSeconds(pub i64);
 
@@ -10,7 +10,7 @@ pub struct UnixSeconds(pub i64);
 const DIGITS_MAX: usize = 12;
 
 impl UnixSeconds {
-    /// Reads plain digits: no sign, no space, no exponent, no leading zero, at most 12 of them.
+    /// Parses plain digits: no sign, no space, no exponent, no leading zero, at most 12 of them.
     pub(crate) fn parse(text: &str) -> Result<Self, Refusal> {
         let plain = (1..=DIGITS_MAX).contains(&text.len())
             && text.bytes().all(|byte| byte.is_ascii_digit())
@@ -23,15 +23,14 @@ impl UnixSeconds {
 /// How far a signed timestamp may be from now, both ends included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tolerance {
-    /// Seconds it may lie in the past. Longer means that a captured message can be replayed for
-    /// longer.
+    /// Seconds it may be in the past. The longer, the longer a captured message can be replayed.
     pub past_s: u32,
-    /// Seconds it may lie in the future.
+    /// Seconds it may be in the future.
     pub future_s: u32,
 }
 
 impl Default for Tolerance {
-    /// Five minutes both ways, as every provider's own library does.
+    /// Five minutes both ways, as in every provider's own library.
     fn default() -> Self {
         Self { past_s: 300, future_s: 300 }
     }

@@ -1,16 +1,16 @@
 //! Twilio: `X-Twilio-Signature`, HMAC-SHA1 in base64 over the public URL and, for forms, the
 //! parameters.
 //!
-//! - The URL is the one Twilio calls: scheme, host, port and path come from your configuration,
-//!   never from `Host` or `X-Forwarded-*`, which anybody can write. Only the query is taken from
-//!   the request, because the signature covers it.
-//! - Forms: parameters sorted by name, name and value glued; several values of one name sorted,
-//!   each once. Like Twilio's own libraries, the URL is tried as configured, and with and without
-//!   its port.
-//! - JSON: the query carries `bodySHA256`, and the body must have that hash. A body that is neither
-//!   is refused: nothing would sign it.
-//! - No time is signed. The message id is a digest of what was signed, because a form can be spelt
-//!   in several ways that sign alike.
+//! - The URL is the one that Twilio calls. Its scheme, host, port and path come from your
+//!   configuration, never from `Host` or `X-Forwarded-*`, which anybody can write. Only the query
+//!   is taken from the request, because the signature covers it.
+//! - Forms: names and values are concatenated, sorted by name; several values of one name are
+//!   sorted, and duplicates count once. Like Twilio's own libraries, the URL is tried as configured,
+//!   and with and without its port.
+//! - JSON: the query contains `bodySHA256`, and the body must have that hash. Any other body is
+//!   refused, because nothing signs it.
+//! - No time is signed. The message id is a digest of the signed text, because one form can be
+//!   written in several ways with the same signature.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,16 +31,16 @@ text_secret! {
 pub type Verifier = keyed::Verifier<Secret>;
 
 impl Verifier {
-    /// A verifier that accepts any of `keys` for `public_url`: the URL as given to Twilio, without
-    /// its query.
+    /// Creates a verifier that accepts any of `keys` for `public_url`: the URL as configured at
+    /// Twilio, without its query.
     pub fn new(keys: impl IntoIterator<Item = Secret>, public_url: &str) -> Result<Self, SecretError> {
         Self::with(keys.into_iter().map(Live::always), PublicUrl::parse(public_url)?)
     }
 }
 
 impl Secret {
-    /// The headers that Twilio sends with a form to this URL, which may have a query: for tests of
-    /// what receives it.
+    /// Returns the headers that Twilio sends with a form to this URL, which may have a query, for
+    /// tests of a receiver.
     pub fn sign(&self, url: &str, form: &[u8]) -> Vec<(String, String)> {
         let mut parts = vec![url.as_bytes()];
         let parameters = form_parameters(form);
@@ -53,7 +53,7 @@ impl Secret {
     }
 }
 
-/// What a request says of itself.
+/// The claims of a request.
 #[doc(hidden)]
 pub struct Claim<'r> {
     urls: &'r PublicUrl,
@@ -81,8 +81,8 @@ impl Key for Secret {
     }
 
     fn digest(urls: &PublicUrl, claim: &Claim<'_>) -> Option<[u8; 32]> {
-        // One spelling of the URL for all: the same message by another port spelling is the same
-        // message.
+        // Always the configured spelling of the URL: the same message with or without the port is
+        // one message.
         Some(sha256(&[urls.0[0].as_bytes(), &claim.tail]))
     }
 
@@ -96,7 +96,7 @@ fn signature(request: &Request<'_>) -> Result<[u8; 20], Refusal> {
     from_base64(header).ok_or(Refusal::Malformed(Part::Signature))
 }
 
-/// Everything signed after the URL's path: the query, and the parameters of a form.
+/// Returns everything signed after the URL's path: the query, and the parameters of a form.
 fn signed_tail(request: &Request<'_>) -> Result<Vec<u8>, Refusal> {
     let mut tail = Vec::new();
     if let Some(query) = request.query {
@@ -122,7 +122,7 @@ fn signed_tail(request: &Request<'_>) -> Result<Vec<u8>, Refusal> {
     Ok(tail)
 }
 
-/// The query's only `bodySHA256`.
+/// Returns the query's single `bodySHA256`.
 fn body_hash(query: Option<&str>) -> Result<Option<&str>, Refusal> {
     let mut hashes = query.unwrap_or_default().split('&').filter_map(|pair| pair.strip_prefix("bodySHA256="));
     match (hashes.next(), hashes.next()) {
@@ -137,7 +137,7 @@ fn is_form(request: &Request<'_>) -> bool {
     media.eq_ignore_ascii_case("application/x-www-form-urlencoded")
 }
 
-/// Parameters sorted by name, the values of each sorted and without repeats.
+/// Parameters sorted by name, the values of each sorted and without duplicates.
 fn form_parameters(body: &[u8]) -> BTreeMap<Cow<'_, [u8]>, BTreeSet<Cow<'_, [u8]>>> {
     let mut parameters: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
     for pair in body.split(|byte| *byte == b'&').filter(|pair| !pair.is_empty()) {
@@ -148,7 +148,7 @@ fn form_parameters(body: &[u8]) -> BTreeMap<Cow<'_, [u8]>, BTreeSet<Cow<'_, [u8]
     parameters
 }
 
-/// `+` is a space, `%XX` a byte; anything else, broken escapes included, stands for itself.
+/// Decodes `+` to a space and `%XX` to a byte. Everything else, invalid escapes included, stays.
 fn form_decode(text: &[u8]) -> Cow<'_, [u8]> {
     if !text.iter().any(|byte| matches!(byte, b'+' | b'%')) {
         return Cow::Borrowed(text);
@@ -170,7 +170,7 @@ fn form_decode(text: &[u8]) -> Cow<'_, [u8]> {
     Cow::Owned(decoded)
 }
 
-/// The URL as configured, and its twin with the default port added or the port taken away.
+/// The URL as configured, and the same with the default port added or the port removed.
 #[doc(hidden)]
 #[derive(Debug, Clone)]
 pub struct PublicUrl([String; 2]);
@@ -191,7 +191,7 @@ impl PublicUrl {
         if authority.is_empty() || rest.contains(forbidden) {
             return Err(wrong);
         }
-        // The last colon separates a port unless it stands inside an IPv6 literal's brackets.
+        // The last colon separates a port, unless it is inside the brackets of an IPv6 literal.
         let twin = match authority.rsplit_once(':').filter(|(_, digits)| digits.bytes().all(|b| b.is_ascii_digit())) {
             Some((host, _)) => format!("{scheme}://{host}{path}"),
             None => format!("{scheme}://{authority}:{port}{path}"),
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_body_that_nothing_signs_is_refused() {
-        // The signature of a call without parameters, with a body smuggled in.
+        // The signature of a call without parameters, with another body.
         let url = "https://mycompany.com/a";
         let signature = to_base64(hmac_sha1(&Secret::unchecked("12345").0, &[url.as_bytes()]).bytes());
         assert!(verify(url, "", FORM, "", &signature).is_ok());

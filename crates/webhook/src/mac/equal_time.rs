@@ -1,19 +1,20 @@
-//! Comparing a code takes the same time wherever the first wrong byte is: else a sender could find
-//! the right code byte by byte.
+//! Comparing a code takes the same time wherever the first wrong byte is. Otherwise a sender could
+//! find the right code byte by byte.
 //!
-//! Times are noisy and a check that fails now and then is soon ignored, so this is shown in two
-//! ways that noise cannot touch, and both are shown to fail for comparisons that stop early:
+//! Timings are noisy, and a check that fails now and then is soon ignored. So the property is shown
+//! in two ways that noise cannot falsify, and both are shown to fail for comparisons that stop
+//! early:
 //!
-//! - **By counting.** [`same`] is generic over what it compares. With a byte that counts its own
-//!   comparisons, every pair must have been compared exactly once, wherever the difference lies.
-//!   This is exact, but it sees the source only.
-//! - **By timing what was compiled, on 64 KiB.** At this length stopping at the first byte is
-//!   thousands of times faster than going to the end, so the limit of twice is far from both sides;
-//!   and the fastest of many interleaved runs is compared, which a busy machine can only reach
-//!   later, not falsify.
+//! - **By counting.** [`same`] is generic over its element. With a byte type that counts its own
+//!   comparisons, every pair must be compared exactly once, wherever the difference is. This is
+//!   exact, but it covers only the source code.
+//! - **By timing the compiled code, on 64 KiB.** At this length, stopping at the first byte is
+//!   thousands of times faster than comparing all of them, so the limit of a factor of two is far
+//!   from both. The fastest of many interleaved runs is used; a busy machine can delay it, but not
+//!   falsify it.
 //!
-//! That nothing else compares codes is a matter of types: [`Mac`] has no `==`, only [`Mac::is`].
-//! Public-key signatures (Ed25519, RSA) are checked with what is public and have nothing to leak.
+//! No other code compares MACs, by type: [`Mac`] has no `==`, only [`Mac::is`]. Public-key
+//! signatures (Ed25519, RSA) are checked with public data and cannot leak anything.
 
 use std::cell::Cell;
 use std::hint::black_box;
@@ -27,7 +28,7 @@ thread_local! {
     static COMPARISONS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// A byte that counts how often one of its kind is compared.
+/// A byte that counts comparisons of its type.
 struct Counted(u8);
 
 impl ConstantTimeEq for Counted {
@@ -37,17 +38,17 @@ impl ConstantTimeEq for Counted {
     }
 }
 
-/// The tempting wrong way.
+/// The tempting wrong way: it stops at the first difference.
 fn stops_early<T: ConstantTimeEq, const N: usize>(ours: &[T; N], theirs: &[T; N]) -> bool {
     ours.iter().zip(theirs).all(|(our, their)| our.ct_eq(their).into())
 }
 
-/// A subtler one: it compares in steps of four.
+/// A subtler wrong way: it compares in steps of four.
 fn stops_after_words<T: ConstantTimeEq, const N: usize>(ours: &[T; N], theirs: &[T; N]) -> bool {
     ours.chunks(4).zip(theirs.chunks(4)).all(|(our, their)| our.ct_eq(their).into())
 }
 
-/// Whether every pair is compared exactly once, wherever the difference lies, and the answer is
+/// Whether every pair is compared exactly once, wherever the difference is, and the result is
 /// right.
 fn compares_all<const N: usize>(equal: impl Fn(&[Counted; N], &[Counted; N]) -> bool) -> bool {
     let ours: [Counted; N] = std::array::from_fn(|_| Counted(7));
@@ -66,12 +67,12 @@ fn every_byte_is_compared_wherever_the_difference_lies() {
 }
 
 const LONG: usize = 64 * 1024;
-/// Enough that one run of each kind is left alone by the scheduler: a run takes some tens of
+/// Enough that the scheduler leaves one run of each kind undisturbed; a run takes some tens of
 /// microseconds.
 const RUNS: usize = 200;
 
-/// How many times longer the longer of two comparisons takes: one that differs in its first byte,
-/// one in its last.
+/// The ratio of two durations, the longer to the shorter: comparing arrays that differ in the first
+/// byte, and in the last.
 fn spread(equal: impl Fn(&[u8; LONG], &[u8; LONG]) -> bool) -> f64 {
     let ours = Box::new([7; LONG]);
     let differing = |at: usize| {
@@ -100,7 +101,7 @@ fn what_was_compiled_takes_as_long_for_a_wrong_first_byte_as_for_a_wrong_last() 
     assert!(early > 2.0, "this check would not notice: {early:.1}");
     let words = spread(stops_after_words);
     assert!(words > 2.0, "this check would not notice: {words:.1}");
-    // `==` stops early too, if not at the first byte: in the processor's widest words.
+    // `==` stops early too, though not at the first byte but at the processor's widest word.
     let ordinary = spread(|ours, theirs| ours == theirs);
     assert!(ordinary > 2.0, "this check would not notice: {ordinary:.1}");
 }

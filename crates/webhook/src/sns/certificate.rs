@@ -1,5 +1,4 @@
-//! A certificate as AWS serves it, reduced to what verifying needs: whose URL it is, its key, its
-//! period.
+//! A certificate of AWS, reduced to what verification needs: its URL, its key and its period.
 
 use std::fmt;
 
@@ -15,19 +14,19 @@ use crate::time::UnixSeconds;
 /// `rsaEncryption`.
 const RSA: ObjectIdentifier = ObjectIdentifier::new_unwrap("1.2.840.113549.1.1.1");
 
-/// Bits of a modulus that is neither weak nor a way to keep us busy.
+/// Accepted bits of a modulus: strong enough, and small enough not to waste time.
 const MODULUS_BITS: std::ops::RangeInclusive<usize> = 2_048..=8_192;
 
-/// Longest PEM text; AWS's have some 2 KiB.
+/// Longest PEM text; those of AWS have some 2 KiB.
 const PEM_BYTES_MAX: usize = 16 * 1024;
 
 const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
 const END: &str = "-----END CERTIFICATE-----";
 
-/// A certificate that was fetched from its URL.
+/// A certificate fetched from its URL.
 ///
-/// Cloning copies some 300 bytes. Keep it for as long as you like: whether it is still valid is
-/// asked at every use.
+/// Cloning copies some 300 bytes. It can be kept for any time: its validity is checked at every
+/// use.
 #[derive(Clone)]
 pub struct Certificate {
     url: CertificateUrl,
@@ -38,7 +37,7 @@ pub struct Certificate {
 }
 
 impl Certificate {
-    /// Reads what was fetched from `url`: exactly one PEM certificate with an RSA key of at least
+    /// Parses what was fetched from `url`: exactly one PEM certificate, with an RSA key of at least
     /// 2048 bits.
     pub fn from_pem(url: &CertificateUrl, pem: &[u8]) -> Result<Self, CertificateError> {
         let der = unwrap_pem(pem).ok_or(CertificateError::Pem)?;
@@ -58,12 +57,12 @@ impl Certificate {
         })
     }
 
-    /// Where it came from.
+    /// The URL it was fetched from.
     pub fn url(&self) -> &CertificateUrl {
         &self.url
     }
 
-    /// The first and the last second at which it is valid. A cache may forget it afterwards.
+    /// The first and the last second at which it is valid. A cache may drop it afterwards.
     pub fn validity(&self) -> (UnixSeconds, UnixSeconds) {
         (self.not_before, self.not_after)
     }
@@ -72,7 +71,7 @@ impl Certificate {
         (self.not_before..=self.not_after).contains(&now)
     }
 
-    /// Whether its key made this RSA-SHA256 signature over `text`.
+    /// Whether its key made this RSA-SHA256 signature of `text`.
     pub(super) fn signed(&self, text: &[u8], signature: &[u8]) -> bool {
         UnparsedPublicKey::new(&RSA_PKCS1_2048_8192_SHA256, &self.key).verify(text, signature).is_ok()
     }
@@ -84,22 +83,22 @@ impl fmt::Debug for Certificate {
     }
 }
 
-/// What was fetched is no certificate to verify with.
+/// What was fetched is not a certificate that can verify messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CertificateError {
-    /// Not one PEM block of a certificate, or a huge one.
+    /// Not exactly one PEM block of a certificate, or too large.
     #[error("what was fetched is not one PEM certificate: a proxy's error page?")]
     Pem,
-    /// The block holds no X.509 certificate.
+    /// The block is not an X.509 certificate.
     #[error("what was fetched is no X.509 certificate")]
     Certificate,
-    /// The key is not RSA, or of a size that is not used.
+    /// The key is not RSA, or of an unusual size.
     #[error("the certificate's key is not RSA of 2048 to 8192 bits")]
     Key,
 }
 
-/// The bytes of the only block, which nothing but white space may surround.
+/// Decodes the only block, which may be surrounded by white space only.
 fn unwrap_pem(pem: &[u8]) -> Option<Vec<u8>> {
     let text = std::str::from_utf8(pem).ok().filter(|text| text.len() <= PEM_BYTES_MAX)?;
     let inner = text.trim_ascii().strip_prefix(BEGIN)?.strip_suffix(END)?;
@@ -107,8 +106,8 @@ fn unwrap_pem(pem: &[u8]) -> Option<Vec<u8>> {
     STANDARD.decode(base64).ok()
 }
 
-/// Whether these are modulus and exponent of a key of a usual size. The exponent is checked where
-/// it is used.
+/// Whether this is the modulus and exponent of a key of an accepted size. The exponent is checked
+/// when the key is used.
 fn is_strong(key: &[u8]) -> bool {
     let modulus_bits = || -> x509_cert::der::Result<usize> {
         let mut reader = SliceReader::new(key)?;

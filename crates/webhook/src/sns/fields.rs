@@ -1,4 +1,4 @@
-//! The fields of a body that are ever signed, each once and each a string.
+//! The fields of a body that can be signed, each once and each a string.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -24,7 +24,7 @@ macro_rules! fields {
                 }
             }
 
-            /// What a refusal calls it.
+            /// The part that a refusal names.
             pub(super) fn part(self) -> Part {
                 match self {
                     $(Self::$field => Part::$part,)*
@@ -48,7 +48,7 @@ fields! {
     Type "Type" Field,
 }
 
-/// What one field was.
+/// What was found for one field.
 #[derive(Debug, Clone, Default)]
 enum Found {
     #[default]
@@ -59,21 +59,21 @@ enum Found {
     Twice,
 }
 
-/// What a body says.
+/// The fields of a body.
 #[derive(Debug)]
 pub(super) struct Fields([Found; Field::ALL.len()]);
 
 impl Fields {
     pub(super) fn parse(body: &[u8]) -> Result<Self, Refusal> {
-        // The whole body, because bytes that are no text would otherwise pass in fields that are
-        // stepped over.
+        // The whole body must be UTF-8; otherwise invalid bytes would pass in fields that are
+        // skipped.
         let text = std::str::from_utf8(body).map_err(|_| Refusal::Malformed(Part::Body))?;
         let mut json = serde_json::Deserializer::from_str(text);
         let read = json.deserialize_map(Object).and_then(|fields| json.end().map(|()| fields));
         read.map_err(|_| Refusal::Malformed(Part::Body))
     }
 
-    /// The field's text.
+    /// Takes the field's text.
     pub(super) fn take(&mut self, field: Field) -> Result<String, Refusal> {
         match std::mem::take(&mut self.0[field as usize]) {
             Found::Text(text) => Ok(text),
@@ -83,7 +83,7 @@ impl Fields {
         }
     }
 
-    /// The text of a field that may be left out; `null` is left out too.
+    /// Takes the text of an optional field; `null` counts as missing.
     pub(super) fn take_optional(&mut self, field: Field) -> Result<Option<String>, Refusal> {
         match &self.0[field as usize] {
             Found::Nothing | Found::Null => Ok(None),
@@ -92,7 +92,7 @@ impl Fields {
     }
 }
 
-/// Reads an object's known fields and steps over the others.
+/// Reads an object's known fields and skips the others.
 struct Object;
 
 impl<'de> Visitor<'de> for Object {
@@ -153,8 +153,8 @@ mod tests {
         ] {
             assert_eq!(id(body).as_deref().map_err(|code| *code), expected, "{body}");
         }
-        // The second and third were found by the differential test, seed 9: nothing but text is
-        // JSON, read or not.
+        // The second and third were found by the differential test, seed 9: bytes that are not
+        // UTF-8 are not JSON, whether the field is read or not.
         for body in [&b"{\"MessageId\":\"\xff\"}"[..], b"{\"MessageId\":\"a\",\"x\":\"\xff\"}", b"{\"x\":{\"\xcf\":1}}"]
         {
             assert_eq!(Fields::parse(body).unwrap_err().code(), "body_malformed");

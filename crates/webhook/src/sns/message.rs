@@ -1,4 +1,4 @@
-//! What a genuine message says.
+//! The contents of a genuine message.
 
 use std::fmt;
 
@@ -7,12 +7,12 @@ use crate::error::SecretError;
 use crate::request::Verified;
 use crate::time::UnixSeconds;
 
-/// The name of a topic: `arn:aws:sns:REGION:ACCOUNT:NAME`, of any partition.
+/// The ARN of a topic, `arn:aws:sns:REGION:ACCOUNT:NAME`, of any partition.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TopicArn(String);
 
 impl TopicArn {
-    /// Takes the ARN of one topic. There are no patterns: a message of any other topic is refused.
+    /// Parses the ARN of one topic. There are no patterns: messages of other topics are refused.
     pub fn parse(arn: &str) -> Result<Self, SecretError> {
         let wrong = SecretError::Setting("a topic is arn:aws:sns:REGION:ACCOUNT:NAME, with an account of 12 digits");
         let parts: Vec<&str> = arn.split(':').collect();
@@ -37,19 +37,19 @@ impl fmt::Display for TopicArn {
     }
 }
 
-/// A genuine message. Everything in here was signed.
+/// A genuine message. The signature covers all of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Message {
     /// Something was published.
     Notification(Notification),
-    /// Somebody wants this endpoint to be subscribed: visit the URL to agree.
+    /// Somebody wants to subscribe this endpoint: visit the URL to agree.
     SubscriptionConfirmation(Confirmation),
     /// The endpoint was unsubscribed. Visiting the URL would subscribe it again.
     UnsubscribeConfirmation(Confirmation),
 }
 
 impl Message {
-    /// The message's id: the same in every retry.
+    /// The message's id, the same in every retry.
     pub fn message_id(&self) -> &str {
         match self {
             Self::Notification(it) => &it.message_id,
@@ -57,7 +57,7 @@ impl Message {
         }
     }
 
-    /// The topic, one of those allowed.
+    /// The topic, one of the allowed ones.
     pub fn topic_arn(&self) -> &TopicArn {
         match self {
             Self::Notification(it) => &it.topic_arn,
@@ -73,14 +73,14 @@ impl Message {
         }
     }
 
-    /// The same in the words of the other schemes. There is one key only, number 0: the
-    /// certificate's.
+    /// The same as the result of other schemes. The certificate's key is the only one, so its index
+    /// is 0.
     pub fn verified(&self) -> Verified {
         let message_id = Some(self.message_id().to_owned());
         Verified { message_id, signed_at: Some(self.published_at()), digest: Some(*self.digest()), key: 0 }
     }
 
-    /// SHA-256 of what was signed: the same for every spelling of the JSON around it.
+    /// SHA-256 of the signed text, the same for every way to write the JSON around it.
     pub fn digest(&self) -> &[u8; 32] {
         match self {
             Self::Notification(it) => &it.digest,
@@ -98,11 +98,11 @@ pub struct Notification {
     pub topic_arn: TopicArn,
     /// The subject, if it was published with one.
     pub subject: Option<String>,
-    /// What was published.
+    /// The published text.
     pub message: String,
     /// When it was published.
     pub published_at: UnixSeconds,
-    /// SHA-256 of what was signed.
+    /// SHA-256 of the signed text.
     pub digest: [u8; 32],
 }
 
@@ -115,13 +115,13 @@ pub struct Confirmation {
     pub topic_arn: TopicArn,
     /// A text for people.
     pub message: String,
-    /// For the `ConfirmSubscription` call of the API; the URL holds it too.
+    /// The token for the `ConfirmSubscription` API call; the URL contains it, too.
     pub token: String,
-    /// What to visit, once.
+    /// The URL to visit, once.
     pub subscribe_url: SubscribeUrl,
-    /// When it was sent first.
+    /// When it was first sent.
     pub published_at: UnixSeconds,
-    /// SHA-256 of what was signed.
+    /// SHA-256 of the signed text.
     pub digest: [u8; 32],
 }
 

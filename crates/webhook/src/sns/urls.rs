@@ -1,27 +1,27 @@
-//! The only addresses that a message may name.
+//! The URLs that a message may name.
 
 use std::fmt;
 
-/// Longest URL. AWS's for confirmations have some 400 bytes.
+/// Longest URL; AWS's for confirmations have some 400 bytes.
 const URL_BYTES_MAX: usize = 2_048;
 
 /// Longest URL of a certificate; AWS's have some 110 bytes.
 const CERTIFICATE_URL_BYTES_MAX: usize = 256;
 
-/// Longest region name; the longest there is has 14 bytes.
+/// Longest region name; the longest existing one has 14 bytes.
 const REGION_BYTES_MAX: usize = 32;
 
-/// A certificate's address: `https://sns.REGION.amazonaws.com/NAME.pem`, or `.com.cn` for a Chinese
+/// A certificate's URL: `https://sns.REGION.amazonaws.com/NAME.pem`, or `.com.cn` for a Chinese
 /// region.
 ///
-/// The host is compared exactly. No user, port, query or fragment, one path segment of letters,
-/// digits, `-` and `_`, nothing escaped, all in the one spelling that AWS uses: so the text itself
-/// is the key to cache by.
+/// The host is compared exactly. It has no user, port, query or fragment, one path segment of
+/// letters, digits, `-` and `_`, and no escapes. There is only one spelling, the one AWS uses, so
+/// the text is the cache key.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CertificateUrl(String);
 
 impl CertificateUrl {
-    /// Takes the URL if AWS itself serves it.
+    /// Parses the URL; `None` unless AWS itself serves it.
     pub fn parse(url: &str) -> Option<Self> {
         let name = path_at_aws(url)?.strip_suffix(".pem")?;
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
@@ -29,7 +29,7 @@ impl CertificateUrl {
         fits.then(|| Self(url.to_owned()))
     }
 
-    /// What to fetch, and the key to cache under.
+    /// The URL to fetch, which is also the cache key.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -41,10 +41,10 @@ impl fmt::Display for CertificateUrl {
     }
 }
 
-/// The address that confirms a subscription when it is visited: the same hosts, the root path, and
-/// a query that confirms this topic with this token.
+/// The URL that confirms a subscription when it is visited: on the same hosts, at the root path,
+/// with a query that confirms this topic with this token.
 ///
-/// The token is a capability: print it nowhere.
+/// The token is a capability: never log it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct SubscribeUrl(String);
 
@@ -63,7 +63,7 @@ impl SubscribeUrl {
         confirms.then(|| Self(url.to_owned()))
     }
 
-    /// What to fetch, once, to confirm.
+    /// The URL to fetch, once, to confirm.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -75,8 +75,8 @@ impl fmt::Debug for SubscribeUrl {
     }
 }
 
-/// What follows `https://sns.REGION.amazonaws.com/` (or `.com.cn/`), if that is exactly how the URL
-/// begins.
+/// Returns the text after `https://sns.REGION.amazonaws.com/` (or `.com.cn/`), if the URL begins
+/// exactly like that.
 fn path_at_aws(url: &str) -> Option<&str> {
     if url.len() > URL_BYTES_MAX {
         return None;
@@ -98,12 +98,12 @@ pub(super) fn is_region(region: &str) -> bool {
     region.len() <= REGION_BYTES_MAX && named && numbered
 }
 
-/// What a query may hold unescaped without leaving the query or confusing a reader.
+/// Characters that a query may contain unescaped without ending it or confusing a parser.
 fn is_query_byte(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"-._~:/%&=+".contains(&byte)
 }
 
-/// `%XX` undone; `None` for a broken escape.
+/// Decodes `%XX`; `None` for an invalid escape.
 fn unescape(text: &str) -> Option<Vec<u8>> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

@@ -1,4 +1,4 @@
-//! Reading a body, and checking it once its certificate is there.
+//! Reads a body, and verifies it once its certificate is known.
 
 use std::collections::BTreeSet;
 
@@ -15,16 +15,16 @@ use crate::error::{Part, Refusal, SecretError};
 use crate::mac::sha256;
 use crate::time::{Tolerance, UnixSeconds};
 
-/// Longest message id; AWS's are UUIDs.
+/// Longest message id; AWS uses UUIDs.
 const ID_BYTES_MAX: usize = 255;
 
-/// Longest base64 of a signature: that of a key of 8192 bits.
+/// Longest base64 signature: that of a key of 8192 bits.
 const SIGNATURE_BYTES_MAX: usize = 1_368;
 
-/// Verifies what AWS SNS sends of the allowed topics.
+/// Verifies SNS messages of the allowed topics.
 ///
-/// AWS signs for everybody: anybody with an account can have a genuine message sent to your
-/// endpoint. The topics are what makes a message yours.
+/// AWS signs for everybody: anybody with an account can send a genuine message to your endpoint.
+/// Only the topic shows that a message is yours.
 #[derive(Debug, Clone)]
 pub struct Verifier {
     topics: BTreeSet<TopicArn>,
@@ -32,7 +32,7 @@ pub struct Verifier {
 }
 
 impl Verifier {
-    /// A verifier that accepts messages of these topics, at least one.
+    /// Creates a verifier that accepts messages of these topics, at least one.
     pub fn new(topics: impl IntoIterator<Item = TopicArn>) -> Result<Self, SecretError> {
         let topics: BTreeSet<TopicArn> = topics.into_iter().collect();
         if topics.is_empty() {
@@ -41,15 +41,15 @@ impl Verifier {
         Ok(Self { topics, tolerance: TOLERANCE })
     }
 
-    /// Sets how far the time of publishing may be off, retries included: see [`TOLERANCE`].
+    /// Sets how far the time of publishing may be from now, retries included: see [`TOLERANCE`].
     #[must_use]
     pub fn tolerance(mut self, tolerance: Tolerance) -> Self {
         self.tolerance = tolerance;
         self
     }
 
-    /// Reads a body and refuses what no certificate could make acceptable. Cheap, no I/O, and
-    /// nothing in it is proven yet.
+    /// Reads a body, and refuses one that no certificate could make acceptable. Cheap and without
+    /// I/O; nothing in the result is proven yet.
     pub fn read(&self, body: &[u8]) -> Result<Unverified, Refusal> {
         let mut fields = Fields::parse(body)?;
         match fields.take(Field::SignatureVersion)?.as_str() {
@@ -62,7 +62,7 @@ impl Verifier {
         let signature = signature.and_then(|text| STANDARD.decode(text).ok());
         let certificate_url = fields.take(Field::SigningCertUrl)?;
         let topic_arn = fields.take(Field::TopicArn)?;
-        // The allowed one is used from here on, so nothing of the sender's spelling remains.
+        // The configured ARN is used from here on, not the sender's text.
         let topic_arn = self.topics.iter().find(|topic| topic.as_str() == topic_arn).cloned();
         let topic_arn = topic_arn.ok_or(Refusal::TopicNotAllowed)?;
         let certificate_url = CertificateUrl::parse(&certificate_url).ok_or(Refusal::CertificateUrlRefused)?;
@@ -72,7 +72,7 @@ impl Verifier {
     }
 }
 
-/// A well-formed message of an allowed topic that anybody may have made up.
+/// A well-formed message of an allowed topic. Anybody could have written it.
 #[derive(Debug, Clone)]
 pub struct Unverified {
     message: Message,
@@ -83,13 +83,13 @@ pub struct Unverified {
 }
 
 impl Unverified {
-    /// Whose certificate [`Unverified::verify`] needs.
+    /// The URL of the certificate that [`Unverified::verify`] needs.
     pub fn certificate_url(&self) -> &CertificateUrl {
         &self.certificate_url
     }
 
-    /// The message, if the certificate is the one it names, is valid now and signed it, and it was
-    /// published within the tolerance of `now`.
+    /// Returns the message if the certificate is the one it names, is valid now and signed it, and
+    /// if it was published within the tolerance of `now`.
     pub fn verify(self, certificate: &Certificate, now: UnixSeconds) -> Result<Message, Refusal> {
         if *certificate.url() != self.certificate_url {
             return Err(Refusal::CertificateOther);
@@ -105,7 +105,7 @@ impl Unverified {
     }
 }
 
-/// The message and the text that AWS signs of it.
+/// Returns the message, and the text of it that AWS signs.
 fn assemble(fields: &mut Fields, topic_arn: TopicArn) -> Result<(Message, String), Refusal> {
     let kind = fields.take(Field::Type)?;
     let message_id = fields.take(Field::MessageId)?;
@@ -158,19 +158,19 @@ impl Lines {
         self
     }
 
-    /// Every kind of message ends alike.
+    /// Ends the text, in the same way for every kind of message.
     fn finish(self, topic_arn: &TopicArn, kind: &str) -> String {
         self.add(Field::TopicArn, topic_arn.as_str()).add(Field::Type, kind).0
     }
 }
 
-/// No value but the message's may hold what separates values: the signed text would have two
-/// readings.
+/// Only the message itself may contain line breaks: in other values they would give the signed text
+/// a second reading.
 fn single_line(text: &str) -> Result<&str, Refusal> {
     if text.chars().any(char::is_control) { Err(Refusal::Malformed(Part::Field)) } else { Ok(text) }
 }
 
-/// Reads `2012-05-02T00:54:06.655Z`, with or without a fraction and in no other form.
+/// Parses `2012-05-02T00:54:06.655Z`, with or without a fraction, and no other format.
 fn published_at(text: &str) -> Option<UnixSeconds> {
     const FORM: &[u8; 19] = b"0000-00-00T00:00:00";
     let (whole, rest) = text.as_bytes().split_first_chunk::<19>()?;

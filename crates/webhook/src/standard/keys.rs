@@ -1,4 +1,4 @@
-//! The three kinds of keys, distinguished by their prefixes.
+//! The three kinds of keys, distinguished by their prefix.
 
 use std::fmt;
 
@@ -14,16 +14,16 @@ const SYMMETRIC_PREFIX: &str = "whsec_";
 const SIGNING_PREFIX: &str = "whsk_";
 const PUBLIC_PREFIX: &str = "whpk_";
 
-/// The specification's bounds of a symmetric key.
+/// Bounds of a symmetric key, in bytes, from the specification.
 const SYMMETRIC_BYTES: (usize, usize) = (24, 64);
 
-/// A shared secret for `v1`: `whsec_` and base64, which is *decoded* (Stripe's secrets look the
-/// same and are not).
+/// A shared secret for `v1`: `whsec_` and base64, which is *decoded*. (Stripe's secrets look the
+/// same and are not decoded.)
 #[derive(Debug, Clone)]
 pub struct SymmetricKey(pub(super) SecretBytes);
 
 impl SymmetricKey {
-    /// Reads `whsec_` + base64; the prefix may be left out.
+    /// Parses `whsec_` + base64; the prefix is optional.
     pub fn parse(text: &str) -> Result<Self, SecretError> {
         if text.starts_with(SIGNING_PREFIX) || text.starts_with(PUBLIC_PREFIX) {
             return Err(SecretError::Prefix { expected: SYMMETRIC_PREFIX });
@@ -36,7 +36,7 @@ impl SymmetricKey {
         SecretBytes::new("standard-webhooks", bytes, SYMMETRIC_BYTES.0, SYMMETRIC_BYTES.1).map(Self)
     }
 
-    /// The secret's text, to be handed to the receiver.
+    /// The secret's text, to be given to the receiver.
     pub fn expose(&self) -> Zeroizing<String> {
         Zeroizing::new(format!("{SYMMETRIC_PREFIX}{}", to_base64(self.0.expose())))
     }
@@ -47,7 +47,7 @@ impl SymmetricKey {
 pub struct SigningKey(pub(super) ed25519_dalek::SigningKey);
 
 impl SigningKey {
-    /// Reads `whsk_` + base64; the prefix may be left out.
+    /// Parses `whsk_` + base64; the prefix is optional.
     pub fn parse(text: &str) -> Result<Self, SecretError> {
         if text.starts_with(SYMMETRIC_PREFIX) || text.starts_with(PUBLIC_PREFIX) {
             return Err(SecretError::Prefix { expected: SIGNING_PREFIX });
@@ -77,8 +77,8 @@ impl fmt::Debug for SigningKey {
 pub struct PublicKey(pub(super) ed25519_dalek::VerifyingKey);
 
 impl PublicKey {
-    /// Reads `whpk_` + base64; the prefix may be left out. Keys of small order, for which anything
-    /// verifies, are refused.
+    /// Parses `whpk_` + base64; the prefix is optional. Keys of small order, under which any
+    /// signature verifies, are refused.
     pub fn parse(text: &str) -> Result<Self, SecretError> {
         if text.starts_with(SYMMETRIC_PREFIX) || text.starts_with(SIGNING_PREFIX) {
             return Err(SecretError::Prefix { expected: PUBLIC_PREFIX });
@@ -115,7 +115,7 @@ mod tests {
         for text in ["", "whsk_", "whsk_AAAA", "whsec_AAAA"] {
             assert!(SigningKey::parse(text).is_err(), "{text}");
         }
-        // The neutral element: a key under which a forged signature verifies any message.
+        // The neutral element: under this key, a forged signature verifies any message.
         let mut neutral = [0; 32];
         neutral[0] = 1;
         for text in ["", "whpk_", "whpk_AAAA", "whsk_AAAA", to_base64(&neutral).as_str()] {

@@ -14,14 +14,14 @@ use crate::time::UnixSeconds;
 /// A key to sign with.
 #[derive(Debug, Clone)]
 pub enum SignKey {
-    /// Makes a `v1` entry.
+    /// Signs a `v1` entry.
     Symmetric(SymmetricKey),
-    /// Makes a `v1a` entry.
+    /// Signs a `v1a` entry.
     Asymmetric(SigningKey),
 }
 
 impl SignKey {
-    /// Reads a key of either kind by its prefix: `whsk_` is asymmetric, everything else symmetric.
+    /// Parses a key of either kind by its prefix: `whsk_` is asymmetric, everything else symmetric.
     pub fn parse(text: &str) -> Result<Self, SecretError> {
         match text.starts_with("whsk_") {
             true => SigningKey::parse(text).map(Self::Asymmetric),
@@ -54,28 +54,28 @@ impl From<SigningKey> for SignKey {
     }
 }
 
-/// Signs messages with every live key, so that receivers may switch from the old one to the new one
-/// at their leisure.
+/// Signs messages with every live key, so that receivers can switch from the old key to the new one
+/// at any time.
 #[derive(Debug, Clone)]
 pub struct Signer {
     keys: Keys<Live<SignKey>>,
 }
 
 impl Signer {
-    /// A signer with 1 to 8 keys; entries come in their order.
+    /// Creates a signer with 1 to 8 keys; entries are in the order of the keys.
     pub fn new(keys: impl IntoIterator<Item = SignKey>) -> Result<Self, SecretError> {
         Ok(Self { keys: Keys::new(keys.into_iter().map(Live::always))? })
     }
 
-    /// Signs with an old key too, up to and including `until`. So a rotation ends by itself, and a
-    /// receiver that has not switched by then refuses what comes, instead of trusting a key for
-    /// ever that may have been found.
+    /// Also signs with an old key, up to and including `until`. So a rotation ends by itself: a
+    /// receiver that has not switched by then refuses messages, instead of trusting an old key for
+    /// ever that may have leaked.
     pub fn retiring(mut self, key: SignKey, until: UnixSeconds) -> Result<Self, SecretError> {
         self.keys.push(Live { key, until: Some(until) })?;
         Ok(self)
     }
 
-    /// Signs `body` under `id`, at `now`. Sign each attempt anew: receivers refuse old timestamps.
+    /// Signs `body` under `id` at `now`. Sign each attempt anew: receivers refuse old timestamps.
     pub fn sign(&self, id: &str, now: UnixSeconds, body: &[u8]) -> Result<Signed, SignError> {
         if !is_id(id) {
             return Err(SignError::Id);
@@ -89,7 +89,7 @@ impl Signer {
     }
 }
 
-/// The three header values of a signed message.
+/// The three headers of a signed message.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Signed {
     /// `webhook-id`
@@ -101,7 +101,7 @@ pub struct Signed {
 }
 
 impl Signed {
-    /// Names and values, ready to be sent.
+    /// Returns names and values, ready to be sent.
     pub fn headers(&self) -> [(&'static str, &str); 3] {
         [(ID_HEADER, &self.id), (TIMESTAMP_HEADER, &self.timestamp), (SIGNATURE_HEADER, &self.signature)]
     }

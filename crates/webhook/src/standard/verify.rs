@@ -10,7 +10,7 @@ use crate::mac::{from_base64, hmac_sha256};
 use crate::request::{Request, Scheme};
 use crate::time::UnixSeconds;
 
-/// Most entries in one signature list: as many as a sender's keys could make, twice over.
+/// Most entries in one signature list: twice the most keys of a sender.
 const ENTRIES_MAX: usize = 16;
 
 /// A key to verify with.
@@ -23,7 +23,7 @@ pub enum VerifyKey {
 }
 
 impl VerifyKey {
-    /// Reads a key of either kind by its prefix: `whpk_` is public, everything else symmetric.
+    /// Parses a key of either kind by its prefix: `whpk_` is public, everything else symmetric.
     pub fn parse(text: &str) -> Result<Self, SecretError> {
         match text.starts_with("whpk_") {
             true => PublicKey::parse(text).map(Self::Public),
@@ -44,10 +44,10 @@ impl From<PublicKey> for VerifyKey {
     }
 }
 
-/// Verifies what any sender of Standard Webhooks sends.
+/// Verifies messages of any Standard Webhooks sender.
 pub type Verifier = keyed::Verifier<VerifyKey>;
 
-/// What the three headers say.
+/// The claims in the three headers.
 #[doc(hidden)]
 pub struct Claim<'r> {
     id: &'r str,
@@ -87,7 +87,7 @@ impl Key for VerifyKey {
     }
 }
 
-/// One family for all three headers: `webhook-*` if there is any of them, else Svix's.
+/// One family for all three headers: `webhook-*` if any of them exists, else Svix's.
 fn family(headers: &Headers<'_>) -> [&'static str; 3] {
     let standard = [ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER];
     let svix = ["svix-id", "svix-timestamp", "svix-signature"];
@@ -113,7 +113,7 @@ impl Entries {
             match version {
                 "v1" => entries.v1.extend(from_base64(signature)),
                 "v1a" => entries.v1a.extend(from_base64(signature).map(|bytes| Signature::from_bytes(&bytes))),
-                // A version of the future, or none at all: other entries may still be ours.
+                // A future or unknown version: other entries may still match.
                 _ => continue,
             }
             known += 1;
@@ -134,7 +134,7 @@ impl Entries {
             VerifyKey::Public(_) if self.v1a.is_empty() => false,
             VerifyKey::Public(key) => {
                 let message = [preamble.as_bytes(), body].concat();
-                // Strict: no second encoding of a signature verifies.
+                // Strict, so that no second encoding of a signature verifies.
                 self.v1a.iter().any(|signature| key.0.verify_strict(&message, signature).is_ok())
             }
         }

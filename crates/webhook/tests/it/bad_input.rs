@@ -1,7 +1,7 @@
 //! The list of bad input, item by item, for every scheme it applies to: what is accepted, and the
-//! code of what is not.
+//! code of every refusal.
 //!
-//! AWS SNS, which is JSON and RSA, has its own in `sns.rs`.
+//! AWS SNS, which is JSON and RSA, has its own list in `sns.rs`.
 
 use base64::Engine;
 use base64::engine::general_purpose::{STANDARD, STANDARD_NO_PAD, URL_SAFE};
@@ -9,7 +9,7 @@ use postbox_webhook::Scheme;
 
 use crate::senders::{ID, Kit, Message, OTHER, SECRET, TIME, hex};
 
-/// A body whose code has a character that only one of the two alphabets of base64 knows.
+/// A body whose code contains a character that only one of the two base64 alphabets has.
 fn telling(kit: Kit) -> (Vec<u8>, Vec<u8>) {
     let mut body = kit.body().to_vec();
     loop {
@@ -21,7 +21,7 @@ fn telling(kit: Kit) -> (Vec<u8>, Vec<u8>) {
     }
 }
 
-/// Runs one item for every scheme and compares with the expected code.
+/// Runs one item for every scheme, and compares with the expected code.
 fn each(item: &str, applies: impl Fn(Kit) -> bool, cases: impl Fn(Kit) -> Vec<(Message, i64, &'static str)>) {
     let mut seen = 0;
     for kit in Kit::ALL.into_iter().filter(|kit| applies(*kit)) {
@@ -93,7 +93,7 @@ fn a_time_at_the_edge_of_the_tolerance_is_accepted() {
             (message(), TIME - 300, "ok"),
             (message(), TIME + 301, "timestamp_too_old"),
             (message(), TIME - 301, "timestamp_too_new"),
-            // What is not genuine is never called old.
+            // A message that is not genuine is never reported as old.
             (kit.genuine(OTHER, TIME, kit.body()), TIME + 301, "signature_mismatch"),
         ]
     });
@@ -131,10 +131,10 @@ fn a_part_of_the_right_code_is_refused() {
 
 #[test]
 fn the_right_code_under_another_scheme_is_refused() {
-    // These three sign the same bytes in the same way; only the header and the spelling differ.
+    // These three sign the same bytes in the same way; only the header and the encoding differ.
     let alike = |kit| matches!(kit, Kit::GitHub | Kit::Shopify | Kit::Plain);
     for (kit, other) in Kit::ALL.into_iter().flat_map(|kit| Kit::ALL.map(|other| (kit, other))) {
-        // Svix's headers are another name for the same.
+        // Svix's headers are other names for the same scheme.
         if kit == other || kit.has_id() && other.has_id() && kit != Kit::StandardPublic && other != Kit::StandardPublic
         {
             continue;
@@ -148,8 +148,8 @@ fn the_right_code_under_another_scheme_is_refused() {
         };
         let message = kit.with_code(&kit.encode(&code), body);
         assert_eq!(message.verdict(&*kit.verifier(), TIME), expected, "the code of {other:?} under {kit:?}");
-        // The other scheme's whole message is never taken for ours; one verifier is for both kinds
-        // of Twilio's bodies.
+        // A whole message of another scheme is never accepted; but one verifier accepts both kinds
+        // of Twilio bodies.
         if kit.scheme() == Scheme::Twilio && other.scheme() == Scheme::Twilio {
             continue;
         }
@@ -273,8 +273,8 @@ fn a_reserialised_body_is_refused() {
             .to_vec()
         },
     );
-    // Twilio signs the parameters of a form, not its bytes: another spelling is the same message,
-    // by the same id.
+    // Twilio signs the parameters of a form, not its bytes: another spelling is the same message
+    // with the same id.
     let kit = Kit::TwilioForm;
     let genuine = kit.genuine(SECRET, TIME, kit.body());
     let respelt = b"Digits=1234&Call%53id=CA1234567890ABCDE&From=14158675309".to_vec();

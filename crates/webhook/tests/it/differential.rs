@@ -1,5 +1,5 @@
 //! Random cases from an independent implementation (`fixtures/differential.py`, Python's standard
-//! library), and its verdict on each: ours must be the same, every time.
+//! library), with its verdict on each. Ours must always be the same.
 //!
 //! `POSTBOX_TEST_DIFFERENTIAL=1000000 POSTBOX_SEED=1 cargo test --release -p postbox-webhook --test it -- --nocapture differential`
 //! is the long version. A missing Python is a failure: a check that is skipped proves nothing.
@@ -18,7 +18,7 @@ use serde::Deserialize;
 
 use crate::mutations::{number, seed};
 
-/// Cases in an ordinary run: a few seconds.
+/// Cases in an ordinary run, which takes a few seconds.
 const CASES: u64 = 20_000;
 
 #[derive(Debug, Deserialize)]
@@ -33,7 +33,7 @@ struct Case {
     accept: bool,
 }
 
-/// Header bytes travel as the characters of the same numbers.
+/// Header bytes are encoded as the characters with the same numbers.
 fn bytes(text: &str) -> Vec<u8> {
     text.chars().map(|character| u8::try_from(u32::from(character)).expect("one byte")).collect()
 }
@@ -105,7 +105,7 @@ fn an_independent_implementation_always_agrees() {
     assert!(python.wait().expect("it ends").success(), "the other implementation failed");
     println!("{count} cases in {:?}, no difference; refused and accepted: {tally:?}", start.elapsed());
     assert_eq!(tally.values().flatten().sum::<u64>(), count);
-    // Agreement on nothing would be no agreement.
+    // Agreement means something only if every kind of case occurred.
     if count >= CASES {
         assert_eq!(tally.len(), 10);
         assert!(tally.values().flatten().all(|cases| *cases > count / 100), "{tally:?}");

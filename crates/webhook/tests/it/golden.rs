@@ -109,7 +109,7 @@ fn signatures_of_an_independent_implementation_are_accepted_and_belong_to_one_sc
     }
 }
 
-/// What the signers for tests say is what an independent implementation says.
+/// Our test signers sign like the independent implementation.
 #[test]
 fn senders_for_tests_sign_as_their_providers_do() {
     let fixtures: serde_json::Value = serde_json::from_str(include_str!("../fixtures/signatures.json")).expect("JSON");

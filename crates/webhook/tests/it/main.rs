@@ -1,4 +1,4 @@
-//! The verifiers against vectors, an independent implementation, and everything that must be
+//! The verifiers, tested with vectors, an independent implementation, and everything that must be
 //! refused.
 #![allow(clippy::unwrap_used)]
 #![allow(clippy::print_stdout, reason = "random tests print their seed")]

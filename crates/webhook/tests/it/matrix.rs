@@ -1,4 +1,4 @@
-//! Exactly what is accepted and exactly what is refused, each refusal with its code.
+//! What is accepted and what is refused, each refusal with its code.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -57,7 +57,7 @@ fn standard_signatures() {
     let url_safe = mac.replace('+', "-").replace('/', "_");
     let hex: String = STANDARD.decode(mac).expect("base64").iter().map(|byte| format!("{byte:02x}")).collect();
     let stripe_way = {
-        // The same secret derived the other provider's way: its text as the key.
+        // The same secret derived as at the other provider: its text is the key.
         let key = SymmetricKey::from_bytes(OLD.as_bytes()).expect("a key");
         Signer::new([key.into()]).expect("a signer").sign(ID, NOW, BODY).expect("signed").signature
     };
@@ -93,8 +93,8 @@ fn standard_signatures() {
 
 #[test]
 fn standard_ids_and_times() {
-    // Signed by the reference as the sender of such a thing would: the refusal is for the form, not
-    // for the MAC.
+    // Signed by the reference as a sender of this would: the refusal is for the format, not for the
+    // MAC.
     let reference = standardwebhooks::Webhook::new(OLD).expect("the reference takes the key");
     let forge = |id: &str, time: &str| reference.sign(id, time.parse().unwrap_or_default(), BODY).expect("signed");
     for (id, time, expected) in [
@@ -151,7 +151,7 @@ fn headers_of_the_standard_scheme() {
         (vec![id, svix[1], svix[2]], "timestamp_missing"),
         (vec![id, time, svix[2]], "signature_missing"),
         (vec![svix[0], time, signature], "id_missing"),
-        // Twice is refused, equal or not.
+        // A repeated header is refused, equal or not.
         (vec![id, time, time, signature], "timestamp_duplicate"),
         (vec![id, time, other_time, signature], "timestamp_duplicate"),
         (vec![id, id, time, signature], "id_duplicate"),
@@ -172,7 +172,7 @@ fn a_changed_or_reserialised_body_is_refused() {
 
 #[test]
 fn a_body_that_looks_like_a_timestamp_has_one_reading_only() {
-    // `a.1.2.x` must not be readable as (a, 1, "2.x") and as ("a.1", 2, "x").
+    // `a.1.2.x` must not have two readings: ("a", 1, "2.x") and ("a.1", 2, "x").
     let signer = Signer::new([SignKey::parse(OLD).expect("a key")]).expect("a signer");
     let signed = signer.sign("a", UnixSeconds(1), b"2.x").expect("signed").signature;
     let shifted = [("webhook-id", "a.1"), ("webhook-timestamp", "2"), ("webhook-signature", signed.as_str())];
@@ -189,7 +189,7 @@ fn what_cannot_be_verified_is_not_signed() {
     }
 }
 
-/// The signature of an endpoint secret used Stripe's way, over `time.body`.
+/// The signature with an endpoint secret as at Stripe, over `time.body`.
 fn stripe_mac(secret: &str, time: &str, body: &[u8]) -> String {
     let layout = plain::Layout::new("s");
     let message = [time.as_bytes(), b".", body].concat();
@@ -245,7 +245,7 @@ fn github_and_shopify() {
         ("X-Hub-Signature-256", hex.clone(), "signature_version_unsupported"),
         ("X-Hub-Signature-256", "sha256=".into(), "signature_malformed"),
         ("X-Hub-Signature-256", format!("sha256={}", &hex[..40]), "signature_malformed"),
-        // SHA-1 is never fallen back to.
+        // There is no fallback to SHA-1.
         ("X-Hub-Signature", format!("sha1={}", &hex[..40]), "signature_missing"),
     ] {
         assert_eq!(verdict(&github, &[(name, &value)], BODY, NOW), expected, "{name}: {value}");

@@ -5,10 +5,10 @@
 //! `POSTBOX_TEST_MUTATIONS=10000000 POSTBOX_SEED=1 cargo test --release -p postbox-webhook --test it -- --nocapture mutations`
 //! is the long version.
 //!
-//! Where a scheme signs bytes, whatever was damaged must be refused. Where it signs a *meaning*
-//! (the parameters of Twilio's forms, the fields of SNS's JSON), the bytes can change and the
-//! meaning stay (`%2b` for `%2B`, a space between fields); then it must be accepted as exactly the
-//! same message, or not at all. These are counted apart.
+//! Where a scheme signs bytes, every damaged message must be refused. Where it signs a *meaning*
+//! (the parameters of Twilio's forms, the fields of SNS's JSON), the bytes can change while the
+//! meaning stays (`%2b` for `%2B`, a space between fields); then it must be accepted as exactly the
+//! same message, or refused. These cases are counted separately.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -18,11 +18,12 @@ use serde_json::json;
 
 use crate::senders::{Kit, Message, SECRET, TIME};
 
-/// Mutations in an ordinary run: a few seconds.
+/// Mutations in an ordinary run, which takes a few seconds.
 const MUTATIONS: u64 = 200_000;
-/// Messages of one subject that are signed at once and damaged many times: RSA signs slowly.
+/// Number of messages per subject that are signed together and damaged many times, because RSA
+/// signs slowly.
 const POOL: usize = 24;
-/// After so many mutations the messages are replaced.
+/// Number of mutations after which the messages are replaced.
 const ROUND: u64 = 240_000;
 
 /// Small, fast and repeatable: a step of `SplitMix64`.
@@ -42,7 +43,7 @@ impl Random {
     }
 }
 
-/// What is accepted, in words; `None` if it is refused.
+/// Describes what is accepted; `None` if it is refused.
 type Receive = Box<dyn Fn(&Message) -> Option<String>>;
 
 /// One scheme's sender and receiver.
@@ -134,7 +135,7 @@ fn damaged(genuine: &Message, random: &mut Random) -> Option<Message> {
     let at = random.below(bytes.len() + 1);
     let byte = random.next() as u8;
     match random.below(8) {
-        // Single bits are tried as often as everything else together.
+        // Single bits are flipped as often as everything else together.
         0..=3 if at < bytes.len() => bytes[at] ^= 1 << (byte % 8),
         4 if at < bytes.len() => bytes[at] = byte,
         5 if at < bytes.len() => drop(bytes.remove(at)),
@@ -145,11 +146,11 @@ fn damaged(genuine: &Message, random: &mut Random) -> Option<Message> {
     (message != *genuine).then_some(message)
 }
 
-/// What became of the mutations.
+/// The results of the mutations.
 #[derive(Debug, Default)]
 struct Tally {
     tried: u64,
-    /// Other bytes, and accepted as the same message.
+    /// Other bytes, accepted as the same message.
     respelt: u64,
     /// Accepted as something that was never sent.
     forged: Vec<String>,
@@ -207,8 +208,8 @@ fn no_mutation_is_accepted() {
     assert_eq!(tally.tried, mutations);
 }
 
-/// Receivers with one small flaw each, as they have been seen in the wild. If the search above
-/// missed one of them, it would prove nothing.
+/// Receivers with one small flaw each, as seen in the wild. If the search above missed one of them,
+/// it would prove nothing.
 #[test]
 fn the_search_finds_receivers_that_overlook_one_byte() {
     type Flaw = fn(Kit, &mut Message);
@@ -244,7 +245,7 @@ fn the_search_finds_receivers_that_overlook_one_byte() {
         let tally = hunt(&[flawed], 50_000, 1);
         assert!(!tally.forged.is_empty(), "a receiver that {name} was not noticed");
     }
-    // Sender and receiver leave out the body's last byte.
+    // Sender and receiver both ignore the body's last byte.
     let cut = |message: &Message| {
         let mut cut = message.clone();
         cut.body.pop();

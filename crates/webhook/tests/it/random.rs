@@ -12,7 +12,7 @@ use crate::senders::{Kit, SECRET, TIME};
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
-    /// Whatever comes in, nothing panics and nothing is accepted.
+    /// Whatever arrives, nothing panics and nothing is accepted.
     #[test]
     fn garbage_is_refused_without_panic(
         values in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..80), 4),
@@ -29,7 +29,7 @@ proptest! {
         }
     }
 
-    /// The reference signs the same and accepts the same.
+    /// The reference signs and accepts the same.
     #[test]
     fn the_reference_implementation_agrees(
         key in proptest::collection::vec(any::<u8>(), 24..=64),
@@ -38,8 +38,8 @@ proptest! {
         age in -400_i64..400,
         flip in proptest::option::of(0_usize..256),
     ) {
-        // The reference reads the wall clock; half a second around the edges may go either way and
-        // is left out.
+        // The reference reads the wall clock, so ages near the limits may go either way. They are
+        // left out.
         prop_assume!(!(298..=302).contains(&age.abs()));
         let now = i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs()).expect("fits");
         let time = now - age;
@@ -53,7 +53,7 @@ proptest! {
             let at = 3 + flip / 8 % (signature.len() - 3);
             signature[at] ^= 1 << (flip % 8);
         }
-        // Only what can be a header value at all.
+        // Only valid header values.
         let Ok(value) = http::HeaderValue::from_bytes(&signature) else { return Ok(()) };
         let mut map = http::HeaderMap::new();
         map.insert("webhook-id", id.parse().expect("a value"));

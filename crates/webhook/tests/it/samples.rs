@@ -1,4 +1,4 @@
-//! `examples/verify`: the receivers in other languages take what our signer makes, and nothing
+//! `examples/verify`: the receivers in other languages accept what our signer makes, and nothing
 //! else.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -14,14 +14,14 @@ use crate::senders::{OTHER, SECRET};
 
 const SEED: &str = "whsk_VEVTVFNJR05JTkdLRVlET05PVFVTRVRISVNGT1JBTlk=";
 const BODY: &[u8] = "{\"order\": 42, \"name\": \"Zoë\"}".as_bytes();
-/// Longest wait for an answer: the servers answer in a millisecond.
+/// Longest wait for an answer; the servers answer in a millisecond.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A sample that runs as a server of its own, on a port that the system chose.
+/// A sample that runs as a server, on a port chosen by the system.
 struct Sample {
     child: Child,
     port: u16,
-    /// Kept open: a server that cannot print fails.
+    /// Kept open, because a server that cannot print fails.
     _output: BufReader<ChildStdout>,
 }
 
@@ -43,7 +43,7 @@ impl Sample {
         self.post_as(&body.len().to_string(), headers, body)
     }
 
-    /// The same with a length that may not be so.
+    /// The same with a `content-length` that may be false.
     fn post_as(&self, length: &str, headers: &[(&str, &str)], body: &[u8]) -> String {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).expect("it listens");
         stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
@@ -68,7 +68,7 @@ fn now() -> i64 {
     i64::try_from(now.as_secs()).expect("fits")
 }
 
-/// The statuses of everything that is posted.
+/// Posts every case and checks the status.
 fn try_all(sample: &Sample, key: &str) {
     let key = || SignKey::parse(key).expect("a key");
     let other = || SignKey::parse(OTHER).expect("a key");
@@ -92,7 +92,7 @@ fn try_all(sample: &Sample, key: &str) {
     for wrong in ["", "x", "-1", "1e9", "99999999999999999999"] {
         assert_eq!(sample.post(&[id, ("webhook-timestamp", wrong), signature], BODY), "401", "{wrong:?}");
     }
-    // Another spelling of the right code is none.
+    // Another encoding of the right code is not accepted.
     let code = |version: &str| signature.1.strip_prefix(version).map(str::to_owned);
     let (version, code) = match code("v1,") {
         Some(code) => ("v1,", code),
@@ -111,7 +111,7 @@ fn try_all(sample: &Sample, key: &str) {
         let wrong = format!("{version}{spelling}");
         assert_eq!(sample.post(&[id, time, ("webhook-signature", &wrong)], BODY), "401", "{wrong:?}");
     }
-    // What is there twice says two things, equal or not, whichever comes first.
+    // A repeated header is ambiguous, equal or not, whichever comes first.
     for (twice, other) in [(id, "msg_2"), (time, "1"), (signature, "v1,AAAA")] {
         let all = [id, time, signature];
         for other in [other, twice.1] {

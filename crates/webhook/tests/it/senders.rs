@@ -1,5 +1,5 @@
-//! The sender's side of every scheme, written with nothing but the hash functions, and its
-//! receiver.
+//! The sender's side of every scheme, written with nothing but the hash functions, and the receiver
+//! for it.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -10,18 +10,18 @@ use postbox_webhook::{Headers, Refusal, Request, Scheme, Settings, UnixSeconds, 
 use sha1::Sha1;
 use sha2::{Digest, Sha256, Sha512};
 
-/// 2030-01-01T00:00:00Z: the certificates of the tests are valid then.
+/// 2030-01-01T00:00:00Z, when the certificates of the tests are valid.
 pub(crate) const TIME: i64 = 1_893_456_000;
 /// The id of every message that has one.
 pub(crate) const ID: &str = "msg_1";
-/// Every scheme takes this text as a secret, each in its own way.
+/// A text that every scheme accepts as a secret, each in its own way.
 pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 /// Another one.
 pub(crate) const OTHER: &str = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
 
 const TWILIO_URL: &str = "https://example.org/in/calls";
 
-/// What arrives.
+/// A received message.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Message {
     pub(crate) fields: Vec<(&'static str, Vec<u8>)>,
@@ -32,13 +32,13 @@ pub(crate) struct Message {
 impl Message {
     pub(crate) fn verify(&self, verifier: &dyn Verify, now: i64) -> Result<Verified, Refusal> {
         let headers: Headers<'_> = self.fields.iter().map(|(name, value)| (*name, value.as_slice())).collect();
-        // No HTTP library hands on a query that is not text.
+        // No HTTP library passes on a query that is not text.
         let query = self.query.as_deref().map(|query| std::str::from_utf8(query).unwrap_or("\u{0}"));
         let (request, now) = (Request { headers: &headers, query, body: &self.body }, UnixSeconds(now));
         let verified = verifier.verify(&request, now);
-        // The headers alone never say less than the truth: they hold whatever verifies, and what
-        // they are refused for is what the whole is refused for, but for a time, which is looked at
-        // last when there is a body.
+        // The check of the headers must agree with the whole: it passes whatever verifies, and
+        // refuses for the same reason. The exception is the time, which the whole check looks at
+        // last.
         if let Err(refusal) = verifier.check_head(&request, now) {
             assert!(
                 verified.clone().is_err_and(|whole| whole == refusal || refusal.is_stale()),
@@ -58,7 +58,7 @@ impl Message {
     }
 }
 
-/// A way to sign that a sender has.
+/// A sender's way to sign.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kit {
     Standard,
@@ -117,12 +117,12 @@ impl Kit {
         self.has_id() || self == Self::Stripe
     }
 
-    /// Whether codes are written in hex, else in base64.
+    /// Whether codes are written in hex; otherwise in base64.
     pub(crate) fn is_hex(self) -> bool {
         matches!(self, Self::Stripe | Self::GitHub | Self::Slack | Self::Plain)
     }
 
-    /// What stands before the code.
+    /// The text before the code.
     pub(crate) fn prefix(self) -> &'static str {
         match self {
             Self::Standard | Self::Svix => "v1,",
@@ -163,7 +163,7 @@ impl Kit {
         self.receiver(&[(SECRET, None)])
     }
 
-    /// The key's bytes, derived as this provider does.
+    /// The key's bytes, derived as by this provider.
     pub(crate) fn key(self, secret: &str) -> Vec<u8> {
         match self {
             Self::Standard | Self::StandardPublic | Self::Svix => decoded(secret),
@@ -171,7 +171,7 @@ impl Kit {
         }
     }
 
-    /// The key's bytes, derived as another provider does.
+    /// The key's bytes, derived as by another provider.
     pub(crate) fn key_of_another(self, secret: &str) -> Vec<u8> {
         if self.has_id() { secret.as_bytes().to_vec() } else { decoded(secret) }
     }
@@ -198,7 +198,7 @@ impl Kit {
                 mac.update(b"?");
                 mac.update(self.query(body).as_deref().unwrap_or_default());
                 if self == Self::TwilioForm {
-                    // The forms of these tests are `name=value&…` in order, without escapes.
+                    // Forms in these tests are `name=value&…` in order, without escapes.
                     body.iter().filter(|byte| !b"=&".contains(byte)).for_each(|byte| mac.update(&[*byte]));
                 }
                 mac.finalize().into_bytes().to_vec()
@@ -214,12 +214,12 @@ impl Kit {
         }
     }
 
-    /// The code as this scheme writes it, without the prefix.
+    /// The code as this scheme encodes it, without the prefix.
     pub(crate) fn encode(self, code: &[u8]) -> String {
         if self.is_hex() { hex(code) } else { STANDARD.encode(code) }
     }
 
-    /// A message with these signatures, prefixes included, at this time.
+    /// A message with these signatures (prefixes included), at this time.
     pub(crate) fn message(self, signatures: &[String], id: &str, time: &str, body: &[u8]) -> Message {
         let mut message = Message { fields: Vec::new(), query: self.query(body), body: body.to_vec() };
         let names = match self {
@@ -250,7 +250,7 @@ impl Kit {
         message
     }
 
-    /// The same with one code, encoded.
+    /// The same with one encoded code.
     pub(crate) fn with_code(self, code: &str, body: &[u8]) -> Message {
         self.message(&[format!("{}{code}", self.prefix())], ID, &TIME.to_string(), body)
     }
@@ -274,7 +274,7 @@ impl Kit {
         }
     }
 
-    /// The name of the header that holds the time, where it has one of its own.
+    /// The name of the header with the time, if the scheme has one.
     pub(crate) fn time_header(self) -> Option<&'static str> {
         let message = self.message(&[String::new()], ID, "", b"");
         message.fields.iter().map(|(name, _)| *name).find(|name| name.contains("time"))
@@ -296,7 +296,7 @@ fn decoded(secret: &str) -> Vec<u8> {
     STANDARD.decode(secret.strip_prefix("whsec_").expect("a prefix")).expect("base64")
 }
 
-/// An Ed25519 seed grown from a secret's bytes.
+/// An Ed25519 seed derived from a secret's bytes.
 fn seed_of(key: &[u8]) -> [u8; 32] {
     Sha256::digest(key).into()
 }

@@ -1,5 +1,5 @@
-//! AWS SNS: messages signed by openssl (`fixtures/sns.py`), and everything that is refused, each
-//! with its code.
+//! AWS SNS: messages signed by openssl (`fixtures/sns.py`), and everything that is refused, with
+//! its code.
 
 use std::collections::BTreeMap;
 
@@ -52,7 +52,7 @@ fn fixture(name: &str) -> String {
     case["body"].clone()
 }
 
-/// A sender's side: signs a notification or confirmation, whatever nonsense its fields hold.
+/// The sender's side: signs a notification or confirmation, even with invalid fields.
 pub(crate) fn signed(mut message: Value) -> String {
     let names: &[&str] = match message["Type"].as_str() {
         Some("Notification") => &["Message", "MessageId", "Subject", "Timestamp", "TopicArn", "Type"],
@@ -224,7 +224,7 @@ fn signatures() {
         (json!(format!("{right}\n")), "signature_malformed"),
         (json!(right.replace('+', "-").replace('/', "_")), "signature_malformed"),
         (json!(STANDARD.encode(vec![1; 1_100])), "signature_malformed"),
-        // Decodes, and is another length: RSA refuses it.
+        // It decodes, but has another length: RSA refuses it.
         (json!(hex), "signature_mismatch"),
         (json!(STANDARD.encode(&raw[..255])), "signature_mismatch"),
         (json!(STANDARD.encode([&raw[..], &[0]].concat())), "signature_mismatch"),
@@ -232,7 +232,7 @@ fn signatures() {
         (json!(STANDARD.encode([0; 256])), "signature_mismatch"),
         (json!(STANDARD.encode([0xff; 256])), "signature_mismatch"),
         (json!(signature("Message\nHello!\n")), "signature_mismatch"),
-        // The right codes of other schemes over the same body, in the encoding of this one.
+        // Valid codes of other schemes over the same body, in this encoding.
         (json!(STANDARD.encode(Kit::Shopify.code(b"0123456789abcdef", "", "", body.as_bytes()))), "signature_mismatch"),
         (json!(format!("v1,{right}")), "signature_malformed"),
         (json!(format!("{right} {right}")), "signature_malformed"),
@@ -281,8 +281,8 @@ fn a_reserialised_body_is_the_same_message() {
 
 #[test]
 fn a_text_that_imitates_fields_has_one_reading() {
-    // A publisher's text that could pass for the fields of another message, were a subject allowed
-    // to have lines.
+    // A published text that could pass for the fields of another message if subjects could contain
+    // line breaks.
     let genuine = with(notification(), "Message", "pay 1\nMessageId\nfake\nSubject\nx");
     let genuine: Value = serde_json::from_str(&signed(genuine)).expect("JSON");
     assert_eq!(verdict(genuine.to_string().as_bytes(), NOW), "ok");
@@ -308,7 +308,7 @@ fn confirmations_lead_to_aws_only() {
         ),
         (url(&format!("{HOST}/?Action=ConfirmSubscription&TopicArn={TOPIC}2&Token=abc123")), "subscribe_url_refused"),
         (url(&format!("{HOST}/?Action=DeleteTopic&TopicArn={TOPIC}&Token=abc123")), "subscribe_url_refused"),
-        // Genuine at AWS, and of a topic that somebody else owns.
+        // Genuine at AWS, but of a topic that belongs to somebody else.
         (with(confirmation(), "TopicArn", "arn:aws:sns:eu-central-1:999999999999:evil"), "topic_not_allowed"),
     ] {
         assert_eq!(verdict(signed(message.clone()).as_bytes(), NOW), expected, "{message}");
@@ -331,7 +331,7 @@ fn the_edges_of_time() {
     let at =
         |offset| strict.read(body.as_bytes())?.verify(&certificate(SIGNING), UnixSeconds(NOW.0 + offset)).map(drop);
     assert_eq!((at(60), at(61), at(-1)), (Ok(()), Err(Refusal::TooOld), Err(Refusal::TooNew)));
-    // Only a genuine message is said to be stale.
+    // Only a genuine message is reported as stale.
     let forged = with(serde_json::from_str(&body).expect("JSON"), "Message", "x").to_string();
     assert_eq!(verdict(forged.as_bytes(), UnixSeconds(NOW.0 + 10_000)), "signature_mismatch");
 }
