@@ -1,4 +1,4 @@
-//! What an adapter hands to the server beside its keys: how it is built from them.
+//! The contracts of adapters with the server: how they are built from their keys.
 
 use std::any::Any;
 use std::fmt;
@@ -16,68 +16,70 @@ use crate::kind::{Kind, Shape, Variant};
 use crate::reader::{Place, Section};
 use crate::table::{Key, Table};
 
-/// What a sink is built with beside its own keys.
+/// What a sink gets besides its own keys.
 #[derive(Clone)]
 pub struct SinkContext {
-    /// The time.
+    /// The clock.
     pub clock: Arc<dyn Clock>,
-    /// Where the service listens: a sink never calls that.
+    /// The service's own addresses, which a sink never calls.
     pub listening: Vec<SocketAddr>,
-    /// Longest time for one call, after which the engine drops it.
+    /// Time limit of one call; then the engine drops it.
     pub deliver_timeout: Duration,
-    /// The longest time until an event whose outcome is unknown is sent again, while everything
-    /// works: a lease that runs out, or the longest wait before a retry.
+    /// Longest time until an event with an unknown outcome is sent again, if everything works: the
+    /// expiry of a lease, or the longest retry wait.
     pub repeats_within: Duration,
-    /// Most calls at once, where the subscription says so.
+    /// Most concurrent calls, if the subscription sets it.
     pub concurrency: Option<usize>,
 }
 
-/// The configuration of a sink, which builds it.
+/// The configuration of a sink, and its constructor.
 #[async_trait]
 pub trait SinkConfig: fmt::Debug + Send + Sync + 'static {
-    /// Builds the sink. Everything that can be wrong is found here, before the first event.
+    /// Builds the sink. Finds everything that can be wrong, before the first event.
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>>;
 
-    /// Whether the event's headers go out with it. A dead letter says in its headers what it is.
+    /// Whether the event's headers are sent with it. Dead letters need them: their headers say what
+    /// they are.
     fn sends_headers(&self) -> bool {
         true
     }
 
-    /// Tries to reach the destination, for a person who asks; says what was found, or what is wrong
-    /// and how to mend it. Sends no event and makes nothing.
+    /// Tries to reach the destination, for a person who asks. Describes what was found, or what is
+    /// wrong and the cure. Sends no event and creates nothing.
     ///
-    /// As it stands it builds the sink and closes it: right where that connects and writes nothing.
+    /// The default builds the sink and closes it, which is right if that connects and writes
+    /// nothing.
     async fn connect(&self, context: &SinkContext) -> Result<String> {
         self.build(context).await?.close().await;
         Ok("is right".to_owned())
     }
 }
 
-/// What a source is built with beside its own keys.
+/// What a source gets besides its own keys.
 #[derive(Clone)]
 pub struct SourceContext {
     /// Its name.
     pub name: SourceName,
-    /// The time.
+    /// The clock.
     pub clock: Arc<dyn Clock>,
 }
 
-/// The configuration of a source that is asked for its messages, which builds it.
+/// The configuration of a pulled source, and its constructor.
 #[async_trait]
 pub trait SourceConfig: fmt::Debug + Send + Sync + 'static {
-    /// The log it stores into.
+    /// The log that it writes to.
     fn log(&self) -> &LogName;
-    /// Builds the source. What a person must mend is found here; a broker that cannot be reached
-    /// is an error of the source's calls, not of this one.
+    /// Builds the source. Errors are faults that a person must fix; an unreachable broker is an
+    /// error of the source's calls, not of this one.
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>>;
 
-    /// The event of a message of source `name`; `None` if nothing of it is to be stored. An error
-    /// makes it poison.
+    /// Returns the event of a message of source `name`; `None` if nothing is to be stored. An error
+    /// makes the message poison.
     fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
         message.clone().into_inbound(name).map(Some)
     }
 
-    /// Tries to reach the broker, as [`SinkConfig::connect`] does. Takes no message and makes
+    /// Tries to reach the broker, as [`SinkConfig::connect`] does. Takes no message and creates
     /// nothing.
     async fn connect(&self, context: &SourceContext) -> Result<String> {
         self.build(context).await?.close().await;
@@ -85,15 +87,15 @@ pub trait SourceConfig: fmt::Debug + Send + Sync + 'static {
     }
 }
 
-/// What a store has in `[store]` beside the URL, and what it makes of that.
+/// The options of a store in `[store]`, besides the URL, and its constructor.
 #[async_trait]
 pub trait StoreOptions: Any + fmt::Debug + Send + Sync {
-    /// Checks a URL of its own; the message never repeats it.
+    /// Checks a URL of this store. The message never repeats it.
     fn check(&self, url: &str) -> Result<(), String>;
-    /// What is allowed in the URL and still a risk.
+    /// Returns what is allowed in the URL but risky.
     fn risk(&self, url: &str) -> Option<&'static str>;
-    /// Opens the store. Makes nothing: a file that is not there is made by the migration. Where it
-    /// `is_one_of_many` in the program, it takes few connections unless its options say how many.
+    /// Opens the store. Creates nothing: a missing file is created by the migration. If it
+    /// `is_one_of_many`, it opens few connections unless its options set a number.
     async fn open(&self, url: &str, is_one_of_many: bool) -> Result<Arc<dyn Store>>;
 }
 
@@ -101,26 +103,26 @@ const _: Option<(&dyn SinkConfig, &dyn SourceConfig, &dyn StoreOptions)> = None;
 
 /// One row of a constant table of adapters; `C` is the contract of their configurations.
 pub struct Adapter<C: ?Sized + 'static> {
-    /// What names it: the word after `type =`, or what a store's URL begins with.
+    /// Its name: the value of `type`, or the prefix of a store's URLs.
     pub name: &'static str,
-    /// An example as in the file.
+    /// An example, as in the file.
     pub example: &'static str,
     doc: fn() -> String,
     /// Its keys.
     pub keys: fn() -> Vec<Key>,
-    /// Reads them.
+    /// Reads its keys.
     pub read: fn(&Section<'_>) -> Arc<C>,
 }
 
 impl<C: ?Sized> Adapter<C> {
-    /// The row of an adapter whose keys are `T`.
+    /// Creates the row of an adapter whose keys are `T`.
     pub const fn new<T: Table>(name: &'static str, example: &'static str, read: fn(&Section<'_>) -> Arc<C>) -> Self {
         Self { name, example, doc: T::doc, keys: T::keys, read }
     }
 }
 
-/// `{ type = "…", … }`: the name of an adapter and its configuration. `optional` are names of
-/// adapters that a program may be built without.
+/// `{ type = "…", … }`: the name of an adapter and its configuration. `optional` names adapters
+/// that may be compiled out.
 pub fn adapter<C: ?Sized>(
     what: &'static str,
     rows: &'static [Adapter<C>],

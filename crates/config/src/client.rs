@@ -1,4 +1,4 @@
-//! Keys and checks that the clients of several servers share.
+//! Keys and checks shared by the clients of several servers.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,8 +8,8 @@ use crate::kind::path;
 use crate::reader::Section;
 use crate::table;
 
-/// What a sink leaves of its subscription's timeout, so that it is the one to give up and can say
-/// why.
+/// The part of the subscription's timeout that a sink does not use, so that the sink gives up first
+/// and can say why.
 const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
 
 table! {
@@ -37,7 +37,7 @@ impl TlsTable {
 }
 
 impl Section<'_> {
-    /// Faults one of two keys that mean something only together.
+    /// Reports a fault unless both keys or none are set.
     pub fn both(&self, first: &'static str, second: &'static str) {
         if self.has(first) != self.has(second) {
             self.fault(second, format!("{} has one of {first} and {second}; it needs both", self.path));
@@ -46,7 +46,7 @@ impl Section<'_> {
 }
 
 impl SinkContext {
-    /// How long a sink waits for an answer: less than the engine, and no longer than `most`.
+    /// How long a sink waits for an answer: less than the engine, and at most `most`.
     pub fn answer_timeout(&self, most: Duration) -> Duration {
         let timeout = self.deliver_timeout;
         timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2).min(most)

@@ -1,16 +1,16 @@
-//! What is made of declared keys: the commented file, the tables of the guide, the JSON Schema.
+//! Documents generated from declared keys: the commented file, the guide's tables, the JSON Schema.
 
 use serde_json::{Map, Value, json};
 
 use crate::kind::Variant;
 use crate::table::{Key, Start};
 
-/// Where comments beside commented-out keys begin, and where lines end.
+/// The column of comments beside commented-out keys; and the longest line.
 const COMMENT_COLUMN: usize = 33;
 const LINE_CHARS_MAX: usize = 100;
 
-/// All sections as a commented file in which every value is the default. Sections that the user
-/// names have an example for their name, and are commented out.
+/// Writes all sections as a commented file in which every value is the default. Sections with
+/// user-chosen names get an example name and are commented out.
 pub fn commented_file(sections: &[Key]) -> String {
     let mut text = String::new();
     for section in sections {
@@ -26,7 +26,7 @@ pub fn commented_file(sections: &[Key]) -> String {
             example(&section.doc, "", "", &section.shape.keys);
         }
         for (index, Variant { name, doc, keys, .. }) in section.shape.variants.iter().enumerate() {
-            // Two tables of one name are none.
+            // Two tables must not have the same name.
             let other = if index == 0 { "" } else { name };
             example(doc, other, &format!("#type = {name:?}\n"), keys);
         }
@@ -34,9 +34,9 @@ pub fn commented_file(sections: &[Key]) -> String {
     text
 }
 
-/// The keys of one table. With `all`, every one is commented out, because the table itself is only
-/// an example; else those that have a default are written. Those without an example come last, by
-/// name.
+/// Writes the keys of one table. With `all`, every key is commented out, because the table itself
+/// is only an example; otherwise keys with a default are written. Keys without an example come
+/// last, by name.
 fn commented(keys: &[Key], all: bool) -> String {
     let (mut lines, mut rest) = (String::new(), Vec::new());
     for key in keys {
@@ -60,7 +60,7 @@ fn commented(keys: &[Key], all: bool) -> String {
             true => beside,
             false => format!("{}{code}\n", comment(&summary)),
         });
-        // A second key of the same choice needs no second list.
+        // A second key with the same choices needs no second list of them.
         let kinds = |key: &Key| key.shape.variants.iter().map(|variant| variant.name).collect::<Vec<_>>();
         if keys.iter().take_while(|earlier| earlier.name != key.name).any(|earlier| kinds(earlier) == kinds(key)) {
             continue;
@@ -75,7 +75,7 @@ fn commented(keys: &[Key], all: bool) -> String {
     lines + &comment(&names("More keys", rest.into_iter()))
 }
 
-/// A key's name, and those in it.
+/// A key's name, and the names of its nested keys.
 fn with_nested(key: &Key) -> String {
     let nested: Vec<&str> = key.shape.keys.iter().map(|key| key.name).collect();
     if nested.is_empty() { key.name.to_owned() } else { format!("{} ({})", key.name, nested.join(", ")) }
@@ -95,12 +95,13 @@ fn defaults(keys: &[Key]) -> String {
     format!("{{ {} }}", defaults.collect::<Vec<_>>().join(", "))
 }
 
-/// The first paragraph of Markdown as plain text. Summaries have code and emphasis, no links.
+/// The first paragraph of Markdown as plain text. Summaries contain code and emphasis, but no
+/// links.
 fn plain(markdown: &str) -> String {
     markdown.split("\n\n").next().unwrap_or_default().replace('`', "")
 }
 
-/// A comment, wrapped; nothing without text.
+/// Writes a wrapped comment; nothing for an empty text.
 fn comment(text: &str) -> String {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {
@@ -115,8 +116,8 @@ fn comment(text: &str) -> String {
     lines.iter().map(|line| format!("{line}\n")).collect()
 }
 
-/// What the guide shows of the table at this place, `"server"` or `"subscriptions.sink"`, in
-/// Markdown; `None` where there is no table.
+/// The guide's Markdown for the table at a place such as `"server"` or `"subscriptions.sink"`;
+/// `None` if there is no table.
 pub fn guide_table(keys: &[Key], place: &str) -> Option<String> {
     let (name, rest) = place.split_once('.').unwrap_or((place, ""));
     let shape = &keys.iter().find(|key| key.name == name)?.shape;
@@ -152,7 +153,7 @@ fn push_rows(rows: &mut String, keys: &[Key], prefix: &str) {
     }
 }
 
-/// The JSON Schema (draft 2020-12) of a file with these sections.
+/// Returns the JSON Schema (draft 2020-12) of a file with these sections.
 pub fn json_schema(title: &str, sections: &[Key]) -> Value {
     let mut schema = object(sections);
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema".into();
@@ -160,7 +161,7 @@ pub fn json_schema(title: &str, sections: &[Key]) -> Value {
     schema
 }
 
-/// The schema of a table with these keys, and no others.
+/// Returns the schema of a table with exactly these keys.
 pub(crate) fn object(keys: &[Key]) -> Value {
     let properties: Map<String, Value> = keys.iter().map(|key| (key.name.to_owned(), property(key))).collect();
     let required = keys.iter().filter(|key| matches!(key.start, Start::Required(_))).map(|key| key.name);
@@ -172,7 +173,7 @@ pub(crate) fn object(keys: &[Key]) -> Value {
     })
 }
 
-/// The schema of one type of a table.
+/// Returns the schema of one type of a table.
 pub(crate) fn variant(variant: &Variant) -> Value {
     let mut schema = object(&variant.keys);
     schema["description"] = variant.doc.as_str().into();
@@ -186,7 +187,7 @@ pub(crate) fn variant(variant: &Variant) -> Value {
 fn property(key: &Key) -> Value {
     let mut property = key.shape.schema.clone();
     property["description"] = key.doc.as_str().into();
-    // What is no JSON too, such as an inline table, is not shown.
+    // Values that are not JSON, such as inline tables, are left out.
     match &key.start {
         Start::Value(value) => property["default"] = serde_json::from_str(value).unwrap_or_default(),
         Start::Required(example) | Start::Unset(_, example) => {

@@ -1,17 +1,17 @@
-//! Everything that is wrong with a configuration, all at once, each at its line.
+//! All faults of a configuration, each with its line.
 
 use std::fmt;
 
-/// One thing that is wrong, and how to fix it.
+/// One fault, and how to fix it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// The line in the file, from 1; 0 when it belongs to no line.
+    /// The line in the file, from 1; 0 if it belongs to no line.
     pub line: usize,
     /// What is wrong and how to fix it, in one line.
     pub text: String,
 }
 
-/// All faults of one file, in the order of their lines. Never empty.
+/// All faults of one file, by line. Never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Faults {
     file: String,
@@ -19,7 +19,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// Sorts them by line; `file` is the name they begin with.
+    /// Sorts the faults by line. Messages begin with the name `file`.
     pub fn new(file: &str, mut faults: Vec<Fault>) -> Self {
         faults.sort_by_key(|fault| fault.line);
         faults.dedup();
@@ -31,7 +31,7 @@ impl Faults {
         self.faults.iter()
     }
 
-    /// How many there are; at least 1.
+    /// Number of faults; at least 1.
     pub fn count(&self) -> usize {
         self.faults.len()
     }
@@ -54,7 +54,7 @@ impl fmt::Display for Faults {
 
 impl std::error::Error for Faults {}
 
-/// `did you mean "batch"?` when something known is near, else the list of what is known.
+/// `did you mean "batch"?` if a known word is near, else the list of known words.
 pub fn suggestion(wrong: &str, known: &[&str]) -> String {
     match nearest(wrong, known) {
         Some(name) => format!("did you mean `{name}`?"),
@@ -62,7 +62,7 @@ pub fn suggestion(wrong: &str, known: &[&str]) -> String {
     }
 }
 
-/// The known word that a wrong one is nearest to, if one is near: by edits, two or a third of its
+/// Returns the known word nearest to a wrong one, if it is within two edits or a third of its
 /// length.
 pub fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
     let near = known
@@ -72,9 +72,9 @@ pub fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
     near.min_by_key(|(distance, _)| *distance).map(|(_, name)| name)
 }
 
-/// What is said of a key or section that is unknown. One that is not made of short words is not
-/// repeated: it may be a secret that stands on the wrong side of the equals sign. The line says
-/// where it is.
+/// The message about an unknown key or section. The name is repeated only if it consists of short
+/// words: it may be a secret on the wrong side of the equals sign. The line number says where it
+/// is.
 pub(crate) fn unknown(kind: &str, wrong: &str, place: &str, known: &[&str]) -> String {
     let is_word = |word: &str| (1..=10).contains(&word.len()) && word.bytes().all(|byte| byte.is_ascii_lowercase());
     let name = if nearest(wrong, known).is_some() || (wrong.len() <= 24 && wrong.split('_').all(is_word)) {
@@ -85,8 +85,8 @@ pub(crate) fn unknown(kind: &str, wrong: &str, place: &str, known: &[&str]) -> S
     format!("unknown {kind}{name}{place}; {}", suggestion(wrong, known))
 }
 
-/// Whether a text that stands where none belongs may be a secret: a long run of letters and digits,
-/// or a prefix that keys have. Such a text is never repeated.
+/// Whether misplaced text may be a secret: a long run of letters and digits, or a known prefix of
+/// keys. Such text is never repeated.
 pub(crate) fn may_be_secret(text: &str) -> bool {
     const RUN_CHARS_MIN: usize = 16;
     let in_key = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '/' | '=' | '_' | '-');

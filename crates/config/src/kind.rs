@@ -1,4 +1,4 @@
-//! How values are written: a [`Kind`] for each way.
+//! How values are written: each [`Kind`] is one way.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -20,20 +20,20 @@ use crate::units::{parse_duration, parse_size};
 /// What may be written, for documents.
 #[derive(Debug, Clone)]
 pub struct Shape {
-    /// As JSON Schema.
+    /// Its JSON Schema.
     pub schema: Value,
     /// The keys of a table.
     pub keys: Vec<Key>,
-    /// The types of a table that has some.
+    /// The types of a table, if it has several.
     pub variants: Vec<Variant>,
 }
 
 /// One `type` of a table.
 #[derive(Debug, Clone)]
 pub struct Variant {
-    /// The word after `type =`.
+    /// The value of `type`.
     pub name: &'static str,
-    /// What it is.
+    /// What the type is.
     pub doc: String,
     /// Its keys.
     pub keys: Vec<Key>,
@@ -51,17 +51,17 @@ pub struct Kind<T> {
 }
 
 impl<T: 'static> Kind<T> {
-    /// `read` gives the value, or `None` after it wrote a fault down.
+    /// `read` returns the value, or `None` after it has reported a fault.
     pub(crate) fn new(schema: Value, read: impl Fn(&Place<'_>) -> Option<T> + 'static) -> Self {
         Self { shape: Shape { schema, keys: Vec::new(), variants: Vec::new() }, read: Box::new(read) }
     }
 
-    /// The value, or `None` after a fault was written down.
+    /// Returns the value, or `None` after a fault was reported.
     pub fn read(&self, place: &Place<'_>) -> Option<T> {
         (self.read)(place)
     }
 
-    /// Makes something of each value.
+    /// Converts each value.
     pub fn map<U: 'static>(self, make: impl Fn(T) -> U + 'static) -> Kind<U> {
         let Self { shape, read } = self;
         Kind { shape, read: Box::new(move |place| read(place).map(&make)) }
@@ -80,7 +80,7 @@ impl<T: 'static> Kind<T> {
         Self { shape, read: Box::new(checked) }
     }
 
-    /// Also takes one word in quotes, for a value that this kind has no other way to write.
+    /// Also accepts one word in quotes, for a value that this kind cannot express.
     pub fn or_word(self, word: &'static str, value: T) -> Self
     where
         T: Copy,
@@ -97,8 +97,8 @@ impl<T: 'static> Kind<T> {
 }
 
 impl<T: 'static> Kind<Vec<T>> {
-    /// Refuses what is written and empty, where nothing written means all: it looks as if it meant
-    /// none. `wanted` says what to name.
+    /// Rejects an empty list or table where leaving it out means "all": an empty one looks as if it
+    /// meant "none". `wanted` says what to name.
     pub fn not_empty(self, wanted: &'static str) -> Self {
         let Self { mut shape, read } = self;
         let least = if shape.schema["type"] == "array" { "minItems" } else { "minProperties" };
@@ -134,7 +134,7 @@ where
     let schema = json!({ "type": "integer", "minimum": Value::from(low), "maximum": Value::from(high) });
     Kind::new(schema, move |place| {
         let DeValue::Integer(digits) = place.value else { return place.wrong_type("a whole number") };
-        // A number beyond 128 bits is beyond every range, too.
+        // A number beyond 128 bits is out of every range.
         let number = i128::from_str_radix(digits.as_str(), digits.radix()).unwrap_or(i128::MAX);
         let fault = || format!("{} = {number} is out of range; {low} to {high} are allowed", place.name);
         T::try_from(number).ok().filter(|number| range.contains(number)).or_else(|| place.fault(fault()))
@@ -154,9 +154,9 @@ pub fn fraction() -> Kind<f64> {
     })
 }
 
-/// Text that `parse` understands. Its message says what is wrong and how to write it; it may repeat
-/// the text, which is taken out again where it may be a secret. The name of a variable is refused:
-/// only a [`secret`](crate::secret()) is looked up, and whoever wrote it thinks that this is, too.
+/// Text that `parse` understands. Its message says what is wrong and how to write it. It may repeat
+/// the text, which is removed again if it may be a secret. An `env:NAME` is rejected: only a
+/// [`secret`](crate::secret()) is looked up, and the user expects that this is, too.
 pub fn text<T: 'static>(parse: impl Fn(&str) -> Result<T, String> + 'static) -> Kind<T> {
     Kind::new(json!({ "type": "string" }), move |place| {
         place.parsed(|text| match text.strip_prefix("env:") {
@@ -166,7 +166,7 @@ pub fn text<T: 'static>(parse: impl Fn(&str) -> Result<T, String> + 'static) -> 
     })
 }
 
-/// What core understands, for [`text`] and [`entries`]: names, topics, rates.
+/// A parser of core's types, for [`text`] and [`entries`]: names, topics, rates.
 pub fn from_core<T: FromStr<Err = postbox_core::Error>>(text: &str) -> Result<T, String> {
     text.parse().map_err(|error: postbox_core::Error| error.message().to_owned())
 }
@@ -179,7 +179,7 @@ pub fn path() -> Kind<PathBuf> {
     })
 }
 
-/// A duration of at least so much.
+/// A duration of at least `least`.
 pub fn duration(least: Duration) -> Kind<Duration> {
     let mut kind = text(move |text| match parse_duration(text)? {
         short if short < least => Err(format!("{text:?} is too short; at least {least:?}")),
@@ -213,12 +213,12 @@ pub fn words<T: Copy + 'static, const N: usize>(words: [(&'static str, T); N]) -
     kind
 }
 
-/// The envelope of a sink: one of those that it can send.
+/// The envelope of a sink, one of those that it supports.
 pub fn envelope<const N: usize>(envelopes: [Envelope; N]) -> Kind<Envelope> {
     words(envelopes.map(|envelope| (envelope.name(), envelope)))
 }
 
-/// The CloudEvents source of events that name none.
+/// The CloudEvents source of events that have none.
 pub fn event_source() -> Kind<String> {
     text(|text| match text {
         "" => Err("is empty: CloudEvents requires one; leave it out".to_owned()),
@@ -226,7 +226,7 @@ pub fn event_source() -> Kind<String> {
     })
 }
 
-/// A list of what another kind reads.
+/// A list of values of another kind.
 pub fn list<T: 'static>(kind: Kind<T>) -> Kind<Vec<T>> {
     let schema = json!({ "type": "array", "items": kind.shape.schema });
     Kind::new(schema, move |place| match place.value {
@@ -235,7 +235,7 @@ pub fn list<T: 'static>(kind: Kind<T>) -> Kind<Vec<T>> {
     })
 }
 
-/// A table whose keys the user chooses; `parse` reads their names as [`text`] does.
+/// A table with user-chosen keys; `parse` reads their names as [`text`] does.
 pub fn entries<N: 'static, T: 'static>(parse: fn(&str) -> Result<N, String>, kind: Kind<T>) -> Kind<Vec<(N, T)>> {
     let schema = json!({ "type": "object", "additionalProperties": kind.shape.schema });
     let shape = Shape { schema, ..kind.shape.clone() };

@@ -1,8 +1,8 @@
 //! Configuration keys, each declared once.
 //!
-//! A [`table!`] declares a struct: per key a doc comment, a type, how it is written, and what holds
-//! while it is not. From that come the reader, which reports every fault at its line, the commented
-//! file that `postbox init` writes, the tables of the guide, and a JSON Schema.
+//! A [`table!`] declares a struct: for each key a doc comment, a type, how it is written, and its
+//! default. The reader (which reports every fault at its line), the commented file of `postbox
+//! init`, the guide's tables and a JSON Schema are derived from it.
 //!
 //! ```
 //! use std::time::Duration;
@@ -31,7 +31,7 @@
 //!
 //! # What this crate deliberately does not do
 //!
-//! It knows no adapter: each brings its own table, and the server joins them.
+//! It knows no adapter: each adapter brings its own table, and the server combines them.
 
 mod adapter;
 mod client;

@@ -1,5 +1,4 @@
-//! Reads a file and keeps going: every fault is written down at its line, nothing stops at the
-//! first.
+//! Reads a file to its end: every fault is reported with its line, none stops the reader.
 
 use std::cell::{Cell, RefCell};
 use std::net::SocketAddr;
@@ -14,26 +13,25 @@ use crate::table::Table;
 /// How a configuration is read.
 #[derive(Clone, Copy)]
 pub struct ReadOptions<'a> {
-    /// The name faults begin with.
+    /// The file name that faults begin with.
     pub file: &'a str,
-    /// Where `env:NAME` is looked up.
+    /// Looks up `env:NAME`.
     pub env: &'a dyn Fn(&str) -> Option<String>,
-    /// Whether a missing variable for a sink or source is a fault. Commands that only look at the
-    /// store do without.
+    /// Whether a missing variable of a sink or source is a fault. Commands that only read the store
+    /// do not need it.
     pub secrets_needed: bool,
-    /// Whether the files that sinks name are read too, to find what does not fit. A text alone says
-    /// nothing of them.
+    /// Whether the files that sinks name are read as well, to find faults in them.
     pub files: bool,
 }
 
 impl ReadOptions<'_> {
-    /// Without an environment, a file name, and the need for secrets.
+    /// No environment, no file name, and no need for secrets.
     pub fn none() -> Self {
         ReadOptions { file: "", env: &|_| None, secrets_needed: false, files: false }
     }
 }
 
-/// Reads a whole file: its tables, and what is allowed in it and still a risk.
+/// Reads a whole file; returns its tables and the warnings.
 pub fn read<T: Table>(text: &str, options: ReadOptions<'_>) -> Result<(T, Vec<Fault>), Faults> {
     let reader = Reader::new(text, options);
     let (root, errors) = DeTable::parse_recoverable(text);
@@ -42,7 +40,8 @@ pub fn read<T: Table>(text: &str, options: ReadOptions<'_>) -> Result<(T, Vec<Fa
         let message: Vec<_> = error.message().split_whitespace().collect();
         reader.fault(line, format!("this is not TOML: {}", message.join(" ")));
     }
-    // A tree with holes would only give faults that vanish once the syntax is right.
+    // With syntax errors the tree has holes, and faults found in it would vanish once the syntax is
+    // right.
     let section = errors.is_empty().then(|| Section::new(&reader, String::new(), 1, root.get_ref()));
     let table = section.and_then(|section| section.finish(|section| Some(T::read(section))));
     let faults = reader.faults.into_inner();
@@ -54,9 +53,9 @@ pub fn read<T: Table>(text: &str, options: ReadOptions<'_>) -> Result<(T, Vec<Fa
 
 /// The faults and warnings found so far, and what keys are checked against.
 pub struct Reader<'a> {
-    /// How it reads.
+    /// The options.
     pub options: ReadOptions<'a>,
-    /// Where the service listens, once that was read: no sink may call that.
+    /// The service's own address, once it was read: no sink may call it.
     pub listening: Cell<Option<SocketAddr>>,
     lines: Lines,
     faults: RefCell<Vec<Fault>>,
@@ -64,18 +63,18 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// A reader of this text that has found nothing yet.
+    /// Creates a reader of this text, without faults.
     pub fn new(text: &str, options: ReadOptions<'a>) -> Self {
         let (faults, warnings) = Default::default();
         Self { options, listening: Cell::default(), lines: Lines::of(text), faults, warnings }
     }
 
-    /// Writes a fault down.
+    /// Reports a fault.
     pub fn fault(&self, line: usize, text: impl Into<String>) {
         self.faults.borrow_mut().push(Fault { line, text: text.into() });
     }
 
-    /// A fault that repeats what is written there, unless that may be a secret.
+    /// Reports a fault that repeats the written value, unless that may be a secret.
     pub fn refuse(&self, line: usize, written: &str, text: String) {
         let text = match may_be_secret(written) {
             true => text.replace(&format!("{written:?}"), "what is written there").replace(written, "…"),
@@ -84,14 +83,14 @@ impl<'a> Reader<'a> {
         self.fault(line, text);
     }
 
-    /// The line of a place in the text, from 1.
+    /// The line of a position in the text, from 1.
     fn line(&self, start: usize) -> usize {
         self.lines.at(start)
     }
 }
 
-/// Where the lines of a text end. It has no text: who asks for the line of each element of a long
-/// list must not have it read again for each.
+/// The positions of line ends, found once: looking up the line of each element of a long list must
+/// not scan the text each time.
 struct Lines {
     ends: Vec<usize>,
 }
@@ -101,15 +100,15 @@ impl Lines {
         Self { ends: text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at).collect() }
     }
 
-    /// The line of a place, from 1. A line end belongs to the line it ends.
+    /// The line of a position, from 1. A line end belongs to the line it ends.
     fn at(&self, place: usize) -> usize {
         1 + self.ends.partition_point(|end| *end < place)
     }
 }
 
-/// A value, and what it is called in faults.
+/// A value, and its name in faults.
 pub struct Place<'r> {
-    /// Where faults go.
+    /// Receives the faults.
     pub reader: &'r Reader<'r>,
     /// The full name of its key.
     pub name: String,
@@ -120,37 +119,37 @@ pub struct Place<'r> {
 }
 
 impl<'r> Place<'r> {
-    /// One of the list that stands here.
+    /// An element of the list at this place.
     pub(crate) fn item(&self, item: &'r Spanned<DeValue<'r>>) -> Self {
         let line = self.reader.line(item.span().start);
         Self { reader: self.reader, name: self.name.clone(), line, value: item.get_ref(), is_item: true }
     }
 
-    /// Writes a fault down; always `None`.
+    /// Reports a fault; always `None`.
     pub fn fault<T>(&self, text: impl Into<String>) -> Option<T> {
         self.reader.fault(self.line, text);
         None
     }
 
-    /// Says what should be here instead; always `None`.
+    /// Reports which type is expected here; always `None`.
     pub(crate) fn wrong_type<T>(&self, wanted: &str) -> Option<T> {
         let wanted = if self.is_item { format!("a list, each of it {wanted}") } else { wanted.to_owned() };
         self.fault(format!("{} must be {wanted}, not {}", self.name, self.value.type_str()))
     }
 
-    /// The text here.
+    /// The text at this place.
     pub(crate) fn text(&self) -> Option<&'r str> {
         self.value.as_str().or_else(|| self.wrong_type("text in quotes"))
     }
 
-    /// Text that `parse` understands; otherwise a fault with its message.
+    /// Text that `parse` understands; otherwise reports its message as a fault.
     pub(crate) fn parsed<T>(&self, parse: impl FnOnce(&str) -> Result<T, String>) -> Option<T> {
         let written = self.text()?;
         let refuse = |text| self.reader.refuse(self.line, written, format!("{}: {text}", self.name));
         parse(written).map_err(refuse).ok()
     }
 
-    /// The table here.
+    /// The table at this place.
     pub(crate) fn section(&self) -> Option<Section<'r>> {
         match self.value {
             DeValue::Table(table) => Some(Section::new(self.reader, self.name.clone(), self.line, table)),
@@ -159,9 +158,9 @@ impl<'r> Place<'r> {
     }
 }
 
-/// One table and what has been asked of it.
+/// One table, and which of its keys were read.
 pub struct Section<'r> {
-    /// Where faults go.
+    /// Receives the faults.
     pub reader: &'r Reader<'r>,
     /// Its full name; empty for the whole file.
     pub path: String,
@@ -172,18 +171,18 @@ pub struct Section<'r> {
 }
 
 impl<'r> Section<'r> {
-    /// A table that begins on this line.
+    /// Creates a table that begins at this line.
     pub fn new(reader: &'r Reader<'r>, path: String, line: usize, table: &'r DeTable<'r>) -> Self {
         Self { reader, path, line, table, known: RefCell::default(), faulty: RefCell::default() }
     }
 
-    /// Reads a table in which nothing is written.
+    /// Reads an empty table.
     pub fn empty<T>(read: impl FnOnce(&Section<'_>) -> T) -> T {
         let (reader, table) = (Reader::new("", ReadOptions::none()), DeTable::new());
         read(&Section::new(&reader, String::new(), 0, &table))
     }
 
-    /// Reads it, then refuses every key that nobody asked for.
+    /// Reads the table, then rejects every key that was not read.
     pub(crate) fn finish<T>(self, read: impl FnOnce(&Self) -> Option<T>) -> Option<T> {
         let result = read(&self)?;
         let known = self.known.borrow();
@@ -202,12 +201,12 @@ impl<'r> Section<'r> {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
 
-    /// A key's value, or the default of the type.
+    /// A key's value, or the default of its type.
     pub fn get<K: 'static, T: From<K> + Default>(&self, key: &'static str, kind: &Kind<K>) -> T {
         self.value(key, kind).map(T::from).unwrap_or_default()
     }
 
-    /// A key's value, or this one, as it would be written.
+    /// A key's value, or `default`, written as in the file.
     pub fn get_or<K: 'static, T: From<K>>(&self, key: &'static str, kind: &Kind<K>, default: &str) -> T {
         let value = self.value(key, kind).or_else(|| {
             let reader = Reader::new(default, ReadOptions::none());
@@ -217,7 +216,7 @@ impl<'r> Section<'r> {
         value.expect("a declared default is right: every table is read without keys by a test").into()
     }
 
-    /// As [`Self::get`], of a key that must be there.
+    /// As [`Self::get`], but the key is required.
     pub fn require<K: 'static, T: From<K> + Default>(&self, key: &'static str, kind: &Kind<K>, example: &str) -> T {
         if !self.has(key) {
             self.faulty.borrow_mut().push(key);
@@ -236,7 +235,7 @@ impl<'r> Section<'r> {
         value
     }
 
-    /// Where a key stands, if it is there. From now on the key is known.
+    /// The place of a key, if it is there. Marks the key as known.
     pub(crate) fn place(&self, key: &'static str) -> Option<Place<'r>> {
         if !self.known.borrow().contains(&key) {
             self.known.borrow_mut().push(key);
@@ -258,7 +257,7 @@ impl<'r> Section<'r> {
         Place { reader: self.reader, name, line: self.reader.line(start), value, is_item: false }
     }
 
-    /// The line of a key, or of one in a table below, if it is there.
+    /// The line of a key or of one in a nested table, if it is there.
     pub fn line_at(&self, path: &[&str]) -> Option<usize> {
         let (last, tables) = path.split_last()?;
         let mut table = self.table;
@@ -273,27 +272,27 @@ impl<'r> Section<'r> {
         self.table.contains_key(key)
     }
 
-    /// Whether none of these keys was read with a fault.
+    /// Whether none of these keys had a fault.
     pub fn is_right(&self, keys: &[&str]) -> bool {
         !self.faulty.borrow().iter().any(|faulty| keys.contains(faulty))
     }
 
-    /// The line of a key; the section's where it is not there.
+    /// The line of a key; the section's if the key is missing.
     pub fn line_of(&self, key: &str) -> usize {
         self.line_at(&[key]).unwrap_or(self.line)
     }
 
-    /// Writes a fault of a key down.
+    /// Reports a fault of a key.
     pub fn fault(&self, key: &str, text: impl Into<String>) {
         self.reader.fault(self.line_of(key), text);
     }
 
-    /// Writes down what is allowed and still a risk.
+    /// Reports a warning: something allowed but risky.
     pub fn warning(&self, key: &str, text: impl Into<String>) {
         self.reader.warnings.borrow_mut().push(Fault { line: self.line_of(key), text: text.into() });
     }
 
-    /// Refuses these keys as unknown, because of what another key says.
+    /// Rejects these keys as unknown, because another key's value rules them out.
     pub fn forbid(&self, keys: &[&str]) {
         self.known.borrow_mut().retain(|known| !keys.contains(known));
     }

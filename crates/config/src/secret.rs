@@ -1,4 +1,4 @@
-//! Values that must never be seen: not in logs, not in errors, not in `Debug`.
+//! Values that must never be printed: not in logs, not in errors, not in `Debug`.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use crate::kind::{Kind, nested, text};
 use crate::reader::Place;
 use crate::table;
 
-/// A secret from the configuration. Printing it shows only that it is there.
+/// A secret from the configuration. Printing it shows only that it exists.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct Secret(String);
 
@@ -20,7 +20,7 @@ impl Secret {
         Self(text.into())
     }
 
-    /// The secret itself. Call it only where it is used, never where something is printed.
+    /// Returns the secret. Call it only where it is used, never where something is printed.
     pub fn expose(&self) -> &str {
         &self.0
     }
@@ -32,8 +32,8 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// A secret, `"env:NAME"` or the text itself, that only commands need that deliver or receive. For
-/// others it is absent while its variable is unset.
+/// A secret, `"env:NAME"` or the text itself, that only commands which deliver or receive need. For
+/// other commands it is empty if its variable is unset.
 pub fn secret() -> Kind<Secret> {
     Kind::new(json!({ "type": "string" }), |place| read(place, place.reader.options.secrets_needed))
 }
@@ -59,7 +59,7 @@ fn read(place: &Place<'_>, is_needed: bool) -> Option<Secret> {
     }
 }
 
-/// Whether this looks like the name of a variable, so that it can be repeated.
+/// Whether this looks like the name of a variable, so that it is safe to repeat.
 pub(crate) fn is_variable(name: &str) -> bool {
     let usual = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
     !name.is_empty() && name.len() <= 64 && name.chars().all(usual) && (name.contains('_') || name.len() <= 12)
@@ -80,8 +80,8 @@ fn time(text: &str) -> Result<Timestamp, String> {
     text.parse().map_err(|_| format!("{text:?} is no time; write it in UTC, e.g. \"2026-12-01T00:00:00Z\""))
 }
 
-/// Not blank: whoever guesses that has guessed it. Who does not need it does not ask for it either:
-/// what is wrong with it keeps nobody from looking at the store.
+/// A key must not be blank, because that could be guessed. Commands that do not need it do not look
+/// it up, so a fault in it does not keep them from reading the store.
 fn signing_key() -> Kind<Secret> {
     let key = secret().check(|secret| match secret.expose().trim() {
         "" => Err("is empty or blank; write \"env:NAME\", with the key in NAME".to_owned()),
@@ -105,8 +105,8 @@ pub fn signing_secret() -> Kind<LiveSecret> {
     })
 }
 
-/// The secrets of the keys `secret` and `secrets` together, and whether all of them are known: what
-/// is unset for a command that does not need it is empty.
+/// The secrets of the keys `secret` and `secrets` together, and whether all are known: for a
+/// command that does not need it, an unset secret is empty.
 pub fn all_secrets(secret: &Option<LiveSecret>, secrets: &[LiveSecret]) -> (Vec<LiveSecret>, bool) {
     let all: Vec<LiveSecret> = secret.iter().chain(secrets).cloned().collect();
     let known = all.iter().all(|live| !live.secret.expose().is_empty());

@@ -5,9 +5,9 @@ use crate::reader::Section;
 
 /// A table of keys. [`table!`](crate::table!) implements it.
 pub trait Table: Sized + 'static {
-    /// What the table is for.
+    /// Returns what the table is for.
     fn doc() -> String;
-    /// Its keys, as declared.
+    /// Returns its keys, as declared.
     fn keys() -> Vec<Key>;
     /// Reads each key, then checks them together.
     fn read(section: &Section<'_>) -> Self;
@@ -20,24 +20,24 @@ pub struct Key {
     pub name: &'static str,
     /// What it does, in Markdown; the first paragraph is the summary.
     pub doc: String,
-    /// What may be written there.
+    /// What may be written.
     pub shape: Shape,
-    /// What holds without it.
+    /// Its default.
     pub start: Start,
 }
 
-/// What holds while a key is not written.
+/// The default of a key.
 #[derive(Debug, Clone)]
 pub enum Start {
-    /// Nothing: it must be written, for example so.
+    /// None: the key is required. With an example.
     Required(&'static str),
-    /// This, as in the file.
+    /// This value, as in the file.
     Value(String),
-    /// What a word says, with an example of what may be written; either may be empty.
+    /// No value: a word for what that means, and an example of a value. Either may be empty.
     Unset(&'static str, &'static str),
 }
 
-/// The lines of a doc comment as one text: paragraphs, each on one line.
+/// Joins the lines of a doc comment into one text with a line per paragraph.
 pub fn doc(lines: &[&str]) -> String {
     let mut text = String::new();
     for line in lines.iter().map(|line| line.trim()) {
@@ -53,10 +53,10 @@ pub fn doc(lines: &[&str]) -> String {
 /// Declares a table of keys: a struct with `Default`, and its [`Table`].
 ///
 /// Each key is `name: Type = kind, start;`. The kind says how a value is written
-/// ([`Kind`](crate::Kind)), the start what holds without one: `default(value)`,
-/// `unset("meaning", "example")` or `required("example")`, the examples as in the file. Without a
-/// start, it is the type's own default. `#[check(method)]` names what looks at all keys together:
-/// `fn(&self, &Section<'_>)`. It runs even after faults, so it must not rely on any value.
+/// ([`Kind`](crate::Kind)), the start what applies without one: `default(value)`, `unset("meaning",
+/// "example")` or `required("example")`, with examples as in the file. Without a start, it is the
+/// type's own default. `#[check(method)]` names a method that checks all keys together: `fn(&self,
+/// &Section<'_>)`. It runs even after faults, so it must not rely on any value.
 #[macro_export]
 macro_rules! table {
     (@start) => { $crate::Start::Unset("", "") };

@@ -1,4 +1,4 @@
-//! One table with every kind of key, read with faults.
+//! A table with every kind of key, read with faults.
 
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
-//! Durations and sizes as people write them.
+//! Durations and sizes, as people write them.
 
 use std::time::Duration;
 
-/// Longest duration that makes sense anywhere in a configuration: a hundred years. Larger ones
-/// overflow databases' intervals.
+/// Longest duration accepted in a configuration: a hundred years. Larger ones overflow the
+/// databases' intervals.
 const DURATION_MAX: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
 /// Reads `250ms`, `1s`, `5m`, `2h`, `7d` or a sum such as `1h30m`.
@@ -39,7 +39,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     Ok(total)
 }
 
-/// Writes a duration as a person would in a configuration: `3d`, `90m`, `1500ms`.
+/// Formats a duration as a person would write it in a configuration: `3d`, `90m`, `1500ms`.
 pub fn duration_text(duration: Duration) -> String {
     let ms = duration.as_millis();
     let units = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000)];
