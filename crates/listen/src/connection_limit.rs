@@ -1,4 +1,4 @@
-//! How many connections may be open, and which of them is closed for another.
+//! Limits the number of open connections, and chooses which one is closed for a newcomer.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -15,7 +15,7 @@ use tracing::warn;
 
 use super::ServeLimits;
 
-/// How often it is logged that connections were evicted.
+/// Interval between log lines about evicted connections.
 const LOG_EVERY: Duration = Duration::from_secs(60);
 
 /// All connections of a listener.
@@ -23,19 +23,19 @@ pub(super) struct ConnectionLimiter {
     limits: ServeLimits,
     clock: Arc<dyn Clock>,
     slots: Mutex<Slots>,
-    /// A connection has ended.
+    /// Notified when a connection has ended.
     freed: Notify,
 }
 
 #[derive(Default)]
 struct Slots {
     open: usize,
-    /// Asked to close, and still open.
+    /// Connections asked to close that are still open.
     closing: usize,
-    /// Evicted by newcomers since that was logged last, and when that was.
+    /// Connections evicted since the last log line, and the time of that line.
     evicted: u64,
     logged_at: Option<Duration>,
-    /// Connections that wait for their client, by a number that grows with time.
+    /// Connections that wait for their client, longest first: numbers grow with time.
     idle: BTreeMap<u64, Idle>,
     next: u64,
 }
@@ -46,10 +46,10 @@ struct Idle {
     close: Arc<Notify>,
 }
 
-/// What a client has still to do.
+/// What the client of an idle connection has to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WaitsFor {
-    /// Send the head of a request, or read the answer to the last one.
+    /// Send the head of a request, or read the last answer.
     Head,
     /// Send the rest of a body.
     Body,
@@ -68,8 +68,8 @@ impl ConnectionLimiter {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A slot for a newcomer; the connection that has been idle for the longest time is evicted for
-    /// it. Cancel-safe.
+    /// Returns a slot for a newcomer, evicting the longest idle connection if necessary.
+    /// Cancel-safe.
     pub(super) async fn acquire(self: &Arc<Self>) -> Arc<Slot> {
         loop {
             {
@@ -89,7 +89,7 @@ impl ConnectionLimiter {
         Arc::new(slot)
     }
 
-    /// Closes connections whose request has not come in time.
+    /// Closes connections whose request head did not arrive in time.
     pub(super) fn close_overdue(&self) {
         let now = self.clock.monotonic();
         self.log_evicted(now);
@@ -97,7 +97,7 @@ impl ConnectionLimiter {
         self.close(|idle| idle.waits_for == WaitsFor::Head && now.saturating_sub(idle.since) >= timeout);
     }
 
-    /// Logs that connections are short, now and then: a crowd must not fill the log as well.
+    /// Logs evictions at a limited rate, so that a crowd cannot flood the log.
     fn log_evicted(&self, now: Duration) {
         let mut slots = self.slots();
         let due = slots.logged_at.is_none_or(|at| now.saturating_sub(at) >= LOG_EVERY);
@@ -109,7 +109,7 @@ impl ConnectionLimiter {
         }
     }
 
-    /// Closes connections without a request, and those whose body has been on its way for so long.
+    /// Closes connections without a request in service, and those whose body is older than `grace`.
     pub(super) fn close_unfinished(&self, grace: Duration) {
         let now = self.clock.monotonic();
         self.close(|idle| idle.waits_for == WaitsFor::Head || now.saturating_sub(idle.since) >= grace);
@@ -130,7 +130,7 @@ impl ConnectionLimiter {
 }
 
 impl Slots {
-    /// Closes the connection that has been idle for the longest time, if any is.
+    /// Closes the longest idle connection, if there is one.
     fn evict(&mut self) {
         if let Some((_, idle)) = self.idle.pop_first() {
             self.evicted += 1;
@@ -140,7 +140,7 @@ impl Slots {
     }
 }
 
-/// One connection's slot. Dropping it frees it.
+/// A connection's slot. Dropping it frees the slot.
 pub(super) struct Slot {
     limiter: Arc<ConnectionLimiter>,
     close: Arc<Notify>,
@@ -149,10 +149,10 @@ pub(super) struct Slot {
 
 #[derive(Default)]
 struct SlotState {
-    /// Requests in service, and bodies of which more is to come.
+    /// Requests in service, and bodies with bytes to come.
     requests: usize,
     bodies: usize,
-    /// Its number among the idle ones, and what it waits for.
+    /// Its number among the idle connections, and what it waits for.
     idle: Option<(u64, WaitsFor)>,
     closing: bool,
 }
@@ -168,18 +168,18 @@ impl SlotState {
 }
 
 impl Slot {
-    /// It has to close.
+    /// Resolves when the connection has to close.
     pub(super) async fn closed(&self) {
         self.close.notified().await;
     }
 
-    /// A request is in service until this is dropped.
+    /// Marks a request as in service until the result is dropped.
     pub(super) fn serve(self: &Arc<Self>) -> InService {
         self.change(|state| state.requests += 1);
         InService(Arc::clone(self))
     }
 
-    /// A body that its client still sends until its end.
+    /// Tracks a body until its client has sent all of it.
     pub(super) fn track(self: &Arc<Self>, body: Incoming) -> TrackedBody {
         let slot = (!body.is_end_stream()).then(|| {
             self.change(|state| state.bodies += 1);
@@ -238,7 +238,7 @@ impl Drop for InService {
     }
 }
 
-/// A body that is waited for until it ends, or until nobody wants it any more.
+/// A body that counts as unfinished until it ends or is dropped.
 pub(super) struct TrackedBody {
     body: Incoming,
     slot: Option<Arc<Slot>>,

@@ -1,4 +1,5 @@
-//! Serving a router to strangers: what `axum::serve` does, and nobody can hold it up.
+//! Serves a router to strangers, like `axum::serve`, but slow or hostile clients cannot block
+//! others.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -13,23 +14,22 @@
 //!
 //! # Which connections are closed
 //!
-//! A connection is *idle* while its client has something to do: a head that has not come (fresh,
-//! between two requests, or dripping in byte by byte), an answer that it does not read, or the rest
-//! of a body. Of the idle ones:
+//! A connection is *idle* while its client has to act: to send a head (of the first or the next
+//! request, perhaps byte by byte), to read an answer, or to send the rest of a body. Idle
+//! connections are closed as follows:
 //!
 //! - one without a request in service is closed after `header_timeout`;
-//! - when all slots are taken, a newcomer gets the slot of the one that has been idle for the
-//!   longest time. So ten thousand slow clients evict each other, and whoever sends a request at
-//!   once is served at once;
-//! - a request that is wholly here is never evicted: then newcomers wait in the listener's queue.
+//! - when all slots are taken, a newcomer takes the slot of the longest idle one. So ten thousand
+//!   slow clients evict each other, and a client that sends its request at once is served at once;
+//! - a connection whose request has arrived completely is never evicted; then newcomers wait in the
+//!   listener's queue.
 //!
-//! How long a *body* may take is the handler's to say; the webhook ingress does (`SourceLimits` of
+//! The time limit of a *body* is up to the handler; the webhook ingress has one (`SourceLimits` of
 //! `postbox-ingress`).
 //!
-//! HTTP/1.1 is spoken, and nothing else: HTTP/2 lets a stranger name a thousand header fields in as
-//! many bytes. TLS, and HTTP/2 towards clients, are the business of the proxy in front. At a stop,
-//! requests that are wholly here are served to their end; a body that is still on its way gets a
-//! second.
+//! Only HTTP/1.1 is supported: HTTP/2 lets a stranger name a thousand header fields in as many
+//! bytes. TLS, and HTTP/2 towards clients, are the job of the proxy in front. At a stop, requests
+//! that have arrived completely are served to their end; an unfinished body gets a second.
 
 mod connection_limit;
 mod linger;
@@ -56,30 +56,31 @@ use tracing::{debug, warn};
 use connection_limit::{ConnectionLimiter, Slot};
 use linger::Lingering;
 
-/// Bytes of one head, and of what is read ahead of a slow handler: more than any sender's headers
-/// need. A head has 100 fields at most (hyper's own bound); beyond either the answer is 431.
+/// Read buffer per connection, in bytes: the largest head, and what is read ahead of a slow
+/// handler. More than any sender's headers need. A head has at most 100 fields (hyper's own limit).
+/// Beyond either limit the answer is 431.
 const READ_BYTES_MAX: usize = 32 * 1024;
-/// Pause after a failed accept (no file descriptors left, most likely), so that it is not repeated
-/// in a busy loop.
+/// Pause after a failed accept (most likely out of file descriptors), so that it is not repeated in
+/// a busy loop.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Shortest deadline: below it a distant sender has no chance.
+/// Shortest `header_timeout`: with less, a distant sender has no chance.
 const HEADER_TIMEOUT_MIN: Duration = Duration::from_millis(100);
-/// How often the deadlines are looked at: one timer for all, a tenth late at most.
+/// Deadline checks per `header_timeout`: one timer for all connections, late by a tenth at most.
 const SWEEPS_PER_TIMEOUT: u32 = 10;
-/// The same during a stop, when connections that were answered are not waited for.
+/// Interval of deadline checks during a stop, where answered connections must close soon.
 const STOP_SWEEP: Duration = Duration::from_millis(50);
-/// How old a body on its way may be during a stop: what was sent just before it arrives in this
-/// time, and one that never ends delays nobody.
+/// Most age of an unfinished body during a stop. A body sent just before arrives within this time,
+/// and an endless one delays nothing.
 const STOP_GRACE: Duration = Duration::from_secs(1);
 
-/// Bounds on what connections may cost.
+/// Limits on the resources of connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServeLimits {
-    /// Most connections open at once. Default 512: half of the 1,024 files that a process commonly
-    /// may have open, at some 16 KiB each.
+    /// Most open connections. Default 512: half of the 1,024 files that a process usually may have
+    /// open, at some 16 KiB each.
     pub connections: usize,
-    /// Longest time a connection may go without a request in service: for the head of one to
-    /// arrive, and to read the answer to the last. Default 10 s.
+    /// Longest time a connection may be without a request in service: to send the head of one, or
+    /// to read the last answer. Default 10 s.
     pub header_timeout: Duration,
 }
 
@@ -89,7 +90,7 @@ impl Default for ServeLimits {
     }
 }
 
-/// Serves until `stop`, then lets every request that is in service finish. Dropping it ends all
+/// Serves until `stop`, then lets requests in service finish. Dropping this future ends all
 /// connections at once.
 pub async fn serve(
     listener: TcpListener,
@@ -121,7 +122,7 @@ pub async fn serve(
     }
 }
 
-/// Closes what is overdue, for ever.
+/// Closes overdue connections, in an endless loop.
 async fn sweep(limiter: &ConnectionLimiter, clock: &dyn Clock) {
     loop {
         clock.sleep(limiter.limits().header_timeout / SWEEPS_PER_TIMEOUT).await;
@@ -138,8 +139,8 @@ async fn accept(
     connections: &mut JoinSet<()>,
 ) {
     let mut sweeping = std::pin::pin!(sweep(limiter, clock));
-    // Accepted and without a slot yet. Kept here, because what is in a branch of the select below
-    // is dropped when another wins.
+    // An accepted connection without a slot. Kept outside of the loop, because the `select!` below
+    // drops the other branches' state when one completes.
     let mut newcomer = None;
     loop {
         tokio::select! {
@@ -162,20 +163,20 @@ async fn accept(
     }
 }
 
-/// The client hung up before it was accepted; the listener is fine.
+/// Whether the client aborted before it was accepted; the listener is fine.
 fn is_client_abort(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
 }
 
-/// One connection, from the first byte to the last.
+/// Serves one connection from the first byte to the last.
 async fn serve_connection(stream: TcpStream, slot: Arc<Slot>, router: Router, mut stopped: watch::Receiver<bool>) {
-    // Answers are small and whole; waiting for more to send only delays them.
+    // Answers are small and complete; waiting for more data would only delay them.
     let _ = stream.set_nodelay(true);
     let at = Arc::clone(&slot);
     let service = service_fn(move |request: Request<Incoming>| {
         let request = request.map(|body| Body::new(at.track(body)));
-        // From here on: the request is in service until this future is done or dropped.
+        // From here on the request is in service, until this future ends or is dropped.
         let in_service = at.serve();
         let mut router = router.clone();
         async move {

@@ -1,10 +1,9 @@
-//! A connection that is closed so that the last answer is heard.
+//! Closes a connection such that the client can still read the last answer.
 //!
 //! A client that is answered 413 in the middle of its body is still sending. If the socket were
-//! closed now, what it sends would be answered with a reset, and many clients then report a broken
-//! connection instead of the answer that lies before it. So the write side ends first, and what
-//! still comes is read and thrown away: so many bytes at most, and no longer than a connection may
-//! owe.
+//! closed now, its bytes would be answered with a reset, and many clients would report a broken
+//! connection instead of the answer. So the write side is shut down first, and what still arrives
+//! is read and discarded, up to [`LINGER_BYTES_MAX`] and the connection's deadline.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -14,15 +13,14 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-/// How much is thrown away for politeness: what is in the buffers of a client and its kernel,
-/// several times over.
+/// Most bytes discarded: several times what fits into the buffers of a client and its kernel.
 const LINGER_BYTES_MAX: usize = 8 * 1024 * 1024;
-/// How much is read at once.
+/// Bytes read at once.
 const SCRATCH_BYTES: usize = 8 * 1024;
 
 pub(super) struct Lingering {
     stream: TcpStream,
-    /// What may still be thrown away, once the write side has ended.
+    /// Bytes that may still be discarded, once the write side is shut down.
     left: Option<usize>,
 }
 

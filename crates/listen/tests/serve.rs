@@ -1,4 +1,4 @@
-//! Serving strangers: slow ones, endless ones, and the others meanwhile.
+//! Serving strangers: slow and endless clients, and others at the same time.
 
 #![allow(clippy::unwrap_used)]
 
@@ -21,14 +21,14 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-/// No test waits longer than this for anything; nothing takes nearly as long.
+/// Deadline of every wait; nothing takes nearly as long.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// A wait that no test sees the end of.
+/// Longer than any test runs.
 const HOUR: Duration = Duration::from_secs(3_600);
 const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
-/// Where the clocks of these tests stand.
+/// The time on the test clocks.
 const NOW_S: i64 = 1_767_225_600;
-/// Headers that anybody can write: of the right form, with that time.
+/// Well-formed headers that anybody can write, with that time.
 const PLAUSIBLE: &str = "webhook-id: m\r\nwebhook-timestamp: 1767225600\r\nwebhook-signature: v1,AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\r\n";
 
 struct Server {
@@ -48,8 +48,8 @@ async fn start(router: Router, limits: ServeLimits) -> Server {
     Server { address, clock, stop, task }
 }
 
-/// No time passes for the server but here: however slow the machine is, nobody is late who ought to
-/// be in time.
+/// The server's time passes only here, so that on a slow machine nobody who should be in time is
+/// late.
 async fn while_time_passes<T>(clock: &ManualClock, waiting: impl Future<Output = T>) -> T {
     let passing = async {
         loop {
@@ -88,20 +88,20 @@ fn signed(id: &str) -> String {
     format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{headers}")
 }
 
-/// A genuine message over a connection of its own; the answer.
+/// Sends a genuine message on a new connection; returns the answer.
 async fn send(server: &Server, id: &str) -> String {
     let request = signed(id) + "content-length: 2\r\nconnection: close\r\n\r\n{}";
     hear(&mut connect(server, request.as_bytes()).await).await
 }
 
-/// What the other side sends until it ends the connection, in whichever way.
+/// Reads until the server ends the connection, in whichever way.
 async fn hear(stream: &mut TcpStream) -> String {
     let mut heard = Vec::new();
     let _ = timeout(DEADLINE, stream.read_to_end(&mut heard)).await.expect("the connection ends");
     String::from_utf8_lossy(&heard).into_owned()
 }
 
-/// Much shorter than what is waited for.
+/// Much shorter than any timeout in these tests.
 const MOMENT: Duration = Duration::from_millis(50);
 const LIMITS: ServeLimits = ServeLimits { connections: 32, header_timeout: Duration::from_secs(10) };
 const SLOW: [&[u8]; 4] = [
@@ -125,11 +125,10 @@ async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
         }
     }
     assert_eq!(inbox.all().len(), 20);
-    // Those that were pushed out hear the end of it; as many as there are places may still be
-    // there.
+    // Evicted connections end; as many as there are slots may still be open.
     let ends = slow.iter_mut().take(400 - LIMITS.connections).map(hear);
     timeout(DEADLINE, futures::future::join_all(ends)).await.expect("they are all closed");
-    // And they leave their places.
+    // Dropping them frees their slots.
     drop(slow);
     assert!(send(&server, "msg_last").await.starts_with("HTTP/1.1 202"));
 }
@@ -141,11 +140,11 @@ async fn whoever_sends_no_head_in_time_is_let_go() {
         let mut slow = connect(&server, first).await;
         while_time_passes(&server.clock, hear(&mut slow)).await;
     }
-    // Byte by byte is no better.
+    // Sending byte by byte does not help.
     let mut dripping = connect(&server, b"POST /in/peer HTTP/1.1\r\n").await;
     let drip = async { while dripping.write_all(b"x").await.is_ok() && !pause().await {} };
     while_time_passes(&server.clock, timeout(DEADLINE, drip)).await.expect("it is closed");
-    // Nor is a second request that does not come.
+    // Nor does waiting before a second request.
     let mut idle = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n").await;
     let mut answer = [0; 12];
     timeout(DEADLINE, idle.read_exact(&mut answer)).await.expect("an answer").unwrap();
@@ -153,7 +152,7 @@ async fn whoever_sends_no_head_in_time_is_let_go() {
     while_time_passes(&server.clock, hear(&mut idle)).await;
 }
 
-/// A moment; never says stop.
+/// A short pause; always `false`.
 async fn pause() -> bool {
     tokio::time::sleep(Duration::from_millis(5)).await;
     false
@@ -167,7 +166,7 @@ async fn an_answer_that_is_not_read_holds_up_nobody() {
     let mut first = [0; 15];
     lazy.read_exact(&mut first).await.unwrap();
     assert_eq!(&first, b"HTTP/1.1 200 OK");
-    // There is one place only, and it is free again without one byte more being read.
+    // There is only one slot, and it is freed although the answer is not read.
     let mut next = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
     assert!(hear(&mut next).await.starts_with("HTTP/1.1 404"));
     assert!(hear(&mut lazy).await.len() < 64 * 1024 * 1024);
@@ -240,8 +239,7 @@ async fn a_body_without_end_is_cut_at_the_limit_and_hears_why() {
     let chunk = format!("10000\r\n{}\r\n", "x".repeat(0x10000));
     for head in ["transfer-encoding: chunked", "content-length: 68719476736"] {
         let head = format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{PLAUSIBLE}{head}\r\n\r\n");
-        // A client that first sends what it has and then listens, as most do: three times the
-        // limit.
+        // A client that sends everything before it reads, as most do: three times the limit.
         let mut polite = connect(&server, head.as_bytes()).await;
         for _ in 0..48 {
             polite.write_all(chunk.as_bytes()).await.expect("what is sent is taken");
@@ -249,7 +247,7 @@ async fn a_body_without_end_is_cut_at_the_limit_and_hears_why() {
         let mut answer = [0; 12];
         timeout(DEADLINE, polite.read_exact(&mut answer)).await.expect("an answer").unwrap();
         assert_eq!(&answer, b"HTTP/1.1 413");
-        // One that never listens: it gets rid of so much and no more.
+        // A client that never reads: it can send a bounded amount.
         let mut deaf = connect(&server, head.as_bytes()).await;
         let mut sent = 0;
         while timeout(DEADLINE, deaf.write_all(chunk.as_bytes())).await.expect("taken or refused").is_ok() {
@@ -277,7 +275,7 @@ async fn what_would_unpack_to_a_thousand_times_its_size_is_not_even_read() {
     assert!(inbox.all().is_empty());
 }
 
-/// A body whose end two readers could see in two places: the front door of request smuggling.
+/// A body whose end two parsers could see in two places, as used in request smuggling.
 #[tokio::test]
 async fn a_body_with_two_ends_is_refused_or_the_last_of_its_connection() {
     let (server, inbox, ingress) = start_ingress(LIMITS, SourceLimits::default()).await;
@@ -302,7 +300,7 @@ async fn a_body_with_two_ends_is_refused_or_the_last_of_its_connection() {
     assert!(inbox.all().is_empty());
     let counts = ingress.counts();
     assert_eq!(counts.iter().find(|count| count.code == "transfer_refused").map(|count| count.count), Some(5));
-    // Both a length and chunks: read by its chunks, and the last of its connection.
+    // Both a length and chunks: read by its chunks, and the connection is closed afterwards.
     for (id, framing) in [
         ("both-1", "content-length: 17\r\ntransfer-encoding: chunked\r\n"),
         ("both-2", "transfer-encoding: Chunked\r\ncontent-length: 2\r\n"),
@@ -318,7 +316,8 @@ async fn a_stop_waits_for_no_body_that_does_not_end() {
     let body_for_ever = SourceLimits { body_timeout: HOUR, ..SourceLimits::default() };
     let (server, ..) = start_ingress(LIMITS, body_for_ever).await;
     let mut withheld = connect(&server, SLOW[2]).await;
-    // It has been read up to here: the same task reads the next one's answer later.
+    // The body has been read up to here, because the same task later reads the next connection's
+    // answer.
     let mut asked = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
     assert!(hear(&mut asked).await.starts_with("HTTP/1.1 404"));
     server.stop.send(()).unwrap();
