@@ -1,4 +1,4 @@
-//! The way to the collector.
+//! The HTTP client of the exporter.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,12 +11,12 @@ use reqwest::redirect::Policy;
 use tokio::runtime::Handle;
 use tracing::warn;
 
-/// Longest request. The exporter's thread waits for it, and spans queue up meanwhile.
+/// Time limit of a request. The exporter's thread waits for it, and spans queue up meanwhile.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// A collector that is away stays so for a while, and nobody needs to read it more often.
+/// Interval between log lines about failures: a collector that is down stays so for a while.
 const SAY_EVERY: Duration = Duration::from_secs(60);
 
-/// Sends on the program's runtime, for an exporter that has a thread of its own.
+/// Sends on the program's runtime, because the exporter calls it from its own thread.
 #[derive(Debug)]
 pub(crate) struct Client {
     http: reqwest::Client,
@@ -26,9 +26,9 @@ pub(crate) struct Client {
 
 impl Client {
     pub(crate) fn new(runtime: Handle) -> Result<Self, reqwest::Error> {
-        // With no provider, TLS would panic. An error means that the program has one.
+        // TLS panics without a provider. An error means that the program has installed one.
         _ = rustls::crypto::ring::default_provider().install_default();
-        // Headers have secrets, which go to the one address that is configured.
+        // No redirects: headers contain secrets, which must go only to the configured address.
         let http = reqwest::Client::builder().timeout(REQUEST_TIMEOUT).redirect(Policy::none()).build()?;
         Ok(Self { http, runtime, failures: Mutex::default() })
     }
@@ -49,7 +49,7 @@ impl HttpClient for Client {
             let answer = http.execute(request.try_into()?).await?;
             let mut response = Response::new(Bytes::new());
             (*response.status_mut(), *response.headers_mut()) = (answer.status(), answer.headers().clone());
-            // What it says is not needed, and may be long.
+            // The body of the answer is not needed, and may be long.
             Ok::<_, reqwest::Error>(response)
         });
         match sent.await {
@@ -64,13 +64,13 @@ impl HttpClient for Client {
                 self.failed(&format!("{error}{why}"));
                 Err(error.into())
             }
-            // The runtime ends, and the program with it.
+            // The runtime is shutting down, and the program with it.
             Err(ended) => Err(ended.into()),
         }
     }
 }
 
-/// What is said of failures.
+/// Rate limit of log lines about failures.
 #[derive(Debug, Default)]
 struct Failures {
     said: Option<Instant>,
@@ -78,7 +78,7 @@ struct Failures {
 }
 
 impl Failures {
-    /// Counts one; how many there are since the last line, if it is time for another.
+    /// Counts a failure. Returns the number since the last log line if another line is due.
     fn observe(&mut self, now: Instant) -> Option<u64> {
         self.since += 1;
         if self.said.is_some_and(|said| now.saturating_duration_since(said) < SAY_EVERY) {

@@ -1,4 +1,4 @@
-//! Spans to a collector: OTLP over HTTP, in protobuf.
+//! Exports spans to a collector: OTLP over HTTP, in protobuf.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -17,31 +17,31 @@ use tracing_subscriber::registry::LookupSpan;
 use crate::client::{Client, REQUEST_TIMEOUT};
 use crate::sampler::OwnRatio;
 
-/// Where the spans of a program go, and which.
+/// Where the spans of a program are sent, and which of them.
 #[derive(Debug, Clone)]
 pub struct ExporterConfig {
-    /// The collector, without the path: `http://127.0.0.1:4318`.
+    /// The collector's URL, without the path: `http://127.0.0.1:4318`.
     pub endpoint: String,
     /// The name of the program in traces.
     pub service_name: String,
-    /// Which part of the traces that begin here is exported: 0 to 1.
+    /// The share of traces that begin here and are exported, from 0 to 1.
     pub sample_ratio: f64,
-    /// Sent with every request.
+    /// Headers of every request.
     pub headers: HashMap<String, String>,
 }
 
 /// Exports the spans of Postbox.
 ///
-/// They wait in a queue of 2048; what does not fit, or does not reach the collector, is lost.
-/// Nothing else waits for it or fails.
+/// Spans wait in a queue of 2048. What does not fit, or does not reach the collector, is lost;
+/// nothing else waits or fails because of it.
 #[derive(Debug)]
 pub struct Exporter {
     provider: SdkTracerProvider,
 }
 
 impl Exporter {
-    /// Starts its thread, whose requests are made on the given runtime. The error says what is
-    /// wrong with the configuration. Connects to nothing yet.
+    /// Starts the exporter's thread, whose requests run on the given runtime. The error says what
+    /// is wrong with the configuration. Does not connect yet.
     pub fn start(config: ExporterConfig, runtime: Handle) -> Result<Self, String> {
         let client = Client::new(runtime).map_err(|error| error.to_string())?;
         let exporter = SpanExporter::builder()
@@ -61,7 +61,7 @@ impl Exporter {
         Ok(Self { provider })
     }
 
-    /// Takes the spans of Postbox out of a subscriber, and no others.
+    /// A subscriber layer that exports the spans of Postbox, and no others.
     pub fn layer<S>(&self) -> impl Layer<S> + Send + Sync + use<S>
     where
         S: Subscriber + for<'span> LookupSpan<'span> + Send + Sync,
@@ -75,7 +75,7 @@ impl Exporter {
             .with_filter(filter_fn(|metadata| metadata.target() == TARGET && metadata.is_span()))
     }
 
-    /// Sends what is queued and ends, within this time. Blocks. The runtime must be running.
+    /// Sends the queued spans and ends, within this time. Blocks. The runtime must be running.
     pub fn finish(self, within: Duration) {
         if let Err(error) = self.provider.shutdown_with_timeout(within) {
             warn!(code = "spans_lost", %error, "last spans not sent: they are lost, and nothing else");

@@ -1,8 +1,8 @@
 //! Traces of Postbox in OpenTelemetry.
 //!
-//! The spans themselves are `tracing`'s, and are made where things happen: [`postbox_core::trace`]
-//! has the list. What is here joins them to a tracer, so that the context of a span goes into the
-//! event, with it to another service, and the trace goes on there.
+//! The spans are `tracing` spans, created where things happen: [`postbox_core::trace`] lists them.
+//! This crate connects them to a tracer, so that the context of a span travels in the event to
+//! another service, and the trace continues there.
 //!
 //! ```
 //! use opentelemetry::trace::TracerProvider as _;
@@ -21,7 +21,7 @@
 //!
 //! # What this crate deliberately does not do
 //!
-//! It makes no spans, and exports neither metrics nor logs.
+//! It creates no spans, and exports neither metrics nor logs.
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
 

@@ -1,4 +1,4 @@
-//! The context of a span as text, and back.
+//! Converts the context of a span to text and back.
 
 use std::collections::HashMap;
 
@@ -11,11 +11,11 @@ use postbox_core::trace::{Propagator, TraceContext, set_propagator};
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
-/// Turns traces on, for as long as the program runs: events carry the context of the span they are
-/// appended in, and requests that of the one they are sent in.
+/// Turns tracing on for the rest of the program: events carry the context of the span they are
+/// appended in, and requests that of the span they are sent in.
 ///
-/// Spans go to the layer of `tracing-opentelemetry` that the program has in its subscriber; without
-/// one, nothing changes. `false`: they were on already.
+/// Spans go to the `tracing-opentelemetry` layer of the program's subscriber; without one, nothing
+/// changes. Returns `false` if it was on already.
 pub fn propagate() -> bool {
     set_propagator(W3c(TraceContextPropagator::new()))
 }
@@ -26,7 +26,7 @@ impl W3c {
     fn written(&self, context: &Context) -> Option<TraceContext> {
         let mut headers = HashMap::new();
         self.0.inject_context(context, &mut headers);
-        // The tracer writes an empty state where there is none.
+        // The propagator writes an empty state if there is none.
         let tracestate = headers.remove(TRACESTATE).filter(|state| !state.is_empty());
         Some(TraceContext { traceparent: headers.remove(TRACEPARENT)?, tracestate })
     }
@@ -48,8 +48,8 @@ impl Propagator for W3c {
     }
 
     fn set_parent(&self, span: &Span, parent: &TraceContext) {
-        // An error says that nobody takes the span, or that somebody has entered it, which is a
-        // defect of ours that the tests of parents show.
+        // An error means that no layer takes the span, or that it was entered before, which is a
+        // defect that the tests of parents would show.
         _ = span.set_parent(self.read(parent));
     }
 

@@ -4,9 +4,9 @@ use opentelemetry::trace::{Link, SpanKind, TraceId};
 use opentelemetry::{Context, KeyValue};
 use opentelemetry_sdk::trace::{Sampler, SamplingResult, ShouldSample};
 
-/// A part of the traces that begin here, and what belongs to them. What a sender says of its own
-/// trace, that it be exported or not, is not followed where a message is received: whoever can send
-/// one could fill the collector, or hide.
+/// Samples a share of the traces that begin here, and follows that decision within them. A sender's
+/// sampling flag is ignored when a message is received: otherwise anybody who can send a message
+/// could flood the collector, or hide from it.
 #[derive(Debug, Clone)]
 pub(crate) struct OwnRatio {
     ratio: Sampler,

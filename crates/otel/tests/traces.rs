@@ -1,4 +1,5 @@
-//! A trace from the request that appends to the handler in another service, as a collector gets it.
+//! A trace from the appending request to the handler in another service, as a collector receives
+//! it.
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -23,7 +24,8 @@ use tracing_subscriber::prelude::*;
 
 const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
-/// The collector, and the runtime that the exporter sends on: tests come and go.
+/// The collector, and the runtime that the exporter sends on. They outlive the runtime of a single
+/// test.
 static EXPORT: LazyLock<(Runtime, Collector)> = LazyLock::new(|| {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
@@ -42,7 +44,7 @@ static EXPORT: LazyLock<(Runtime, Collector)> = LazyLock::new(|| {
 });
 
 fn collector() -> &'static Collector {
-    // Away from the test's own runtime, which may not block.
+    // In a separate thread, because the test's own runtime must not block.
     std::thread::spawn(|| &EXPORT.1).join().expect("it started")
 }
 
@@ -61,7 +63,7 @@ impl Service {
         self.store.append(&LogName::outbox(), &[event]).await.expect("appended");
     }
 
-    /// Posts everything of the outbox to this URL, once.
+    /// Posts the whole outbox to this URL, once.
     async fn relay_to(&self, url: String) {
         let config = HttpSinkConfig {
             keys: vec![SignKey::parse(SECRET).expect("a key")],
@@ -72,7 +74,7 @@ impl Service {
         self.drain(LogName::outbox(), Arc::new(sink)).await;
     }
 
-    /// Hands everything of a log to a handler, which appends another event, once; what it saw.
+    /// Passes every event of a log to a handler that appends another event; returns what it saw.
     async fn handle(&self, log: LogName) -> Vec<Event> {
         let (seen, mut handled) = mpsc::unbounded_channel();
         let store = Arc::clone(&self.store);
@@ -99,7 +101,7 @@ impl Service {
         relay.drain(Some(1)).await.expect("drained");
     }
 
-    /// Where its inbox listens.
+    /// The URL of its inbox.
     async fn inbox(&self) -> String {
         let verifier = verifier(Scheme::StandardWebhooks, &[SECRET], &Settings::default()).expect("a verifier");
         let source = WebhookSource::new(SourceName::new("peer").expect("a name"), LogName::inbox(), verifier);
@@ -200,7 +202,8 @@ async fn a_call_that_takes_too_long_has_its_code_too() {
     assert_eq!(attributes(&process, ["error.type"]), ["timeout"]);
 }
 
-/// Whatever a stranger writes there: nobody's parent, nothing worse, and it stays as it came.
+/// An invalid `traceparent` from a stranger becomes no parent, does no harm, and stays in the event
+/// unchanged.
 #[tokio::test]
 async fn a_traceparent_that_is_none_is_nobodys_parent() {
     collector();
