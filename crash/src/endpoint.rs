@@ -1,5 +1,5 @@
-//! The endpoint, as a process of its own: a tiny HTTP server that writes every arrival down before
-//! it answers, and now and then answers something else than thanks.
+//! The endpoint, in a separate process: a small HTTP server that records every arrival before it
+//! answers, and sometimes answers with a failure.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,7 +18,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
-/// Longest head and longest body of a request of ours.
+/// Largest head and largest body of a request, in bytes.
 const REQUEST_MAX: usize = 64 * 1024;
 /// Longer than a relay waits for an answer.
 const HANG: Duration = Duration::from_secs(10);
@@ -36,9 +36,9 @@ pub(crate) struct Job {
 struct Shared {
     log: Mutex<File>,
     seed: u64,
-    /// How often each body came.
+    /// Number of arrivals of each body.
     attempts: Mutex<HashMap<u64, u32>>,
-    /// Nobody is served.
+    /// Whether the endpoint serves nobody now.
     down: AtomicBool,
 }
 
@@ -65,7 +65,7 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) -> anyhow::Result<()
     loop {
         let (client, _) = listener.accept().await?;
         let shared = Arc::clone(&shared);
-        // A relay that is killed leaves half a request behind.
+        // An error is normal: a relay that is killed leaves half a request behind.
         tokio::spawn(async move { serve(client, &shared).await });
     }
 }
@@ -95,7 +95,7 @@ async fn serve(mut client: TcpStream, shared: &Shared) -> anyhow::Result<()> {
     }
 }
 
-/// The body of the next request; what follows it stays in the buffer.
+/// Reads the body of the next request; what follows stays in the buffer.
 async fn request(client: &mut TcpStream, buffer: &mut Vec<u8>) -> anyhow::Result<Vec<u8>> {
     loop {
         if let Some(head) = buffer.windows(4).position(|end| end == b"\r\n\r\n") {
@@ -116,7 +116,7 @@ async fn request(client: &mut TcpStream, buffer: &mut Vec<u8>) -> anyhow::Result
 }
 
 impl Shared {
-    /// Decided by the seed, the body and how often it came; 0: never.
+    /// Chooses the status by the seed, the body and the number of its arrivals; 0: never answers.
     fn answer(&self, body: &[u8]) -> u16 {
         let mut hasher = DefaultHasher::new();
         (self.seed, body).hash(&mut hasher);

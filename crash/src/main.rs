@@ -1,6 +1,6 @@
 //! The crash ledger: `cargo xtask crash`. Real processes, faults drawn from a seed, and a checker
-//! that shares no code with the product. A run is made of rounds; each has a folder with everything
-//! the checker judges, and a seed of its own.
+//! that shares no code with the product. A run consists of rounds; each has its own seed, and a
+//! folder with everything that the checker judges.
 
 mod endpoint;
 mod faults;
@@ -73,7 +73,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// A line for whoever watches.
+/// Prints a progress line.
 pub(crate) fn say(text: &str) {
     let _ = writeln!(std::io::stdout(), "{text}");
     let _ = std::io::stdout().flush();
@@ -118,7 +118,7 @@ async fn run(options: Options) -> anyhow::Result<bool> {
         let share = share(&options, number);
         say(&format!("round {} of {rounds}, seed {}", number + 1, share.seed));
         let place = folder.join(format!("round-{number}"));
-        // A round that was cut short is begun anew: what it left is not whole.
+        // An interrupted round starts again, because its files are incomplete.
         let _ = std::fs::remove_dir_all(&place);
         let verdict = round::run(&options, &share, &place).await.with_context(|| format!("round {}", number + 1))?;
         std::fs::write(&kept, serde_json::to_vec_pretty(&verdict)?)?;
@@ -144,7 +144,7 @@ async fn run(options: Options) -> anyhow::Result<bool> {
     Ok(all.is_clean())
 }
 
-/// What a round has to do, and the seed that makes it what it is.
+/// Returns the amount of work and the seed of a round.
 fn share(options: &Options, number: u64) -> Share {
     let rounds = options.rounds();
     let seed = SmallRng::seed_from_u64(options.seed.wrapping_add(number << 20)).random::<u32>();

@@ -1,4 +1,4 @@
-//! What can be asked for.
+//! The command line options.
 
 use std::path::PathBuf;
 
@@ -68,7 +68,7 @@ impl Options {
         self.events.div_ceil(self.round.max(1)).max(1)
     }
 
-    /// The command that does it again.
+    /// The command that repeats the run.
     pub(crate) fn command(&self) -> String {
         let Self { events, faults, seed, round, rate, .. } = self;
         let list = |name: &str, kinds: &[String]| {
@@ -83,7 +83,7 @@ impl Options {
         )
     }
 
-    /// What `--resume` needs.
+    /// The options that `--resume` needs.
     pub(crate) fn to_json(&self) -> serde_json::Value {
         json!({
             "events": self.events, "faults": self.faults, "seed": self.seed, "round": self.round, "rate": self.rate,
@@ -91,7 +91,7 @@ impl Options {
         })
     }
 
-    /// The options a run began with, instead of our own.
+    /// Replaces these options by those the run began with.
     pub(crate) fn resumed(mut self, value: &serde_json::Value) -> Option<Self> {
         let kinds = |name: &str| -> Option<Vec<String>> {
             value[name].as_array()?.iter().map(|kind| kind.as_str().map(str::to_owned)).collect()

@@ -1,4 +1,4 @@
-//! Processes of ours: started, signalled by the id we recorded, reaped.
+//! Child processes: started, signalled by the recorded id, and reaped.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -6,14 +6,14 @@ use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 
 use anyhow::Context as _;
 
-/// Where a moved clock comes from, if it is installed.
+/// The library that moves a process's clock, if it is installed.
 pub(crate) fn faketime_library() -> Option<PathBuf> {
     let folders = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib", "/usr/lib64"];
     let library = |folder| Path::new(folder).join("faketime/libfaketimeMT.so.1");
     folders.into_iter().map(library).find(|library| library.is_file())
 }
 
-/// A child that dies with us at the latest when it is dropped.
+/// A child process that is killed when this is dropped, at the latest.
 #[derive(Debug)]
 pub(crate) struct Process {
     child: Child,
@@ -22,7 +22,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Starts it; standard output as given, standard error appended to a file.
+    /// Starts a command, with this standard output, and standard error appended to a file.
     pub(crate) fn start(command: &mut Command, stdout: Stdio, log: &Path) -> anyhow::Result<Self> {
         let log = File::options().create(true).append(true).open(log)?;
         let mut child = command
@@ -64,7 +64,7 @@ impl Drop for Process {
     }
 }
 
-/// Sends a signal to a process we know to be ours. It may be gone already.
+/// Sends a signal to a process that this program started. It may have ended already.
 pub(crate) fn signal(pid: u32, name: &str) {
     let _ = Command::new("kill").arg(format!("-{name}")).arg(pid.to_string()).stderr(Stdio::null()).status();
 }

@@ -1,4 +1,4 @@
-//! The relays: the binary as an operator runs it, several of them on one store.
+//! The relays: several processes of the binary on one store, as an operator runs them.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,22 +9,22 @@ use tokio::time::sleep;
 
 use crate::process::{Process, faketime_library};
 
-/// The length of a lease.
+/// Length of a lease.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);
 /// Lanes of each subscription.
 pub(crate) const LANES_MAIN: u64 = 4;
 pub(crate) const LANES_PART: u64 = 2;
-/// Events read at once, and deliveries at once.
+/// Events per read, and concurrent deliveries.
 pub(crate) const BATCH: u64 = 200;
 const CONCURRENCY: u64 = 32;
-/// What can be in flight in one lane: two batches of the stream, of which one is settled while the
-/// next goes out, and as many of the due rows as may be sent at once.
+/// Most events in flight per lane: two batches of the stream (one is settled while the next is
+/// sent), and as many due rows as may be sent at once.
 pub(crate) const WINDOW: u64 = 2 * BATCH + CONCURRENCY / 2;
-/// A start on a loaded machine takes a second or two; more than this is a hang.
+/// Longest start. On a loaded machine a start takes a second or two; this is a hang.
 const START_MAX: Duration = Duration::from_secs(60);
 const STOP_MAX: Duration = Duration::from_secs(40);
 
-/// One replica: its place stays, its processes come and go.
+/// One replica. Its processes are replaced, its files stay.
 #[derive(Debug)]
 pub(crate) struct Relay {
     binary: PathBuf,
@@ -32,16 +32,16 @@ pub(crate) struct Relay {
     log: PathBuf,
     clock: PathBuf,
     process: Option<Process>,
-    /// How long the log was when the process was started.
+    /// Length of the log when the process was started.
     log_from: usize,
-    /// Up to where it was looked through.
+    /// Position up to which the log was searched.
     log_seen: usize,
 }
 
-/// What a configuration is made of.
+/// The values of a configuration.
 pub(crate) struct Config<'a> {
     pub(crate) store: &'a str,
-    /// A table of TOML.
+    /// An inline TOML table.
     pub(crate) main_sink: &'a str,
     pub(crate) part_sink: &'a str,
     pub(crate) part_topics: &'a [String],
@@ -94,7 +94,7 @@ impl Relay {
                 self.step_clock(0)?;
             }
             command.env("LD_PRELOAD", library).env("FAKETIME_TIMESTAMP_FILE", &self.clock);
-            // Only what clocks on a wall show: timers of a machine do not jump.
+            // Only the wall clock is moved: monotonic clocks do not jump.
             command
                 .env("FAKETIME_DONT_FAKE_MONOTONIC", "1")
                 .env("FAKETIME_CACHE_DURATION", "1")
@@ -104,9 +104,9 @@ impl Relay {
         Ok(())
     }
 
-    /// Its clock shows so many seconds more, within a second.
+    /// Moves its clock by this many seconds, within a second.
     pub(crate) fn step_clock(&self, seconds: i64) -> anyhow::Result<()> {
-        // Renamed into place: half a file would be no time at all.
+        // Renamed into place, because half a file would not be a valid time.
         let new = self.clock.with_extension("new");
         std::fs::write(&new, format!("{seconds:+}s\n"))?;
         Ok(std::fs::rename(&new, &self.clock)?)
@@ -116,7 +116,7 @@ impl Relay {
         self.process.as_mut().is_some_and(|process| process.ended().is_none())
     }
 
-    /// Whether it ended without our doing, and with which code. It is forgotten then.
+    /// The exit code if it ended by itself; the process is forgotten then.
     pub(crate) fn has_ended(&mut self) -> Option<Option<i32>> {
         let status = self.process.as_mut()?.ended()?;
         self.process = None;
@@ -133,8 +133,8 @@ impl Relay {
         }
     }
 
-    /// SIGTERM, and waits until it has ended. One that was started a moment ago may not catch
-    /// signals yet: it says when it serves.
+    /// Sends SIGTERM and waits for the end. A process that was just started may not catch signals
+    /// yet, so it waits until it serves.
     pub(crate) async fn stop(&mut self) -> anyhow::Result<()> {
         let serving = self.serving().await;
         self.signal("TERM");
@@ -160,7 +160,7 @@ impl Relay {
         Ok(())
     }
 
-    /// What the present process has said.
+    /// The log of the current process.
     pub(crate) fn log(&self) -> String {
         let log = std::fs::read(&self.log).unwrap_or_default();
         String::from_utf8_lossy(log.get(self.log_from..).unwrap_or_default()).into_owned()
@@ -168,7 +168,7 @@ impl Relay {
 }
 
 impl Relay {
-    /// How many leases it said that it lost, since it was last asked.
+    /// The number of lost leases in its log since the last call.
     pub(crate) fn leases_lost(&mut self) -> usize {
         let log = std::fs::read(&self.log).unwrap_or_default();
         let new = String::from_utf8_lossy(log.get(self.log_seen..).unwrap_or_default()).into_owned();
@@ -177,8 +177,7 @@ impl Relay {
     }
 }
 
-/// One command of the binary, as an operator types it: what it printed, and whether it ended with
-/// 0.
+/// Runs one operator command of the binary; returns its output, and whether it exited with 0.
 pub(crate) async fn command(binary: &Path, store: &str, arguments: &[&str]) -> anyhow::Result<(bool, String)> {
     let mut command = tokio::process::Command::new(binary);
     command.args(arguments).args(["--store", store]).stdin(Stdio::null()).kill_on_drop(true);

@@ -1,4 +1,4 @@
-//! The table a run ends in.
+//! The table at the end of a run.
 
 use std::fmt::Write as _;
 
@@ -7,7 +7,7 @@ use postbox_crash_checker::verdict::VIOLATIONS;
 
 use crate::options::{Options, SinkKind};
 
-/// A table that is plain text and Markdown at once.
+/// A table that is both plain text and Markdown.
 pub(crate) fn table(options: &Options, verdict: &Verdict) -> String {
     let mut rows: Vec<(String, String)> = Vec::new();
     let mut row = |name: &str, value: String| rows.push((name.to_owned(), value));

@@ -1,5 +1,5 @@
-//! One round: everything is started, faults happen until there are enough events and faults,
-//! everything drains, the checker judges.
+//! One round: starts everything, injects faults until there are enough events and faults, drains,
+//! and lets the checker judge.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -18,22 +18,22 @@ use crate::say;
 use crate::stage::Stage;
 use crate::store::Bed;
 
-/// Nothing arrives for so long, although something is pending: it never will.
+/// Time without progress after which pending events are considered stuck.
 const STANDSTILL_MAX: Duration = Duration::from_secs(45);
-/// The longest wait for a retry that the configuration allows, several times.
+/// Several times the longest retry wait of the configuration.
 const WAITING_MAX: Duration = Duration::from_secs(8);
 /// Pauses between two faults of a group, in milliseconds.
 const PAUSE_AROUND: std::ops::Range<u64> = 20..500;
 const PAUSE_INSIDE: std::ops::Range<u64> = 300..3_000;
 
-/// The share of one round.
+/// The work of one round.
 pub(crate) struct Share {
     pub(crate) events: u64,
     pub(crate) faults: u64,
     pub(crate) seed: u64,
 }
 
-/// Runs a round in a folder of its own and judges it.
+/// Runs a round in its own folder and judges it.
 pub(crate) async fn run(options: &Options, share: &Share, folder: &Path) -> anyhow::Result<Verdict> {
     let began = Instant::now();
     let stage = Stage::start(options, folder, share.seed).await?;
@@ -88,7 +88,7 @@ fn chosen(options: &Options) -> Vec<&'static Kind> {
     KINDS.iter().filter(fits).collect()
 }
 
-/// One of the two that make faults.
+/// One of the two tasks that inject faults.
 struct Harm {
     stage: Arc<Stage>,
     kinds: Vec<&'static Kind>,
@@ -112,7 +112,7 @@ impl Harm {
                     self.kinds.retain(|other| other.name != kind.name);
                     continue;
                 }
-                // Most often because another fault stood in the way.
+                // Most often because another fault was in the way.
                 fault.detail = format!("{}; {text}", fault.detail);
                 if fault.topics.is_some() {
                     while faults::roll(&self.stage, &mut fault).await.is_err() {
@@ -126,8 +126,8 @@ impl Harm {
     }
 }
 
-/// Everything is put right and waited for; `false` if something stayed pending though nothing moved
-/// any more.
+/// Ends all faults and waits until nothing is pending; `false` if events stayed pending and nothing
+/// moved any more.
 async fn drain(stage: &Arc<Stage>) -> anyhow::Result<bool> {
     if let Bed::Postgres(bed) = &stage.bed {
         let mut server = bed.server.lock().await;
@@ -137,8 +137,8 @@ async fn drain(stage: &Arc<Stage>) -> anyhow::Result<bool> {
     for relay in &stage.relays {
         let mut relay = relay.lock().await;
         relay.signal("CONT");
-        // Where the machine's clock is the store's, an operator's commands have it too: it is right
-        // again in the end.
+        // Where the machine's clock is the store's, operator commands use it too, so it is set
+        // right again at the end.
         if matches!(stage.bed, Bed::Sqlite(_)) && crate::process::faketime_library().is_some() {
             relay.step_clock(0)?;
         }
@@ -159,15 +159,15 @@ async fn drain(stage: &Arc<Stage>) -> anyhow::Result<bool> {
             (moved, before, quiet) = (Instant::now(), now, 0);
             continue;
         }
-        // What was to be tried again by another clock than the present one waits for that time,
-        // unless somebody sends it now.
+        // A retry that was scheduled by a moved clock waits for that time unless an operator
+        // retries it now.
         if moved.elapsed() > WAITING_MAX {
             let waiting = stage.bed.some_events("retrying", 1_000).await?;
             if !waiting.is_empty() {
                 stage.order("retry", waiting).await?;
             }
-            // The other subscription's sink takes everything, so nothing of it is dead; what a
-            // relay put aside after crashes waits as well.
+            // The other subscription's sink accepts everything, so none of its events is dead.
+            // Events that a relay set aside after crashes wait as well.
             stage.operate(&["retry", "--all", "--subscription", "part"]).await?;
         }
         let (ok, said) = stage.operate(&["stats"]).await?;

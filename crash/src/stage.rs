@@ -1,5 +1,5 @@
-//! Everything that runs in a round: store, relays, writers, endpoint; and the files that tell the
-//! checker what happened.
+//! Everything that runs in a round (store, relays, writers, endpoint), and the files that record
+//! for the checker what happened.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -26,15 +26,15 @@ use crate::store::sqlite::SqliteBed;
 use crate::store::{Bed, StoreKind};
 use crate::writer::{TOPICS, now_micros};
 
-/// Replicas.
+/// Number of relays.
 pub(crate) const RELAYS: usize = 3;
-/// Writers; the last appends through the library.
+/// Number of writers; the last one appends through the library.
 const WRITERS: usize = 4;
-/// The effect of a fault is over a lease after it, and a little.
+/// A fault's effects are over one lease after it ends, and a margin.
 const AFTERMATH: Duration = Duration::from_millis(LEASE.as_millis() as u64 + 1_000);
 const SECRET: &str = "whsec_c3Rvcm0tc3Rvcm0tc3Rvcm0tc3Rvcm0tc3Rvcm0=";
 
-/// A round at work. Fields are dropped in this order.
+/// A running round. Fields are dropped in this order.
 pub(crate) struct Stage {
     pub(crate) relays: Vec<Mutex<Relay>>,
     writers: Mutex<Vec<Process>>,
@@ -51,7 +51,7 @@ pub(crate) struct Stage {
     faults: Mutex<File>,
     orders: Mutex<File>,
     aftermaths: Mutex<JoinSet<()>>,
-    /// Relays that ended by themselves, with their last words.
+    /// Relays that ended by themselves, with their last log line.
     pub(crate) ended: Mutex<Vec<String>>,
 }
 
@@ -128,7 +128,7 @@ impl Stage {
         Ok(bed)
     }
 
-    /// Writes a relay's configuration as it is to be from its next start on.
+    /// Writes a relay's configuration, which applies from its next start.
     pub(crate) async fn configure(&self, number: usize) -> anyhow::Result<()> {
         let topics = self.topics.lock().await.clone();
         let part = self.folder.join("arrivals-part.log");
@@ -138,12 +138,12 @@ impl Stage {
         self.relays[number].lock().await.configure(&config)
     }
 
-    /// Events whose commit was acknowledged.
+    /// Number of events whose commit was acknowledged.
     pub(crate) fn committed(&self) -> u64 {
         self.committed.load(Ordering::Relaxed)
     }
 
-    /// A restore took back what was committed since.
+    /// Resets the count: a restore took back what was committed since.
     pub(crate) fn take_back_to(&self, committed: u64) {
         self.committed.store(committed, Ordering::Relaxed);
     }
@@ -170,7 +170,7 @@ impl Stage {
         Ok(writer)
     }
 
-    /// SIGKILL to a writer; another one with another name takes its place.
+    /// Kills a writer and starts another one with another name.
     pub(crate) async fn replace_writer(&self, random: &mut SmallRng) -> anyhow::Result<usize> {
         let number = random.random_range(0..WRITERS);
         let mut writers = self.writers.lock().await;
@@ -179,7 +179,7 @@ impl Stage {
         Ok(number)
     }
 
-    /// SIGKILL to all writers, while `work` is done.
+    /// Kills all writers while `work` is done, then starts new ones.
     pub(crate) async fn without_writers<T>(&self, work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
         let mut writers = self.writers.lock().await;
         writers.iter_mut().for_each(Process::kill);
@@ -190,19 +190,19 @@ impl Stage {
         done
     }
 
-    /// How long the sinks' files are.
+    /// Length of each sink's file.
     pub(crate) fn places(&self) -> Vec<(String, u64)> {
         let length =
             |name: &str| std::fs::metadata(self.folder.join(format!("arrivals-{name}.log"))).map_or(0, |it| it.len());
         ["main", "part"].map(|name| (name.to_owned(), length(name))).to_vec()
     }
 
-    /// The beginning of a fault's record.
+    /// Begins a fault's record.
     pub(crate) fn begin(&self, kind: &str) -> Fault {
         Fault { kind: kind.to_owned(), from: now_micros(), places_from: self.places(), ..Fault::default() }
     }
 
-    /// The rest of it: written once its last effect must be over.
+    /// Completes a fault's record and writes it once its effects must be over.
     pub(crate) async fn record(self: &Arc<Self>, mut fault: Fault) {
         fault.until = now_micros();
         let stage = Arc::clone(self);
@@ -217,30 +217,30 @@ impl Stage {
         });
     }
 
-    /// An operator's command about events; written down before it is given.
+    /// Runs an operator's command about events; recorded before it is run.
     pub(crate) async fn order(&self, op: &str, events: Vec<crate::store::Named>) -> anyhow::Result<String> {
         let order = Order { op: op.to_owned(), events: events.iter().map(|it| it.event.clone()).collect() };
         let mut line = serde_json::to_vec(&order)?;
         line.push(b'\n');
         self.orders.lock().await.write_all(&line)?;
         let ids = events.iter().map(|it| it.id.as_str());
-        // What takes events out wants to know of whom. The events are chosen from this one.
+        // Commands that remove events require a subscription. The events were chosen from this one.
         let of: &[&str] = if op == "retry" { &[] } else { &["--subscription", "main"] };
         let arguments: Vec<&str> = [op].into_iter().chain(of.iter().copied()).chain(ids).collect();
         Ok(self.operate(&arguments).await?.1)
     }
 
-    /// An operator's command.
+    /// Runs an operator's command.
     pub(crate) async fn operate(&self, arguments: &[&str]) -> anyhow::Result<(bool, String)> {
         relay::command(&self.binary, &self.bed.operator_url(), arguments).await
     }
 
-    /// Starts relays that ended by themselves, as any supervisor does, and remembers what they
-    /// said. What leases ran out is recorded: also without a fault of ours, on a machine that is
-    /// slow; `before` are the places of a moment ago.
+    /// Restarts relays that ended by themselves, as any supervisor does, and records their last log
+    /// line. Also records leases that ran out, even without an injected fault, because the machine
+    /// may be slow. `before` are the file lengths of a moment ago.
     pub(crate) async fn supervise(self: &Arc<Self>, before: &[(String, u64)]) {
         for relay in &self.relays {
-            // One that a fault is about is that fault's affair.
+            // A relay that a fault is busy with is left to that fault.
             let Ok(mut relay) = relay.try_lock() else { continue };
             let lost = relay.leases_lost() as u64;
             for _ in 0..lost {
@@ -253,7 +253,7 @@ impl Stage {
                 self.record(fault).await;
             }
             let Some(code) = relay.has_ended() else { continue };
-            // Not at once: a store that is away is away for a moment.
+            // After a pause, because a store that is down stays down for a moment.
             sleep(Duration::from_millis(200)).await;
             let log = relay.log();
             let last = log.lines().rev().find(|line| !line.is_empty()).unwrap_or_default().to_owned();
@@ -262,7 +262,7 @@ impl Stage {
         }
     }
 
-    /// Writers end in their own time, what they left prepared with them.
+    /// Asks the writers to end; they end their prepared transactions, too.
     pub(crate) async fn end_writers(&self) -> anyhow::Result<()> {
         let mut writers = self.writers.lock().await;
         writers.iter_mut().for_each(Process::ask_to_end);
@@ -277,7 +277,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Waits for the last faults' records.
+    /// Waits for the records of the last faults.
     pub(crate) async fn settle_records(&self) {
         let mut aftermaths = std::mem::take(&mut *self.aftermaths.lock().await);
         while aftermaths.join_next().await.is_some() {}

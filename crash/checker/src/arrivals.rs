@@ -1,4 +1,4 @@
-//! What came to a sink, in the order of its file.
+//! Arrivals at a sink, in the order of its file.
 
 use std::path::Path;
 
@@ -8,16 +8,16 @@ use serde::Deserialize;
 /// One arrival.
 #[derive(Debug)]
 pub struct Arrival {
-    /// Where its line begins in the file: the order of arrival, comparable with the marks of
-    /// faults.
+    /// Where its line begins in the file. It gives the order of arrival, and can be compared with
+    /// the positions in faults.
     pub(crate) place: u64,
-    /// What the endpoint answered; 0: nothing, ever.
+    /// The endpoint's answer; 0: it never answered.
     pub(crate) status: u16,
-    /// What arrived; `None` where it is no body of ours.
+    /// The body; `None` if it is not one of ours.
     pub(crate) body: Option<Body>,
 }
 
-/// A payload, as every writer makes it.
+/// A payload, as every writer writes it.
 #[derive(Debug, Deserialize)]
 pub struct Body {
     /// The transaction.
@@ -28,13 +28,13 @@ pub struct Body {
     pub key: String,
     /// Its number within the key.
     pub v: i64,
-    /// Filling of a length that `n` decides, to notice bytes that are cut.
+    /// Padding whose length depends on `n`, to detect truncated payloads.
     #[serde(default)]
     pub pad: String,
 }
 
 impl Body {
-    /// The filling that belongs to an event.
+    /// The padding that belongs to an event.
     pub fn pad(n: u32) -> String {
         "x".repeat(20 + (n as usize * 37) % 160)
     }
@@ -46,8 +46,8 @@ struct FileLine {
 }
 
 impl Arrival {
-    /// Reads a file of arrivals; one that is not there is empty. `by_file`: written by the file
-    /// sink, else by the endpoint.
+    /// Reads a file of arrivals; a missing file is empty. `by_file`: written by the file sink,
+    /// otherwise by the endpoint.
     pub(crate) fn read(path: &Path, by_file: bool) -> anyhow::Result<Vec<Self>> {
         if !path.is_file() {
             return Ok(Vec::new());
@@ -73,12 +73,12 @@ impl Arrival {
         Ok(arrivals)
     }
 
-    /// The destination has it.
+    /// Whether the destination accepted it.
     pub(crate) fn is_accepted(&self) -> bool {
         (200..300).contains(&self.status)
     }
 
-    /// The destination does not want it, ever.
+    /// Whether the destination rejected it for good.
     pub(crate) fn is_refused(&self) -> bool {
         self.status == 422
     }

@@ -1,7 +1,7 @@
-//! What triggers on the product's own tables wrote down: every change of a cursor, and of a row
-//! that left the stream; and any change of a row of the log, which is only ever read.
+//! The audit written by triggers on the product's own tables: every change of a cursor and of a
+//! delivery row, and any change of a log row, which is only ever read.
 //!
-//! The rules are those of `docs/state-machine.md` and of the cursor, written a second time.
+//! The rules are those of `docs/state-machine.md` and of the cursor, written independently.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -21,34 +21,35 @@ pub struct Change {
     pub old: Value,
     /// The row after; null for a delete.
     pub new: Value,
-    /// The event's payload, for `delivery`.
+    /// The event's payload, if `what` is `delivery`.
     #[serde(default)]
     pub body: Option<String>,
-    /// The transaction that did it, where the database tells.
+    /// The transaction, if the database reports it.
     #[serde(default)]
     pub xid: Option<String>,
-    /// By the database's clock, in microseconds.
+    /// Time of the database's clock, in microseconds.
     pub at: i64,
-    /// The lease's end before, in the same measure.
+    /// The end of the lease before the change, in the same unit.
     #[serde(default)]
     pub lease_until: Option<i64>,
 }
 
-/// The name of an event in orders: `TX/N`.
+/// The event's name in orders: `TX/N`.
 pub(crate) fn event_of(body: Option<&str>) -> Option<String> {
     let body: Body = serde_json::from_str(body?).ok()?;
     Some(format!("{}/{}", body.tx, body.n))
 }
 
 impl Change {
-    /// Of which row.
+    /// Identifies the changed row.
     fn row(&self) -> String {
         let row = if self.new.is_null() { &self.old } else { &self.new };
         format!("{} {}:{}/{}", self.what, row["subscription"], row["lane"], row["seq"])
     }
 }
 
-/// What each transaction did to each row, as a whole: nobody sees what is in between.
+/// Merges the changes of each transaction to each row, because nobody can see the states in
+/// between.
 fn by_transaction(changes: Vec<Change>) -> Vec<Change> {
     let mut whole: Vec<Change> = Vec::new();
     let mut places: HashMap<(String, String), usize> = HashMap::new();
@@ -71,8 +72,8 @@ fn by_transaction(changes: Vec<Change>) -> Vec<Change> {
 
 /// Judges all changes, in the order of their numbers.
 ///
-/// `retried`: how often an operator asked for each event. `lease`: its length in microseconds;
-/// `None` where the database's clock was moved, and says nothing of who holds what.
+/// `retried`: how often an operator retried each event. `lease`: its length in microseconds; `None`
+/// if the database's clock was moved and so says nothing about who holds a lease.
 pub(crate) fn judge(
     changes: Vec<Change>,
     retried: &HashMap<String, u64>,
@@ -133,7 +134,7 @@ fn lane_fault(change: &Change, lease: Option<i64>) -> Option<String> {
     }
     if let (Some(lease), Some(until)) = (lease, change.lease_until)
         && after > before
-        // An owner that never heard of its grant may ask for it again.
+        // An owner that never received its grant may ask for it again.
         && old["owner"] != new["owner"]
         && (1..=lease).contains(&(until - change.at))
     {
@@ -154,7 +155,7 @@ fn lane_fault(change: &Change, lease: Option<i64>) -> Option<String> {
     back.then(|| "a position went back".to_owned())
 }
 
-/// What a snapshot ends before: its `xmax`.
+/// The end of a snapshot: its `xmax`.
 fn snapshot_end(snapshot: &Value) -> u64 {
     snapshot.as_str().and_then(|text| text.split(':').nth(1)?.parse().ok()).unwrap_or_default()
 }

@@ -2,32 +2,33 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A fault that was made.
+/// An injected fault.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Fault {
-    /// Which.
+    /// Its kind.
     pub kind: String,
-    /// To whom.
+    /// Its victim, and details.
     #[serde(default)]
     pub detail: String,
     /// When it began, in microseconds of the machine's own clock.
     pub from: u64,
     /// When its last effect was over.
     pub until: u64,
-    /// How long the sinks' files were when it began, by name of the subscription.
+    /// Length of each sink's file when it began, by subscription.
     pub places_from: Vec<(String, u64)>,
-    /// And when its last effect was over.
+    /// The same when its last effect was over.
     pub places_until: Vec<(String, u64)>,
-    /// How many events can have been in flight at its victims: accepted, and not settled. 0: a
+    /// Most events that can have been in flight at its victims: accepted but not settled. 0: a
     /// clean stop, or no victim.
     pub window: u64,
-    /// Not made, but seen: a lease ran out, be it by a fault or because the machine was slow.
+    /// Not injected but observed: a lease ran out, because of a fault or because the machine was
+    /// slow.
     #[serde(default)]
     pub is_stall: bool,
-    /// For `restore`: when the copy was made, which took everything since back.
+    /// For `restore`: when the copy was made. Everything later was taken back.
     #[serde(default)]
     pub copied_at: Option<u64>,
-    /// For `restore`: how long the files were then.
+    /// For `restore`: length of each sink's file at that time.
     #[serde(default)]
     pub copied_places: Vec<(String, u64)>,
     /// For `filter`: the topics before and after.
@@ -35,12 +36,12 @@ pub struct Fault {
     pub topics: Option<(Vec<String>, Vec<String>)>,
 }
 
-/// Where a file stood, by the subscription's name.
+/// The position of a file, by the subscription's name.
 pub(crate) fn place(places: &[(String, u64)], of: &str) -> u64 {
     places.iter().find(|(name, _)| name == of).map_or(0, |(_, place)| *place)
 }
 
-/// What an operator asked for.
+/// An operator's command about events.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Order {
     /// `retry`, `discard` or `mark-dead`.

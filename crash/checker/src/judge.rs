@@ -1,4 +1,4 @@
-//! Compares what writers know, what arrived, and what the database keeps.
+//! Compares the writers' ledgers, the arrivals, and the database.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -13,14 +13,14 @@ use crate::ledger::{Fate, Ledger, Tx};
 use crate::lines;
 use crate::verdict::Verdict;
 
-/// How a round was set up: `round.json`.
+/// The setup of a round: `round.json`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Round {
-    /// The seed everything was drawn from.
+    /// The seed that everything is drawn from.
     pub seed: u64,
-    /// Who reads.
+    /// The subscriptions.
     pub subscriptions: Vec<Reader>,
-    /// The length of a lease, in microseconds.
+    /// Length of a lease, in microseconds.
     pub lease: i64,
 }
 
@@ -29,9 +29,9 @@ pub struct Round {
 pub struct Reader {
     /// Its name; its arrivals are in `arrivals-NAME.log`.
     pub name: String,
-    /// Written by the file sink, else by the endpoint.
+    /// Whether its arrivals are written by the file sink; otherwise by the endpoint.
     pub by_file: bool,
-    /// Its topics at the beginning.
+    /// Its topics at the start.
     pub topics: Vec<String>,
 }
 
@@ -80,12 +80,12 @@ struct Court {
     ledger: Ledger,
     marks: HashSet<String>,
     faults: Vec<Fault>,
-    /// Events that somebody gave up as dead, perhaps in flight.
+    /// Events that an operator marked dead, perhaps in flight.
     marked: HashSet<String>,
     left: Vec<Left>,
 }
 
-/// What is known of one event's arrivals.
+/// What is known about the arrivals of one event.
 #[derive(Debug, Default)]
 struct Story {
     seen: bool,
@@ -98,8 +98,8 @@ impl Court {
         self.marks.contains(&tx.name)
     }
 
-    /// A restore took it back, or may have: it ended after the copy was made and began before that
-    /// was put in place.
+    /// Whether a restore took it back, or may have: it ended after the copy was made, and began
+    /// before the copy was put in place.
     fn is_restored_away(&self, tx: &Tx) -> bool {
         self.faults.iter().any(|fault| fault.copied_at.is_some_and(|at| tx.until >= at && tx.from <= fault.until))
     }
@@ -138,9 +138,8 @@ impl Court {
         }
     }
 
-    /// The filters that were in force for a reader at some moment from `at` on: the one that the
-    /// last change before it made, and all later ones. Of changes that overlap, either may be the
-    /// last.
+    /// The filters in force for a reader at any time since `at`: the one made by the last change
+    /// before it, and all later ones. Of overlapping changes, either may be the last.
     fn filters(&self, reader: &Reader, at: u64) -> Vec<Vec<String>> {
         let changes: Vec<_> = self
             .faults
@@ -192,8 +191,8 @@ impl Court {
             if !arrival.is_accepted() {
                 continue;
             }
-            // What was wanted only at times, or not in order, may have been passed and read again
-            // after a restore.
+            // Order is not checked for events that were wanted only at times, or that left the
+            // stream: a restore may have made the relay pass them and read them again.
             let by_order = !sure || story.refused || retried.contains_key(&event) || discarded.contains(&event);
             let by_order = by_order || self.marked.contains(&event);
             match story.accepted.replace(arrival.place) {
@@ -212,8 +211,8 @@ impl Court {
         self.miss(reader, &stories, discarded, retried, verdict);
     }
 
-    /// Which transaction an arrival belongs to, and whether it was wanted all the time; or why it
-    /// should not have come.
+    /// Returns the transaction of an arrival and whether it was wanted all the time; or the reason
+    /// that it should not have arrived.
     fn identify(&self, reader: &Reader, body: &Body) -> Result<(usize, bool), &'static str> {
         let number =
             *self.ledger.by_name.get(&body.tx).ok_or("no ledger has this transaction, so it did not commit")?;
@@ -257,7 +256,7 @@ impl Court {
         }
     }
 
-    /// What should have come and did not.
+    /// Reports what should have arrived and did not.
     fn miss(
         &self,
         reader: &Reader,
@@ -288,10 +287,10 @@ impl Court {
                 let state = left.get(&name).copied();
                 match (accepted, state) {
                     (Some(_), None) | (None, Some("dead")) => there += 1,
-                    // Sent again because somebody asked, and refused again; or a copy from before
-                    // it was accepted came back.
+                    // Retried by an operator and rejected again; or a restore brought back a copy
+                    // from before it was accepted.
                     (Some(_), Some("dead")) if retried.contains_key(&name) || self.has_restore() => there += 1,
-                    // It was in flight.
+                    // It was in flight when it was marked dead.
                     (Some(_), Some("dead")) if self.marked.contains(&name) => there += 1,
                     (accepted, Some(state)) => {
                         there += usize::from(accepted.is_some());
@@ -325,7 +324,7 @@ impl Court {
     }
 }
 
-/// Whether an event comes after all that came before it of its key.
+/// Whether an event comes after every earlier one of its key.
 fn rises<'a>(latest: &mut HashMap<&'a str, i64>, body: &'a Body) -> bool {
     let latest = latest.entry(&body.key).or_insert(i64::MIN);
     let rises = body.v > *latest;

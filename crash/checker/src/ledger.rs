@@ -13,53 +13,53 @@ use crate::lines;
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case")]
 pub enum Line {
-    /// Everything the transaction appended; on disk before the transaction may end.
+    /// Everything the transaction appended. Synced to disk before the transaction may end.
     Events {
         /// The transaction's name.
         tx: String,
-        /// When.
+        /// When it was written.
         at: u64,
-        /// Appended and not taken back.
+        /// Events that were appended and kept.
         kept: Vec<Event>,
-        /// Taken back by a rollback to a savepoint.
+        /// Events taken back by a rollback to a savepoint.
         back: Vec<Event>,
     },
-    /// What the writer knows of the end.
+    /// How the transaction ended, as far as the writer knows.
     End {
         /// The transaction's name.
         tx: String,
-        /// When.
+        /// When it was written.
         at: u64,
         /// How it ended.
         fate: Fate,
     },
 }
 
-/// An event as its payload says it.
+/// An event, as in its payload.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
     /// Its number within the transaction.
     pub n: u32,
     /// Its key.
     pub key: String,
-    /// Its number within the key, rising with commit order: taken from a row that the transaction
-    /// has locked.
+    /// Its number within the key, in commit order: it is taken from a row that the transaction has
+    /// locked.
     pub v: i64,
     /// Its topic.
     pub topic: String,
 }
 
-/// What a writer knows of a transaction's end.
+/// How a transaction ended, as far as its writer knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fate {
     /// The commit was acknowledged.
     Committed,
-    /// It was, but not waited for until it was on disk: a crash may take it back.
+    /// Acknowledged before it was on disk (asynchronous commit): a crash may take it back.
     CommittedAsync,
-    /// Rolled back, or an error before the commit was sent.
+    /// Rolled back, or failed before the commit was sent.
     RolledBack,
-    /// Prepared; a later line says how it ended.
+    /// Prepared. A later line says how it ended.
     Prepared,
     /// The answer was lost, or the writer died.
     Unknown,
@@ -69,9 +69,9 @@ pub enum Fate {
 #[derive(Debug)]
 pub struct Tx {
     pub(crate) name: String,
-    /// From when on it may have been committed.
+    /// The earliest time of its commit.
     pub(crate) from: u64,
-    /// Until when, at the latest; unknown is for ever.
+    /// The latest time of its commit; for an unknown fate, the end of time.
     pub(crate) until: u64,
     pub(crate) fate: Fate,
     pub(crate) prepared: bool,

@@ -1,7 +1,6 @@
-//! Judges a round of the crash ledger from its files: what writers know they did, what arrived,
-//! which faults there were, and what the database says of itself. It shares no code with the
-//! product (the layers test sees to that): its own words, its own parsing, its own transition
-//! table.
+//! Judges a round of the crash ledger from its files: what the writers know they did, what arrived,
+//! which faults were injected, and what the database contains. It shares no code with the product
+//! (the layers test ensures that): it has its own types, parser and transition table.
 //!
 //! | file | written by | a line |
 //! |---|---|---|
@@ -12,9 +11,9 @@
 //! | `marks.txt` | the database, at the end | transactions whose mark is there |
 //! | `deliveries.jsonl`, `audit.jsonl` | the database, at the end | rows that left the stream; every change of a cursor or such a row |
 //!
-//! A *mark* is a row of the writers' own table, inserted in each transaction: the database's own
-//! word on whether it committed. So a commit whose answer was lost is not merely allowed either
-//! way: it is judged by what the database kept.
+//! A *mark* is a row of the writers' own table, inserted in each transaction. It shows whether the
+//! database committed the transaction. So a commit whose answer was lost is not simply allowed
+//! either way: it is judged by what the database kept.
 
 pub mod arrivals;
 pub mod audit;
@@ -32,8 +31,8 @@ use std::path::Path;
 use anyhow::Context as _;
 use serde::de::DeserializeOwned;
 
-/// Every line of a file of JSON lines. A last line that was cut short by a SIGKILL of its writer is
-/// left out.
+/// Returns every line of a JSON lines file. A last line that is incomplete because its writer was
+/// killed is left out.
 pub(crate) fn lines<T: DeserializeOwned>(path: &Path) -> anyhow::Result<Vec<T>> {
     let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);

@@ -1,28 +1,28 @@
-//! What came of a round, or of many.
+//! The result of a round, or of many.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// How many offenders are named of each kind.
+/// Most offenders named per kind of violation.
 const NAMED_MAX: usize = 8;
 
-/// Counts. All rounds of a run are added up.
+/// Counts. Those of all rounds of a run are added up.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Verdict {
     /// Events whose transaction committed.
     pub events: u64,
-    /// Transactions by fate, and other numbers worth telling.
+    /// Transactions by fate, and other informative counts.
     pub facts: BTreeMap<String, u64>,
     /// Faults by kind.
     pub faults: BTreeMap<String, u64>,
-    /// Arrivals, repeated and refused ones included.
+    /// Arrivals, repeated and rejected ones included.
     pub arrivals: u64,
-    /// Accepted again, without a person's asking.
+    /// Events accepted again without an operator's command.
     pub duplicates: u64,
-    /// What the faults allow of them.
+    /// The number of duplicates that the faults explain.
     pub duplicates_bound: u64,
-    /// What must be zero, by kind of violation.
+    /// Violations by kind. All must be zero.
     pub violations: BTreeMap<String, u64>,
     /// Some offenders.
     pub named: Vec<String>,
@@ -42,12 +42,12 @@ pub const VIOLATIONS: [(&str, &str); 9] = [
 ];
 
 impl Verdict {
-    /// Nothing is wrong.
+    /// Whether there is no violation.
     pub fn is_clean(&self) -> bool {
         self.violations.values().all(|count| *count == 0)
     }
 
-    /// One more violation.
+    /// Counts a violation.
     pub(crate) fn blame(&mut self, kind: &str, who: impl FnOnce() -> String) {
         debug_assert!(VIOLATIONS.iter().any(|(name, _)| *name == kind));
         let count = self.violations.entry(kind.to_owned()).or_default();
@@ -57,7 +57,7 @@ impl Verdict {
         }
     }
 
-    /// Adds another round.
+    /// Adds the counts of another round.
     pub fn add(&mut self, other: &Self) {
         fn sum(into: &mut BTreeMap<String, u64>, from: &BTreeMap<String, u64>) {
             from.iter().for_each(|(name, count)| *into.entry(name.clone()).or_default() += count);

@@ -1,4 +1,4 @@
-//! Each violation is found where it is planted, and a clean round is clean.
+//! Each planted violation is found, and a clean round is clean.
 #![allow(clippy::unwrap_used, reason = "a test that cannot write its files cannot go on")]
 
 use std::fs;
@@ -19,12 +19,12 @@ struct Files {
     orders: Vec<Value>,
     left: Vec<Value>,
     audit: Vec<Value>,
-    /// Whether the one reader is the one whose filter changes.
+    /// Whether the reader is the one whose filter changes.
     is_filtered: bool,
 }
 
 impl Files {
-    /// A transaction with events of one key, and its mark if it is to be in the database.
+    /// Adds a transaction with events of one key, and its mark if the database kept it.
     fn tx(&mut self, name: &str, fate: &str, versions: &[i64], is_kept: bool) {
         let event = |(n, v)| json!({ "n": n, "key": "k", "v": v, "topic": "t" });
         let kept: Vec<Value> = versions.iter().enumerate().map(event).collect();
@@ -100,7 +100,7 @@ fn body(tx: &str, n: u32, v: i64) -> Value {
     json!({ "tx": tx, "n": n, "key": "k", "v": v, "pad": Body::pad(n) })
 }
 
-/// Two events, both arrived.
+/// Two events that both arrived.
 fn clean() -> Files {
     let mut files = Files::default();
     files.tx("a", "committed", &[1, 2], true);
@@ -175,7 +175,7 @@ fn an_asynchronous_commit_may_vanish_but_not_after_it_was_sent() {
     files.finds(&["phantom"]);
 }
 
-/// Filters count from when they were in force, in whatever order their changes were written down.
+/// A filter counts from when it was in force, whatever the order of the lines about its changes.
 #[test]
 fn what_the_filter_does_not_want_is_a_phantom() {
     let mut files = Files { is_filtered: true, ..clean() };
@@ -188,7 +188,7 @@ fn what_the_filter_does_not_want_is_a_phantom() {
     files.finds(&["phantom"]);
 }
 
-/// Of two changes at one time either may have been the last.
+/// Of two changes at one time, either may be the last.
 #[test]
 fn what_one_of_two_filters_wants_is_none() {
     let mut files = Files { is_filtered: true, ..clean() };

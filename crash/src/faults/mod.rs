@@ -17,14 +17,14 @@ use crate::store::StoreKind;
 
 pub(crate) use self::operator::roll;
 
-/// What a fault did, beyond its kind and its times: to whom, and what can have been in flight
-/// there.
+/// The future that makes a fault. It fills in the record: its victim, and what can have been in
+/// flight there.
 pub(crate) type Made<'a> = BoxFuture<'a, anyhow::Result<()>>;
 
-/// What goes together: at most one fault of each group is under way at a time.
+/// Groups of faults. At most one fault of each group is active at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Group {
-    /// Relays, their connections, operators.
+    /// Relays, their connections, and operators.
     Around,
     /// The database itself and its tables.
     Inside,
@@ -38,11 +38,11 @@ const ALL: &[StoreKind] = &[StoreKind::Postgres, StoreKind::Pooler, StoreKind::S
 /// A kind of fault.
 pub(crate) struct Kind {
     pub(crate) name: &'static str,
-    /// How often, beside the others of its group.
+    /// Its relative frequency within its group.
     pub(crate) weight: u32,
     pub(crate) group: Group,
     pub(crate) stores: &'static [StoreKind],
-    /// Does it, and fills in the record.
+    /// Makes the fault and fills in its record.
     pub(crate) make: for<'a> fn(&'a Stage, &'a mut SmallRng, &'a mut Fault) -> Made<'a>,
 }
 
@@ -55,7 +55,7 @@ macro_rules! kinds {
     };
 }
 
-/// All of them. A name may be in several rows: the same fault, made differently.
+/// All kinds. A name in several rows is the same fault, made differently.
 pub(crate) const KINDS: &[Kind] = kinds! {
     "relay SIGKILL", 10, Around, ALL, relay::kill;
     "relay SIGSTOP past the lease", 4, Around, ALL, relay::freeze;
@@ -96,7 +96,7 @@ pub(crate) const KINDS: &[Kind] = kinds! {
     "journal checkpointed", 6, Inside, SQLITE, sqlite::checkpoint;
 };
 
-/// Draws a kind of a group that fits; `None` where none does.
+/// Draws a kind of a group by weight; `None` if there is none.
 pub(crate) fn draw<'a>(kinds: &[&'a Kind], group: Group, random: &mut SmallRng) -> Option<&'a Kind> {
     let fitting = || kinds.iter().filter(|kind| kind.group == group);
     let all: u32 = fitting().map(|kind| kind.weight).sum();
@@ -113,12 +113,12 @@ pub(crate) fn draw<'a>(kinds: &[&'a Kind], group: Group, random: &mut SmallRng) 
     })
 }
 
-/// One of several.
+/// Chooses one element.
 fn choose<'a, T>(all: &'a [T], random: &mut SmallRng) -> &'a T {
     &all[random.random_range(0..all.len())]
 }
 
-/// Some milliseconds.
+/// Draws a duration.
 fn millis(random: &mut SmallRng, range: std::ops::Range<u64>) -> std::time::Duration {
     std::time::Duration::from_millis(random.random_range(range))
 }

@@ -1,5 +1,5 @@
-//! What happens to connections between relays, writers and the database: at a call that is chosen,
-//! or at any moment.
+//! Faults of connections between relays, writers and the database: at a chosen call, or at any
+//! time.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use crate::relay::LEASE;
 use crate::stage::{RELAYS, Stage};
 use crate::store::window_of_all;
 
-/// A word of the call for a window.
+/// Text that identifies the call for a window.
 pub(super) const WINDOW: &str = "outbox_window(";
-/// Words that tell the calls of a relay: the window, the settlement, the grant, the renewal, rows
-/// that are due, rows that leave the stream.
+/// Text that identifies the calls of a relay: window, settlement, grant, renewal, due rows, and
+/// delivery rows.
 const CALLS: [&str; 7] = [
     WINDOW,
     WINDOW,
@@ -27,14 +27,14 @@ const CALLS: [&str; 7] = [
     "postbox\".delivery AS d",
     "INSERT INTO \"postbox\".delivery",
 ];
-/// Any call; and how many of a hundred are harmed at their commit, when they hold their locks.
+/// Any call; and the percentage that is hit at its commit, while it holds its locks.
 const ANY: (&[&str], u32) = (&CALLS, 30);
-/// Those that move a cursor: what the next owner goes by.
+/// Calls that move a cursor, which the next owner relies on.
 const CUT_SHORT: (&[&str], u32) = (&[WINDOW, WINDOW, "settle_lane("], 65);
-/// A call that is not made in this time will not be waited for.
+/// How long to wait for the chosen call.
 pub(super) const CALL_WITHIN: Duration = Duration::from_secs(2);
 
-/// A trap in the way of a relay: whose, which call, what harm.
+/// A trap set for a relay: the relay and the trap.
 pub(super) struct Ambush {
     pub(super) relay: usize,
     pub(super) trap: Trap,
@@ -56,7 +56,7 @@ async fn lay(
     lay_at(stage, random, fault, harm, point).await
 }
 
-/// Waits until a relay, whichever, makes the call.
+/// Sets a trap for any relay, and waits until one runs into it.
 pub(super) async fn lay_at(
     stage: &Stage,
     random: &mut SmallRng,
@@ -66,7 +66,7 @@ pub(super) async fn lay_at(
 ) -> anyhow::Result<Ambush> {
     let relay = random.random_range(0..RELAYS);
     fault.detail = format!("relay {relay}: {harm:?} at {point:?}");
-    // Whatever cannot be written in time may cost the lease.
+    // A call that is lost or delayed may cost the lease.
     fault.window = stage.bed.window_of_one().await;
     let trap = stage.postgres()?.proxy(relay).trap(point, harm);
     if timeout(CALL_WITHIN, trap.sprung()).await.is_err() {
@@ -75,7 +75,7 @@ pub(super) async fn lay_at(
     Ok(Ambush { relay, trap })
 }
 
-/// All connections of a relay break.
+/// Breaks all connections of a relay.
 pub(super) async fn reset(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let relay = random.random_range(0..RELAYS);
     fault.detail = format!("relay {relay}");
@@ -84,18 +84,18 @@ pub(super) async fn reset(stage: &Stage, random: &mut SmallRng, fault: &mut Faul
     Ok(())
 }
 
-/// The server does what was asked, the relay never hears of it.
+/// The server executes the request, but the relay never gets the answer.
 pub(super) async fn lose_answer(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     lay(stage, random, fault, Harm::LoseAnswer, ANY).await.map(drop)
 }
 
-/// The relay's request never gets there.
+/// The relay's request never reaches the server.
 pub(super) async fn cut_request(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     lay(stage, random, fault, Harm::Cut, ANY).await.map(drop)
 }
 
-/// The relay sees its connection break and asks again; what it asked first is done after that,
-/// perhaps under another owner.
+/// The relay's connection breaks, and it sends the request again. The first request is executed
+/// after that, perhaps under another owner.
 pub(super) async fn delay_request(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = if random.random_bool(0.8) { Harm::Delay } else { Harm::Hang };
     let Ambush { trap, .. } = lay(stage, random, fault, harm, ANY).await?;
@@ -110,8 +110,7 @@ pub(super) async fn delay_request(stage: &Stage, random: &mut SmallRng, fault: &
     Ok(())
 }
 
-/// As one or the other of the above, and then the relay ends before it has written down what it
-/// did.
+/// One of the above, and then the relay ends before it has written what it did.
 pub(super) async fn lose_answer_and_end(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = *choose(&[Harm::LoseAnswer, Harm::Delay, Harm::Delay], random);
     let Ambush { relay, trap } = lay(stage, random, fault, harm, CUT_SHORT).await?;
@@ -129,7 +128,7 @@ pub(super) async fn lose_answer_and_end(stage: &Stage, random: &mut SmallRng, fa
     relay.start()
 }
 
-/// Nothing goes through, and no connection breaks, until leases ran out.
+/// No byte passes until leases ran out, but no connection breaks.
 pub(super) async fn swallow(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let relay = random.random_range(0..RELAYS);
     let direction = *choose(&Direction::BOTH, random);
@@ -139,12 +138,12 @@ pub(super) async fn swallow(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     proxy.swallow(&[direction]);
     sleep(LEASE + millis(random, 0..800)).await;
     proxy.heal();
-    // What was swallowed is never said again: those connections are of no use.
+    // Swallowed bytes are never sent again, so those connections are useless.
     proxy.reset();
     Ok(())
 }
 
-/// A writer's commit is done, or not, and the answer is lost.
+/// A writer's commit is executed or not, and its answer is lost.
 pub(super) async fn lose_commit(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = *choose(&[Harm::LoseAnswer, Harm::Cut, Harm::Delay], random);
     let point = match random.random_range(0..3) {

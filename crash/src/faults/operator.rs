@@ -15,31 +15,32 @@ async fn order(stage: &Stage, op: &str, state: &str, most: i64, fault: &mut Faul
     let events = stage.bed.some_events(state, most).await?;
     fault.detail = format!("{} {state} events", events.len());
     if !events.is_empty() {
-        // Commands that come between may have changed them: the answer says so, and is no fault.
+        // Commands in between may have changed these events: the output says so, and it is not an
+        // error.
         stage.order(op, events).await?;
     }
     Ok(())
 }
 
-/// Dead events are sent again, waiting ones now.
+/// Retries dead events, and retrying ones at once.
 pub(super) async fn retry(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let state = *choose(&["dead", "dead", "retrying"], random);
     order(stage, "retry", state, random.random_range(1..EVENTS_MAX), fault).await
 }
 
-/// Events are taken out, wherever they stand.
+/// Discards events, whatever their state.
 pub(super) async fn discard(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let state = *choose(&["dead", "blocked", "retrying"], random);
     order(stage, "discard", state, random.random_range(1..6), fault).await
 }
 
-/// Events are given up as dead, whatever their next attempt would bring.
+/// Marks events dead, whatever their next attempt would bring.
 pub(super) async fn mark_dead(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let state = *choose(&["blocked", "retrying"], random);
     order(stage, "mark-dead", state, random.random_range(1..6), fault).await
 }
 
-/// What everybody has passed is deleted.
+/// Prunes events that every subscription has passed.
 pub(super) async fn prune(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let age = *choose(&["1s", "2s", "5s"], random);
     let (ok, said) = stage.operate(&["prune", "--older-than", age]).await?;
@@ -47,7 +48,7 @@ pub(super) async fn prune(stage: &Stage, random: &mut SmallRng, fault: &mut Faul
     Ok(())
 }
 
-/// Nobody delivers for a while. A pause takes lanes away: it is as clean as a stop.
+/// Pauses a subscription for a while. A pause takes lanes away as cleanly as a stop.
 pub(super) async fn pause(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let name = *choose(&["main", "part"], random);
     fault.detail = name.to_owned();
@@ -59,19 +60,19 @@ pub(super) async fn pause(stage: &Stage, random: &mut SmallRng, fault: &mut Faul
     Ok(())
 }
 
-/// A topic more or less for one subscription, one relay after the other.
+/// Adds a topic to one subscription, or removes it, one relay after the other.
 pub(super) async fn change_filter(stage: &Stage, _random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let before = stage.topics.lock().await.clone();
     let most = TOPICS.map(str::to_owned).to_vec();
     let after = if before.len() == most.len() { most[..2].to_vec() } else { most };
     fault.detail = after.join(" ");
     *stage.topics.lock().await = after.clone();
-    // From now on whoever is started has the new one, whatever becomes of us.
+    // Recorded now: any relay started from here on has the new filter, even if this function fails.
     fault.topics = Some((before, after));
     roll(stage, fault).await
 }
 
-/// Restarts all relays with the present configuration. The record's end is when the last of them
+/// Restarts all relays with the current configuration. The record ends when the last of them
 /// serves.
 pub(crate) async fn roll(stage: &Stage, fault: &mut Fault) -> anyhow::Result<()> {
     for number in 0..RELAYS {

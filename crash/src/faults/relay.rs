@@ -1,4 +1,4 @@
-//! What happens to relays and writers as processes.
+//! Faults of relay and writer processes.
 
 use postbox_crash_checker::faults::Fault;
 use rand::Rng as _;
@@ -10,7 +10,7 @@ use crate::relay::LEASE;
 use crate::stage::{RELAYS, Stage};
 use crate::store::window_of_all;
 
-/// Dies; is started again at once, or after the others took over.
+/// Kills a relay, and starts it again at once or after others took over.
 pub(super) async fn kill(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let number = random.random_range(0..RELAYS);
     fault.detail = format!("relay {number}");
@@ -21,7 +21,8 @@ pub(super) async fn kill(stage: &Stage, random: &mut SmallRng, fault: &mut Fault
     relay.start()
 }
 
-/// Frozen until others have taken over, then thawed: a former owner that believes in its lease.
+/// Freezes a relay until others have taken over, then thaws it: a former owner that believes in its
+/// lease.
 pub(super) async fn freeze(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let number = random.random_range(0..RELAYS);
     fault.detail = format!("relay {number}");
@@ -33,7 +34,7 @@ pub(super) async fn freeze(stage: &Stage, random: &mut SmallRng, fault: &mut Fau
     Ok(())
 }
 
-/// An orderly stop: nothing is in flight after it.
+/// Stops a relay in an orderly way: afterwards nothing is in flight.
 pub(super) async fn stop(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let number = random.random_range(0..RELAYS);
     fault.detail = format!("relay {number}");
@@ -42,12 +43,13 @@ pub(super) async fn stop(stage: &Stage, random: &mut SmallRng, fault: &mut Fault
     relay.start()
 }
 
-/// Its clock jumps, and jumps again when it is next chosen. No lease and no order hangs on it.
+/// Moves a relay's clock; it moves again when it is chosen next. Neither leases nor order depend on
+/// it.
 pub(super) async fn step_clock(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     anyhow::ensure!(crate::process::faketime_library().is_some(), "libfaketime is not installed");
     let day = 24 * 60 * 60;
     let seconds = *choose(&[-day, -3_600, -5, 0, 5, 3_600, day], random);
-    // Leases of SQLite run on the machine's clock, which is one for all processes of the file.
+    // SQLite leases use the machine's clock, which is the same for all processes of the file.
     let (relays, window) = match stage.sqlite() {
         Ok(_) => (0..RELAYS, window_of_all()),
         Err(_) => {
@@ -63,7 +65,7 @@ pub(super) async fn step_clock(stage: &Stage, random: &mut SmallRng, fault: &mut
     Ok(())
 }
 
-/// A writer dies in the middle of whatever it does; the database's mark tells what became of that.
+/// Kills a writer during whatever it does; its mark in the database shows the result.
 pub(super) async fn kill_writer(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let number = stage.replace_writer(random).await?;
     fault.detail = format!("writer {number}");

@@ -1,5 +1,5 @@
-//! What happens to the database server, its processes, its disk, its clock, and the pooler in front
-//! of it.
+//! Faults of the database server, its processes, its disk, its clock, and the pooler in front of
+//! it.
 
 use std::path::Path;
 use std::process::Command;
@@ -20,13 +20,13 @@ use crate::store::postgres::Copy;
 use crate::store::{Ballast, window_of_all};
 use crate::writer::now_micros;
 
-/// How often a server that was killed is started while what is left of it goes.
+/// Attempts to start a killed server while its remaining processes end.
 const TRIES_AFTER_KILL: usize = 100;
 
 // A server waits for its sessions to end, and one of them may be frozen by another fault, which
-// must go on meanwhile: hence `blocking`.
+// must go on meanwhile. Hence `blocking`.
 
-/// A crash as Postgres sees it.
+/// An immediate shutdown, which Postgres treats as a crash.
 pub(super) async fn stop_immediate(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     fault.window = window_of_all();
     let mut server = stage.postgres()?.server.lock().await;
@@ -35,13 +35,13 @@ pub(super) async fn stop_immediate(stage: &Stage, random: &mut SmallRng, fault: 
     server.try_start().await
 }
 
-/// SIGKILL to its first process.
+/// Kills the postmaster with SIGKILL.
 pub(super) async fn kill(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     fault.window = window_of_all();
     let mut server = stage.postgres()?.server.lock().await;
     blocking(|| server.kill());
     sleep(millis(random, 0..300)).await;
-    // The others notice and end in their own time. Until then it does not start.
+    // The other processes notice and end in their own time; until then it does not start.
     for _ in 0..TRIES_AFTER_KILL {
         if server.try_start().await.is_ok() {
             return Ok(());
@@ -51,7 +51,7 @@ pub(super) async fn kill(stage: &Stage, random: &mut SmallRng, fault: &mut Fault
     server.try_start().await
 }
 
-/// The database's clock is another for a while, and then right again.
+/// Moves the database's clock for a while, and back.
 pub(super) async fn step_clock(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let Some(library) = faketime_library() else { anyhow::bail!("libfaketime is not installed") };
     let step = *choose(&["-86400", "-3600", "-5", "+5", "+3600", "+86400"], random);
@@ -74,7 +74,7 @@ pub(super) async fn step_clock(stage: &Stage, random: &mut SmallRng, fault: &mut
     Ok(())
 }
 
-/// The disk is full; then it is not. A server that stopped because of it is started again.
+/// Fills the disk, and frees it. A server that stopped because of it is started again.
 pub(super) async fn fill_disk(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.postgres()?;
     let Some((_, folder)) = &bed.small else { anyhow::bail!("needs root, for a file system of its own") };
@@ -88,7 +88,7 @@ pub(super) async fn fill_disk(stage: &Stage, random: &mut SmallRng, fault: &mut 
     server.try_start().await
 }
 
-/// An administrator ends a session.
+/// Terminates a session, as an administrator would.
 pub(super) async fn terminate_backend(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.postgres()?;
     let pids = bed.backends(random.random_bool(0.7)).await?;
@@ -100,8 +100,8 @@ pub(super) async fn terminate_backend(stage: &Stage, random: &mut SmallRng, faul
     bed.execute(&format!("SELECT pg_terminate_backend({})", choose(&pids, random))).await
 }
 
-/// A session stands still in the middle of a call, its client sees the connection break, and then
-/// it goes on.
+/// Freezes a session in the middle of a call until its client sees the connection break, then thaws
+/// it.
 pub(super) async fn freeze_backend(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.postgres()?;
     fault.window = window_of_all();
@@ -117,7 +117,7 @@ pub(super) async fn freeze_backend(stage: &Stage, random: &mut SmallRng, fault: 
     Ok(())
 }
 
-/// The pooler dies; what it had passed on is done all the same.
+/// Kills the pooler; what it had passed on is executed all the same.
 pub(super) async fn kill_pooler(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let Some(pooler) = &stage.postgres()?.pooler else { anyhow::bail!("there is no pooler") };
     fault.window = window_of_all();
@@ -127,7 +127,7 @@ pub(super) async fn kill_pooler(stage: &Stage, random: &mut SmallRng, fault: &mu
     pooler.start_again()
 }
 
-/// A cold copy of the data, to be restored later.
+/// Makes a cold copy of the data, for a later restore.
 pub(super) async fn copy(stage: &Stage, _random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.postgres()?;
     fault.window = window_of_all();
@@ -149,7 +149,7 @@ pub(super) async fn copy(stage: &Stage, _random: &mut SmallRng, fault: &mut Faul
     Ok(())
 }
 
-/// The copy takes the data's place, under running relays: whatever came after it never was.
+/// Replaces the data by the copy, under running relays: whatever came after the copy is gone.
 pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.postgres()?;
     let mut server = bed.server.lock().await;
@@ -161,7 +161,7 @@ pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     fault.window = window_of_all();
     (fault.copied_at, fault.copied_places) = (Some(copy.at), copy.places);
     stage.take_back_to(copy.committed);
-    // Writers would take numbers that were given before: they wait.
+    // Writers wait, because they would use numbers that were used before.
     bed.writers.swallow(&Direction::BOTH);
     blocking(|| server.stop_immediate());
     let data = server.data();
@@ -173,7 +173,7 @@ pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     bed.writers.reset();
     let topics = stage.topics.lock().await.clone();
     if topics != copy.topics {
-        // The database has the former filter again, the relays' configuration the present one.
+        // The database has the former filter again, the relays' configuration the current one.
         fault.topics = Some((copy.topics, topics));
         drop(server);
         roll(stage, fault).await?;

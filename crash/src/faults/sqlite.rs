@@ -1,4 +1,4 @@
-//! What happens to a SQLite file.
+//! Faults of a SQLite file.
 
 use postbox_crash_checker::faults::Fault;
 use rand::rngs::SmallRng;
@@ -11,7 +11,7 @@ use crate::store::postgres::Copy;
 use crate::store::{Ballast, window_of_all};
 use crate::writer::now_micros;
 
-/// The disk is full; then it is not.
+/// Fills the disk, and frees it.
 pub(super) async fn fill_disk(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let Some((_, folder)) = &stage.sqlite()?.small else { anyhow::bail!("needs root, for a file system of its own") };
     fault.window = window_of_all();
@@ -21,7 +21,7 @@ pub(super) async fn fill_disk(stage: &Stage, random: &mut SmallRng, fault: &mut 
     Ok(())
 }
 
-/// A program of the owner's writes for a while.
+/// Another program holds the write lock for a while.
 pub(super) async fn hold_lock(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     fault.window = window_of_all();
     let connection = stage.sqlite()?.connection()?;
@@ -30,20 +30,20 @@ pub(super) async fn hold_lock(stage: &Stage, random: &mut SmallRng, fault: &mut 
     Ok(connection.execute_batch("ROLLBACK")?)
 }
 
-/// The file is rewritten.
+/// Rewrites the file.
 pub(super) async fn vacuum(stage: &Stage, _random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     fault.window = window_of_all();
     Ok(stage.sqlite()?.connection()?.execute_batch("VACUUM")?)
 }
 
-/// The journal is written into the file and cut.
+/// Writes the write-ahead log into the file and truncates it.
 pub(super) async fn checkpoint(stage: &Stage, _random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     fault.window = window_of_all();
     let connection = stage.sqlite()?.connection()?;
     Ok(connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))?)
 }
 
-/// A copy, at any time.
+/// Makes a copy while everything runs.
 pub(super) async fn copy(stage: &Stage, _random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.sqlite()?;
     let data = bed.path().with_extension("copy");
@@ -57,8 +57,8 @@ pub(super) async fn copy(stage: &Stage, _random: &mut SmallRng, fault: &mut Faul
     Ok(())
 }
 
-/// As the guide says: every program that uses the file is stopped, its journal removed, the copy
-/// put in its place.
+/// The procedure of the guide: stop every program that uses the file, remove its write-ahead log,
+/// and replace it by the copy.
 pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.sqlite()?;
     let copy = bed.copy.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();

@@ -23,16 +23,16 @@ const REWRITES: [&str; 8] = [
     "VACUUM (FREEZE) postbox.outbox",
 ];
 
-/// A table is rewritten.
+/// Rewrites a table.
 pub(super) async fn rewrite(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let statement = *choose(&REWRITES, random);
     statement.clone_into(&mut fault.detail);
-    // Whoever waits for the lock may lose its lease.
+    // A relay that waits for the lock may lose its lease.
     fault.window = window_of_all();
     stage.postgres()?.execute(statement).await
 }
 
-/// A lock that lets everybody read and nobody write, as an index build takes it.
+/// Takes a lock that allows reads but no writes, like an index build.
 pub(super) async fn index(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let table = *choose(&["lane", "lane", "delivery", "outbox"], random);
     let lock = lock(stage, fault, table).await?;
@@ -49,9 +49,9 @@ pub(super) async fn index(stage: &Stage, random: &mut SmallRng, fault: &mut Faul
     }
 }
 
-/// A relay's call for a window is on its way when its connection breaks; it asks again, both calls
-/// wait for the same lock, and are done when it goes. The relay ends meanwhile, most often before
-/// it hears anything, so that nothing of either window is delivered.
+/// A relay's connection breaks during its call for a window, and it calls again. Both calls wait
+/// for the same lock, and are executed when it is released. The relay ends meanwhile, usually
+/// before it gets an answer, so that nothing of either window is delivered.
 pub(super) async fn end_behind_lock(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let Ambush { relay, trap } = lay_at(stage, random, fault, Harm::Delay, Point::Statement(WINDOW.to_owned())).await?;
     if !trap.is_sprung() {
@@ -71,7 +71,7 @@ pub(super) async fn end_behind_lock(stage: &Stage, random: &mut SmallRng, fault:
         lock.batch_execute("COMMIT").await?;
         relay.start()
     };
-    // The call that was held is answered when the lock goes.
+    // The held call is answered when the lock is released.
     let (_, ended) = futures::join!(timeout(CALL_WITHIN, trap.release()), ended);
     ended
 }
@@ -98,7 +98,8 @@ async fn end(stage: &Stage, random: &mut SmallRng, fault: &mut Fault, relay: usi
     relay.start()
 }
 
-/// A report that reads for a while: no old version of a row can go, and the horizon stands still.
+/// Holds a snapshot for a while, like a long report: no old row version can be removed, and the
+/// horizon stands still.
 pub(super) async fn hold_snapshot(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let client = stage.postgres()?.client().await?;
     client.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT pg_current_xact_id()").await?;

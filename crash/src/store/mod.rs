@@ -1,4 +1,4 @@
-//! The store under test, as the orchestrator sees it: plain SQL and files, nothing of the product.
+//! The store under test, as the orchestrator sees it: plain SQL and files, no product code.
 
 pub(crate) mod postgres;
 pub(crate) mod sqlite;
@@ -12,7 +12,7 @@ use self::postgres::PostgresBed;
 use self::sqlite::SqliteBed;
 use crate::relay::{LANES_MAIN, LANES_PART, WINDOW};
 
-/// Which store, and the way to it.
+/// The kind of store, and what is in front of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum StoreKind {
     /// Postgres 15; each relay behind a proxy of its own.
@@ -39,7 +39,7 @@ pub(crate) enum Bed {
     Sqlite(SqliteBed),
 }
 
-/// An event that an operator can name: its id, and its name in the ledgers (`TX/N`).
+/// An event as an operator names it: its id, and its name in the ledgers (`TX/N`).
 pub(crate) struct Named {
     pub(crate) id: String,
     pub(crate) event: String,
@@ -53,7 +53,7 @@ impl Bed {
         }
     }
 
-    /// For writers: `postgres://…`, or a path.
+    /// The store for writers: `postgres://…`, or a path.
     pub(crate) fn writer_store(&self) -> String {
         match self {
             Self::Postgres(bed) => bed.writer_url(),
@@ -61,7 +61,7 @@ impl Bed {
         }
     }
 
-    /// For an operator's commands: no fault in between.
+    /// The URL for operator commands, which bypasses all faults.
     pub(crate) fn operator_url(&self) -> String {
         match self {
             Self::Postgres(bed) => bed.url().to_owned(),
@@ -69,7 +69,7 @@ impl Bed {
         }
     }
 
-    /// The writers' own tables, and the triggers that watch the product's.
+    /// Creates the writers' tables, and the triggers that audit the product's tables.
     pub(crate) async fn prepare(&self) -> anyhow::Result<()> {
         match self {
             Self::Postgres(bed) => bed.prepare().await,
@@ -85,7 +85,7 @@ impl Bed {
         }
     }
 
-    /// What can be in flight at one relay: the lanes of whoever holds most.
+    /// Most events in flight at one relay: the lanes of the relay that holds most.
     pub(crate) async fn window_of_one(&self) -> u64 {
         let lanes = match self {
             Self::Postgres(bed) => bed.lanes_of_one().await,
@@ -94,7 +94,7 @@ impl Bed {
         lanes.ok().and_then(|lanes| u64::try_from(lanes).ok()).map_or(window_of_all(), |lanes| lanes * WINDOW)
     }
 
-    /// Writes what the checker reads of the database.
+    /// Writes the database's part of the files for the checker.
     pub(crate) async fn dump(&self, folder: &Path) -> anyhow::Result<()> {
         match self {
             Self::Postgres(bed) => bed.dump(folder).await,
@@ -103,12 +103,12 @@ impl Bed {
     }
 }
 
-/// What can be in flight at all relays.
+/// Most events in flight at all relays.
 pub(crate) fn window_of_all() -> u64 {
     (LANES_MAIN + LANES_PART) * WINDOW
 }
 
-/// A small file system in memory, to be filled up; only root can have one.
+/// A small file system in memory that can be filled; only root can mount one.
 #[derive(Debug)]
 pub(crate) struct Mount {
     folder: std::path::PathBuf,
@@ -130,7 +130,7 @@ impl Drop for Mount {
     }
 }
 
-/// Takes all the room of a file system until dropped.
+/// Fills a file system until dropped.
 pub(crate) struct Ballast {
     file: std::path::PathBuf,
 }
@@ -158,7 +158,7 @@ impl Drop for Ballast {
     }
 }
 
-/// Writes lines.
+/// Writes lines to a file.
 fn write_lines(path: &Path, lines: impl IntoIterator<Item = String>) -> anyhow::Result<()> {
     let mut text = String::new();
     for line in lines {

@@ -1,5 +1,5 @@
-//! A Postgres of our own, a proxy in front of each relay and one in front of the writers, and
-//! perhaps a pooler.
+//! A private Postgres server, a proxy in front of each relay and one in front of the writers, and
+//! optionally a pooler.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,14 +15,13 @@ use tokio_postgres::{Client, NoTls};
 use super::{Mount, Named, write_lines};
 use crate::writer::KEYS;
 
-/// The file system that gets full: room for a round, not much more.
+/// Size of the file system that is filled up: enough for a round, not much more.
 const MEBIBYTES: u32 = 2_000;
-/// Longest wait for one of our own statements; a table may be locked, a server on its way back.
+/// Longest wait for an own statement; a table may be locked, or the server on its way back.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The writers' tables: the numbers of each key, and the mark that every transaction leaves. The
-/// audit: what becomes of cursors and of rows that left the stream, as the transaction that does it
-/// sees it.
+/// audit: changes of cursors and delivery rows, as the changing transaction sees them.
 const PREPARE: &str = "
 CREATE SCHEMA crash;
 CREATE TABLE crash.mark (tx text PRIMARY KEY);
@@ -45,17 +44,17 @@ CREATE TRIGGER crash_note AFTER INSERT OR UPDATE OR DELETE ON postbox.lane FOR E
 CREATE TRIGGER crash_note AFTER INSERT OR UPDATE OR DELETE ON postbox.delivery FOR EACH ROW EXECUTE FUNCTION crash.note();
 CREATE TRIGGER crash_note AFTER UPDATE ON postbox.outbox FOR EACH ROW EXECUTE FUNCTION crash.note();";
 
-/// See [`PostgresBed::copy`].
+/// A cold copy; see [`PostgresBed::copy`].
 pub(crate) struct Copy {
     pub(crate) data: PathBuf,
     pub(crate) at: u64,
     pub(crate) places: Vec<(String, u64)>,
     pub(crate) topics: Vec<String>,
-    /// How many events were committed then.
+    /// The number of committed events at that time.
     pub(crate) committed: u64,
 }
 
-/// The servers. Fields are dropped in this order: what uses the mount goes first.
+/// The servers. Fields are dropped in this order: the users of the mount first.
 pub(crate) struct PostgresBed {
     relays: Vec<FaultProxy>,
     pub(crate) writers: FaultProxy,
@@ -64,7 +63,7 @@ pub(crate) struct PostgresBed {
     /// A copy of the data, made while the server was stopped.
     pub(crate) copy: Mutex<Option<Copy>>,
     url: String,
-    /// Where the data lies, if that can be filled up.
+    /// The folder of the data, if its file system can be filled.
     pub(crate) small: Option<(Mount, PathBuf)>,
     database: String,
     upstream: String,
@@ -72,13 +71,13 @@ pub(crate) struct PostgresBed {
 
 impl PostgresBed {
     pub(crate) async fn launch(folder: &Path, relays: usize, pooled: bool, seed: u64) -> anyhow::Result<Self> {
-        // Commits that do not wait for the disk stay in memory for up to 10 s: an immediate stop
-        // takes them back.
+        // Asynchronous commits stay in memory for up to 10 s, so that an immediate stop takes them
+        // back.
         let mut settings = Settings::durable()
             .with("wal_writer_delay", "10s")
             .with("max_wal_size", "256MB")
             .with("track_activity_query_size", "4096");
-        // Everybody may pass through: the server runs as another user.
+        // Everybody may pass this folder, because the server runs as another user.
         let data = std::env::temp_dir().join(format!("postbox-crash-{}-{seed:x}", std::process::id()));
         std::fs::create_dir_all(&data)?;
         std::fs::set_permissions(&data, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
@@ -115,7 +114,7 @@ impl PostgresBed {
         &self.relays[relay]
     }
 
-    /// A connection of our own, past every proxy.
+    /// An own connection, which bypasses all proxies.
     pub(crate) async fn client(&self) -> anyhow::Result<Client> {
         let connecting = tokio_postgres::connect(&self.url, NoTls);
         let (client, connection) = timeout(PATIENCE, connecting).await.context("connecting")??;
@@ -126,7 +125,7 @@ impl PostgresBed {
         Ok(client)
     }
 
-    /// Statements on a connection of their own.
+    /// Runs statements on a new connection.
     pub(crate) async fn execute(&self, statements: &str) -> anyhow::Result<()> {
         Ok(self.client().await?.batch_execute(statements).await?)
     }
@@ -164,8 +163,8 @@ impl PostgresBed {
         Ok(rows.iter().map(|row| row.get(0)).collect())
     }
 
-    /// Ends what writers that were killed left prepared. After a restore, some of it was ended
-    /// before: then nothing is committed.
+    /// Ends transactions that killed writers left prepared. After a restore some of them had been
+    /// ended before; then nothing may be committed.
     pub(crate) async fn end_prepared(&self, commit: bool) -> anyhow::Result<usize> {
         let client = self.client().await?;
         let rows = client.query("SELECT gid FROM pg_prepared_xacts ORDER BY prepared, gid", &[]).await?;

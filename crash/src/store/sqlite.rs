@@ -1,4 +1,4 @@
-//! One SQLite file that relays and writers share.
+//! One SQLite file, shared by relays and writers.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -13,10 +13,10 @@ use super::{Mount, Named, write_lines};
 use crate::writer::KEYS;
 
 const MEBIBYTES: u32 = 1_500;
-/// Locks last a second or two.
+/// Longest wait for a lock; they last a second or two.
 const BUSY: Duration = Duration::from_secs(20);
 
-/// As for Postgres.
+/// The same tables and triggers as for Postgres.
 const PREPARE: &str = "
 CREATE TABLE crash_mark (tx TEXT PRIMARY KEY);
 CREATE TABLE crash_aggregate (key TEXT PRIMARY KEY, version INTEGER NOT NULL);
@@ -42,14 +42,14 @@ fn trigger(table: &str, event: &str) -> String {
         "lane" | "outbox" => "NULL".to_owned(),
         _ => format!("(SELECT CAST(l.payload AS TEXT) FROM postbox_outbox AS l WHERE l.seq = {there}.seq)"),
     };
-    // Leases run on clocks that are moved here: who holds what is not judged by the time.
+    // Leases use clocks that are moved here, so the times of grants are not judged.
     format!(
         "CREATE TRIGGER crash_{what}_{event} AFTER {event} ON {table} BEGIN
          INSERT INTO crash_audit (what, old, new, body, at) VALUES ('{what}', {old}, {new}, {body}, 0); END;"
     )
 }
 
-/// The file.
+/// The SQLite file of a round.
 pub(crate) struct SqliteBed {
     folder: PathBuf,
     pub(crate) copy: Mutex<Option<Copy>>,

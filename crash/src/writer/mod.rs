@@ -1,5 +1,5 @@
-//! A writer, as a process of its own: everything a program may do with a transaction, written down
-//! in a ledger before and after.
+//! A writer, in a separate process: does everything a program may do with a transaction, and
+//! records it in a ledger before and after.
 
 mod postgres;
 mod sqlite;
@@ -18,14 +18,14 @@ use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use serde_json::json;
 
-/// How many keys there are: few enough that writers meet.
+/// Number of keys: few enough that writers compete for them.
 pub(crate) const KEYS: u32 = 1_000;
-/// Topics, the last of which one subscription reads only now and then.
+/// Topics. One subscription reads the last one only at times.
 pub(crate) const TOPICS: [&str; 3] = ["crash.a", "crash.b", "crash.c"];
 /// Events of the rare large append.
 const LARGE: u32 = 500;
 
-/// Microseconds by the machine's own clock.
+/// Microseconds of the machine's own clock.
 pub(crate) fn now_micros() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.as_micros()).unwrap_or(u64::MAX)
@@ -54,8 +54,8 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// Writes until its standard input ends. Each committed transaction is a line on standard
-    /// output: its number of events.
+    /// Writes until its standard input ends. Prints a line with the number of events for each
+    /// committed transaction.
     pub(crate) async fn run(self) -> anyhow::Result<()> {
         let stop = Arc::new(AtomicBool::new(false));
         let asked = Arc::clone(&stop);
@@ -102,7 +102,7 @@ impl Ledger {
     }
 }
 
-/// How fast, and how long.
+/// How fast to write, and until when.
 struct Pace {
     began: Instant,
     events: usize,
@@ -115,8 +115,8 @@ impl Pace {
         self.stop.load(Ordering::SeqCst)
     }
 
-    /// Tells the number, and how long to wait to keep the rate. What an outage cost is not made up
-    /// for: the wait is never negative, and the count begins anew.
+    /// Prints the number of events, and returns how long to wait to keep the rate. Time lost in an
+    /// outage is not made up for: after two seconds the count starts again.
     fn committed(&mut self, events: usize) -> Duration {
         let _ = writeln!(std::io::stdout(), "{events}");
         self.events += events;
@@ -129,19 +129,19 @@ impl Pace {
     }
 }
 
-/// How a transaction goes, drawn before it begins.
+/// The course of a transaction, drawn before it begins.
 struct Shape {
-    /// Its commit does not wait for the disk.
+    /// Commits asynchronously.
     asynchronous: bool,
-    /// It has its id long before it writes.
+    /// Gets its transaction id long before its first append.
     early: Option<Duration>,
     appends: Vec<Part>,
-    /// It stays open for a while before it ends.
+    /// Stays open for a while before it ends.
     held: Option<Duration>,
     end: End,
 }
 
-/// One append: to one key, in a savepoint or not.
+/// One append, to one key, perhaps in a savepoint.
 struct Part {
     key: u32,
     count: u32,
@@ -153,7 +153,7 @@ struct Part {
 enum End {
     Commit,
     Rollback,
-    /// Prepared, and ended after so many more transactions: committed, or rolled back.
+    /// Prepared, and ended after this many more transactions: committed, or rolled back.
     Prepare(u32, bool),
 }
 
@@ -200,7 +200,7 @@ struct Draft {
 }
 
 impl Draft {
-    /// The events of one append that locked its key, and got the numbers up to `last` for it.
+    /// The events of one append, which locked its key and got the numbers up to `last`.
     fn next(&self, part: &Part, last: i64, random: &mut SmallRng) -> Vec<Event> {
         let from = u32::try_from(self.kept.len() + self.back.len()).unwrap_or(u32::MAX);
         let event = |at: u32| Event {

@@ -1,4 +1,4 @@
-//! Writing to Postgres.
+//! Writes to Postgres.
 
 use std::time::Duration;
 
@@ -13,8 +13,8 @@ use tokio_postgres::{Client, NoTls, Transaction};
 
 use super::{Draft, End, Job, Ledger, Pace, Part, Shape, payload};
 
-/// Takes numbers for a key from a row that stays locked to the transaction's end; a locked one is
-/// left alone, so nobody deadlocks.
+/// Takes numbers for a key from a row that stays locked until the end of the transaction. Rows
+/// locked by others are skipped, so nobody deadlocks.
 const LOCK: &str = "UPDATE crash.aggregate SET version = version + $2 WHERE key =
     (SELECT key FROM crash.aggregate WHERE key = $1 FOR UPDATE SKIP LOCKED) RETURNING version";
 const ENQUEUE: &str = "SELECT postbox.enqueue(topic => e.topic, payload => e.payload, key => $1::text, version => e.v)
@@ -22,13 +22,13 @@ const ENQUEUE: &str = "SELECT postbox.enqueue(topic => e.topic, payload => e.pay
 const INSERT: &str = "INSERT INTO postbox.outbox (topic, key, payload, version)
     SELECT e.topic, $1::text, e.payload, e.v
     FROM unnest($2::text[], $3::text[], $4::bigint[]) WITH ORDINALITY AS e (topic, payload, v, n) ORDER BY e.n";
-/// Transactions that one writer leaves prepared at most: there are 20 for all.
+/// Most prepared transactions per writer; the server allows 20 in all.
 const PREPARED_MAX: usize = 3;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Nothing of a writer takes so long, but for a connection that a proxy swallowed.
+/// Longer than anything a writer does, unless a proxy swallowed its connection.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A transaction that was prepared and waits for its end.
+/// A prepared transaction that waits for its end.
 struct Prepared {
     tx: String,
     after: u32,
@@ -97,7 +97,7 @@ async fn connect(url: &str) -> anyhow::Result<Client> {
     Ok(client)
 }
 
-/// Ends a prepared transaction; `false` where the connection is of no use any more.
+/// Ends a prepared transaction; `false` if the connection is no longer usable.
 async fn end_prepared(client: &Client, prepared: &Prepared, ledger: &mut Ledger) -> anyhow::Result<bool> {
     let verb = if prepared.commit { "COMMIT" } else { "ROLLBACK" };
     let statement = format!("{verb} PREPARED '{}'", prepared.tx);
@@ -106,8 +106,8 @@ async fn end_prepared(client: &Client, prepared: &Prepared, ledger: &mut Ledger)
             ledger.end(&prepared.tx, if prepared.commit { Fate::Committed } else { Fate::RolledBack })?;
             Ok(true)
         }
-        // It is not there: an answer was lost earlier, or a restore knows nothing of it. The
-        // database's mark decides.
+        // It does not exist: an answer was lost earlier, or a restore removed it. The mark in the
+        // database decides.
         Ok(Err(error)) if error.as_db_error().is_some_and(|error| error.code().code() == "42704") => {
             ledger.end(&prepared.tx, Fate::Unknown)?;
             Ok(true)
@@ -120,7 +120,7 @@ struct Attempt<'a> {
     tx: &'a str,
     rust: bool,
     draft: Draft,
-    /// The ledger has its events: the end was asked for.
+    /// Its events are in the ledger, and the end was requested.
     noted: bool,
 }
 
@@ -136,7 +136,7 @@ impl Attempt<'_> {
         if shape.asynchronous {
             tx.batch_execute("SET LOCAL synchronous_commit = off").await?;
         }
-        // The first write: the transaction has its id from here on.
+        // The first write: from here on the transaction has its id.
         tx.execute("INSERT INTO crash.mark (tx) VALUES ($1)", &[&self.tx]).await?;
         if let Some(wait) = shape.early {
             sleep(wait).await;
@@ -170,7 +170,7 @@ impl Attempt<'_> {
             tx.batch_execute("SAVEPOINT s").await?;
         }
         let key = super::key_name(part.key);
-        // A key that this transaction has locked already gives it further numbers.
+        // A key that this transaction has already locked gives it further numbers.
         if let Some(row) = tx.query_opt(LOCK, &[&key, &i64::from(part.count)]).await? {
             let events = self.draft.next(part, row.get(0), random);
             self.insert(tx, &key, &events, random).await?;

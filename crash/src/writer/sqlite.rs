@@ -1,4 +1,4 @@
-//! Writing to SQLite.
+//! Writes to SQLite.
 
 use std::time::Duration;
 
@@ -12,9 +12,10 @@ use rusqlite::{Connection, Transaction, TransactionBehavior, params};
 use super::{Draft, End, Job, Ledger, Pace, Part, Shape, key_name, payload};
 
 const INSERT: &str = "INSERT INTO postbox_outbox (topic, key, payload, version) VALUES (?1, ?2, ?3, ?4)";
-/// Locks of others last a second at most.
+/// Longest wait for a lock; others hold theirs for a second at most.
 const BUSY: Duration = Duration::from_secs(5);
-/// One writer at a time: what is held open holds all others up.
+/// Longest time a transaction is held open: there is one writer at a time, so it holds up all
+/// others.
 const HELD_MAX: Duration = Duration::from_millis(300);
 
 pub(super) fn write(job: &Job, mut ledger: Ledger, mut random: SmallRng, mut pace: Pace) -> anyhow::Result<()> {
