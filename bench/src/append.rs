@@ -1,4 +1,4 @@
-//! What an append costs inside the caller's transaction.
+//! The cost of an append inside the caller's transaction.
 
 mod peers;
 
@@ -19,13 +19,13 @@ use crate::figure::{Figure, Table};
 use crate::machine;
 
 const KEYS: usize = 10_000;
-/// Each side takes this many turns, so that what else the machine does meets all of them.
+/// Turns of each side, so that other load on the machine affects all of them.
 const ROUNDS: u32 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     Ours,
-    /// With the statement kept in the connection.
+    /// With a statement cached in the connection.
     Prepared,
     Bare,
 }
@@ -34,12 +34,12 @@ enum Side {
 /// no slot.
 const POSTGRES_BARE: &str = "CREATE TABLE bare (seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id uuid NOT NULL, topic text NOT NULL, \
      key text, payload text, occurred_at timestamptz NOT NULL DEFAULT clock_timestamp(), created_at timestamptz NOT NULL DEFAULT clock_timestamp())";
-/// Any number of rows in one round trip. Row locks of its own rows only.
+/// Any number of rows in one round trip. Locks only its own rows.
 const POSTGRES_INSERT: &str =
     "INSERT INTO bare (id, topic, key, payload) SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[])";
 
-/// The same, and what a service that uses WAL sets; a commit is not flushed, so both sides measure
-/// processor time.
+/// The same for SQLite, with the pragma of a service that uses WAL. A commit is not flushed, so
+/// both sides measure processor time.
 const SQLITE_BARE: &str = "CREATE TABLE bare (seq INTEGER PRIMARY KEY, id BLOB NOT NULL, topic TEXT NOT NULL, key TEXT, payload BLOB, \
      occurred_at INTEGER NOT NULL DEFAULT (unixepoch()), created_at INTEGER NOT NULL DEFAULT (unixepoch())); \
      PRAGMA synchronous = NORMAL";
@@ -129,7 +129,7 @@ impl Options {
     }
 }
 
-/// The seconds in which an append finds that no context is to be carried on and traces are off.
+/// Seconds per append spent to find that no context is to be propagated and tracing is off.
 fn asked_in_vain() -> f64 {
     const TIMES: u32 = 1_000_000;
     let events = [event(0, KEYS)];

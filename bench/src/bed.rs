@@ -1,4 +1,5 @@
-//! Where a benchmark runs: a migrated store with events of 300 bytes, and the server behind it.
+//! The environment of a benchmark: a migrated store with events of 300 bytes, and the server behind
+//! it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,9 +16,9 @@ use crate::child::Job;
 use crate::figure::Figure;
 use crate::machine;
 
-/// Events in one INSERT: enough for full speed, little memory.
+/// Events per INSERT: enough for full speed, and little memory.
 const EVENTS_PER_INSERT: usize = 1_000;
-/// The size most published figures use.
+/// Payload size, in bytes; most published figures use 300.
 pub(crate) const PAYLOAD_BYTES: usize = 300;
 
 /// Which stores to measure.
@@ -29,7 +30,7 @@ pub(crate) enum Stores {
 }
 
 impl Stores {
-    /// Each of them, with an empty log.
+    /// One bed for each store, with an empty log.
     pub(crate) async fn beds(self) -> anyhow::Result<Vec<Bed>> {
         let mut beds = Vec::new();
         if self != Self::Sqlite {
@@ -46,7 +47,7 @@ impl Stores {
     }
 }
 
-/// A store, and what is behind it.
+/// A store and its server.
 pub(crate) struct Bed {
     /// `postgres://…` or the path of a SQLite file.
     pub(crate) store: String,
@@ -62,15 +63,15 @@ pub(crate) enum Place {
 /// The shape of a backlog.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Shape {
-    /// How many different keys the events have.
+    /// Number of different keys.
     pub(crate) keys: usize,
     /// Events per transaction.
     pub(crate) transaction: usize,
 }
 
 impl Bed {
-    /// Postgres, durable, with the memory a production server would have. fsync stays on: a
-    /// benchmark that does not flush measures something nobody runs.
+    /// A durable Postgres with the memory of a production server. fsync stays on: a benchmark
+    /// without flushes measures something that nobody runs.
     pub(crate) async fn postgres() -> anyhow::Result<Self> {
         let settings = Settings::durable().with("shared_buffers", "1GB").with("max_wal_size", "4GB");
         Self::on(PrivatePostgres::launch(Version::V15, settings).await).await
@@ -82,7 +83,7 @@ impl Bed {
         Ok(Self { place: Place::Postgres(connect(&store).await?, server), store, _folder: None })
     }
 
-    /// Another database of the same server, with an empty log.
+    /// Another database on the same server, with an empty log.
     pub(crate) async fn emptied(self) -> anyhow::Result<Self> {
         match self.place {
             Place::Postgres(_, server) => Self::on(server).await,
@@ -117,7 +118,7 @@ impl Bed {
         self.settle_down().await
     }
 
-    /// What a server does in its own time is done before, so that it lands in nobody's figures.
+    /// Runs the server's background work now, so that it is not measured later.
     pub(crate) async fn settle_down(&self) -> anyhow::Result<()> {
         if let Place::Postgres(client, _) = &self.place {
             client.batch_execute("VACUUM ANALYZE postbox.outbox").await?;
@@ -126,7 +127,8 @@ impl Bed {
         Ok(())
     }
 
-    /// What is done here, by this process or one it starts: time, bytes, and the server's work.
+    /// Measures work done by this process or by one it starts: time, bytes, and the server's
+    /// processor time.
     pub(crate) async fn measure(&self, work: impl Future<Output = anyhow::Result<Figure>>) -> anyhow::Result<Figure> {
         let (written, used) = (self.written().await?, self.server_seconds()?);
         let start = Instant::now();
@@ -137,7 +139,7 @@ impl Bed {
         Ok(Figure { seconds, bytes, processor_seconds, ..figure })
     }
 
-    /// A child's figure with the server's part.
+    /// The figure of a child process, with the server's part.
     pub(crate) async fn in_child(&self, job: &Job) -> anyhow::Result<Figure> {
         let is_file = matches!(self.place, Place::Sqlite(..));
         self.measure(async {
@@ -147,7 +149,7 @@ impl Bed {
         .await
     }
 
-    /// Bytes of write-ahead log so far; on SQLite of all that was written.
+    /// Bytes of write-ahead log so far; on SQLite all bytes written.
     pub(crate) async fn written(&self) -> anyhow::Result<f64> {
         match &self.place {
             Place::Postgres(client, _) => {
@@ -169,14 +171,14 @@ impl Bed {
     }
 }
 
-/// A connection whose other half runs in the background.
+/// A connection, driven by a background task.
 pub(crate) async fn connect(url: &str) -> anyhow::Result<Client> {
     let (client, connection) = tokio_postgres::connect(url, NoTls).await?;
     tokio::spawn(connection);
     Ok(client)
 }
 
-/// The store behind a URL or a path.
+/// Opens the store at a URL or path.
 pub(crate) async fn open(store: &str) -> anyhow::Result<Arc<dyn Store>> {
     Ok(match store.contains("://") {
         true => Arc::new(PostgresStore::connect(PostgresConfig::new(store)).await?),
@@ -184,17 +186,17 @@ pub(crate) async fn open(store: &str) -> anyhow::Result<Arc<dyn Store>> {
     })
 }
 
-/// Event number `n` of a backlog with so many keys.
+/// Event number `n` of a backlog with `keys` keys.
 pub(crate) fn event(n: usize, keys: usize) -> NewEvent {
     let head = format!("{{\"order\":{n},\"status\":\"paid\",\"note\":\"");
     let filler = PAYLOAD_BYTES.saturating_sub(head.len() + 2);
     let payload = format!("{head}{}\"}}", "x".repeat(filler));
-    // A large odd step spreads neighbours over the keys.
+    // A large odd step spreads consecutive events over the keys.
     let key = n.wrapping_mul(2_654_435_761) % keys.max(1);
     NewEvent::json("order.paid", payload.into_bytes()).key(format!("order-{key}"))
 }
 
-/// Runs `count` tasks at once and adds up what they did.
+/// Runs `count` tasks concurrently and adds up their figures.
 pub(crate) async fn at_once<F>(count: usize, task: impl Fn(usize) -> F) -> anyhow::Result<Figure>
 where
     F: Future<Output = anyhow::Result<usize>> + Send + 'static,

@@ -1,4 +1,4 @@
-//! Real brokers: what is measured of Postbox beside what the broker's own client does.
+//! Real brokers: Postbox compared with the broker's own client.
 
 mod kafka;
 mod nats;
@@ -19,9 +19,9 @@ use crate::bed::event;
 use crate::figure::Figure;
 use crate::machine;
 
-/// Longest call of a sink, as the engine has it.
+/// Longest call of a sink; the engine's default.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// The CloudEvents source of what names none, as the sinks have it.
+/// The CloudEvents source of events without one; the sinks' default.
 const SOURCE: &str = "postbox";
 
 /// Which brokers to measure.
@@ -35,7 +35,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// A server of its own.
+    /// Starts a private server.
     pub(crate) async fn start(self) -> anyhow::Result<Box<dyn Broker>> {
         Ok(match self {
             Self::Redis => Box::new(redis::Broker::start().await?),
@@ -46,7 +46,7 @@ impl Kind {
         })
     }
 
-    /// What stands behind the name.
+    /// The name for tables.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Redis => "Redis 7, everysec",
@@ -57,7 +57,7 @@ impl Kind {
         }
     }
 
-    /// The least part of the client's rate that goes through Postbox.
+    /// The least share of the client's rate that Postbox must reach.
     pub(crate) fn wanted(self) -> &'static str {
         match self {
             Self::Redis => "≥ 70 %",
@@ -66,7 +66,7 @@ impl Kind {
         }
     }
 
-    /// Of so many events, how many suffice: an emulator takes a few hundred a second.
+    /// Reduces the number of events for an emulator, which takes a few hundred a second.
     pub(crate) fn rows(self, rows: usize) -> usize {
         if self == Self::Sqs { (rows / 50).max(10) } else { rows }
     }
@@ -78,33 +78,33 @@ pub(crate) trait Broker: Send + Sync {
     /// The server's process.
     fn pid(&self) -> u32;
 
-    /// Makes an empty place.
+    /// Creates an empty place.
     async fn make(&self, place: &str) -> anyhow::Result<()>;
 
     async fn remove(&self, place: &str) -> anyhow::Result<()>;
 
-    /// How many messages are in a place.
+    /// The number of messages in a place.
     async fn count(&self, place: &str) -> anyhow::Result<usize>;
 
-    /// The sink of Postbox to a place.
+    /// The Postbox sink to a place.
     async fn sink(&self, place: &str) -> Arc<dyn Sink>;
 
-    /// Publishes the messages that the sink would make of these, as fast as the client can, with
-    /// everything prepared before the clock starts.
+    /// Publishes the messages that the sink would make of these events, as fast as the client can.
+    /// Everything is prepared before the clock starts.
     async fn publish(&self, place: &str, deliveries: &[Delivery]) -> anyhow::Result<Figure>;
 
-    /// The source of Postbox from a place.
+    /// The Postbox source from a place.
     fn source(&self, _place: &str, _in_flight: usize) -> Option<Arc<dyn SourceConfig>> {
         None
     }
 
-    /// Takes and acknowledges so many messages of a place by the client alone, and keeps none.
+    /// Consumes and acknowledges this many messages of a place with the client alone, keeping none.
     async fn consume(&self, place: &str, count: usize) -> anyhow::Result<Figure> {
         anyhow::bail!("no client consumes {count} messages of {place} here")
     }
 }
 
-/// What this process does here: the time it takes, and the processor's.
+/// Measures work of this process: elapsed time and processor time.
 pub(crate) async fn timed(count: usize, work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<Figure> {
     let (used, start) = (machine::processor_seconds()?, Instant::now());
     work.await?;
@@ -112,7 +112,7 @@ pub(crate) async fn timed(count: usize, work: impl Future<Output = anyhow::Resul
     Ok(Figure { count, seconds, processor_seconds: machine::processor_seconds()? - used, ..Figure::default() })
 }
 
-/// Events as a relay would have read them; each call has others.
+/// Events as a relay would have read them; different ones in each call.
 pub(crate) fn deliveries(count: usize, keys: usize) -> Vec<Delivery> {
     // The database keeps microseconds.
     let now = jiff::Timestamp::now().as_microsecond();
@@ -132,7 +132,7 @@ fn topic(delivery: &Delivery) -> &str {
     delivery.event.topic.as_str()
 }
 
-/// The body and what travels beside it, as most sinks send it.
+/// The body and its metadata, as most sinks send them.
 fn cloud_event(delivery: &Delivery) -> anyhow::Result<Wrapped<'_>> {
     let wrapped = Envelope::CloudEventsBinary.wrap(&delivery.event, SOURCE);
     wrapped.map_err(|outcome| anyhow::anyhow!("{outcome:?}"))

@@ -1,5 +1,5 @@
-//! One measured process: only what is measured runs in it, so that its peak memory and processor
-//! time are that thing's.
+//! One measured process. Nothing else runs in it, so its peak memory and processor time are those
+//! of the measured work.
 
 use std::process::Stdio;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::bed::open;
 use crate::figure::Figure;
 use crate::{machine, plain};
 
-/// How long an idle relay is watched.
+/// How long an idle relay is measured.
 const IDLE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -43,13 +43,13 @@ pub(crate) struct Job {
     pub(crate) batch: usize,
 }
 
-/// The word that names a choice on the command line.
+/// The name of a choice on the command line.
 pub(crate) fn word(choice: impl ValueEnum) -> String {
     choice.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
 impl Job {
-    /// Runs it in a process of its own.
+    /// Runs the job in a separate process.
     pub(crate) async fn in_child(&self) -> anyhow::Result<Figure> {
         let output = tokio::process::Command::new(std::env::current_exe()?)
             .args(["child", &word(self.task), "--store", &self.store, "--subscription", &self.subscription])
@@ -61,7 +61,7 @@ impl Job {
         serde_json::from_slice(&output.stdout).context("the child's figures")
     }
 
-    /// Runs it here and prints the figures.
+    /// Runs the job here and prints the figures.
     pub(crate) async fn run(&self) -> anyhow::Result<()> {
         let (count, seconds, processor_seconds) = match self.task {
             Task::Relay => {
@@ -90,7 +90,7 @@ impl Job {
         let relay = self.build().await?;
         let stop = CancellationToken::new();
         let watch = async {
-            // It takes a moment to find that there is nothing to do.
+            // A moment for the relay to find that there is nothing to do.
             tokio::time::sleep(Duration::from_secs(1)).await;
             let before = machine::processor_seconds()?;
             tokio::time::sleep(IDLE).await;
@@ -112,7 +112,7 @@ impl Job {
     }
 }
 
-/// Takes everything and does nothing.
+/// Accepts everything and does nothing.
 pub(crate) struct NullSink;
 
 #[async_trait]

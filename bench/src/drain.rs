@@ -1,4 +1,4 @@
-//! How fast a backlog goes out when the destination costs nothing.
+//! How fast a backlog is delivered to a destination that costs nothing.
 
 use clap::Args;
 use postbox_core::Postbox;
@@ -27,8 +27,7 @@ pub(crate) struct Options {
     store: Stores,
 }
 
-/// Every line drains the same log with a subscription of its own, so that nothing has to be filled
-/// twice.
+/// Each line drains the same log with a new subscription, so that the log is filled only once.
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     for mut bed in options.store.beds().await? {
         let is_server = matches!(bed.place, Place::Postgres(..));
@@ -72,8 +71,8 @@ impl Options {
         Table::new(title, &[&speed[..], &[written, "peak memory", "plain's"]].concat())
     }
 
-    /// An id below everything that follows, in every snapshot, with an event of its own that stays
-    /// invisible.
+    /// Holds a transaction open whose id is older than everything that follows, with an event that
+    /// stays invisible.
     async fn held_open(&self, bed: &mut Bed, filled: usize, table: &mut Table) -> anyhow::Result<()> {
         let mut writer = connect(&bed.store).await?;
         let mut held = writer.transaction().await?;
@@ -93,8 +92,8 @@ impl Options {
         let before = bed.in_child(&job(Task::Plain)).await?;
         let relay = bed.in_child(&job(Task::Relay)).await?;
         let after = bed.in_child(&job(Task::Plain)).await?;
-        // The limit is the better of a run before and one after ours: a warm cache must not flatter
-        // us.
+        // The limit is the better of one run before and one after ours, so that a warm cache does
+        // not flatter our figure.
         let plain = Figure {
             seconds: before.seconds.min(after.seconds),
             processor_seconds: before.processor_seconds.min(after.processor_seconds),

@@ -1,4 +1,4 @@
-//! What was measured of one side, and how it is printed.
+//! The figures of one side, and how they are printed.
 
 use std::time::Duration;
 
@@ -9,9 +9,9 @@ pub(crate) struct Figure {
     /// Events, commits or requests.
     pub(crate) count: usize,
     pub(crate) seconds: f64,
-    /// Of what is measured, its database's server included.
+    /// Of the measured process and its database server.
     pub(crate) processor_seconds: f64,
-    /// Of write-ahead log; on SQLite of all that was written, log and checkpoints.
+    /// Bytes of write-ahead log; on SQLite all bytes written, log and checkpoints.
     pub(crate) bytes: f64,
     pub(crate) memory_mib: f64,
 }
@@ -21,7 +21,7 @@ impl Figure {
         self.count as f64 / self.seconds.max(f64::EPSILON)
     }
 
-    /// Both, one after the other.
+    /// Adds a second run that followed this one.
     pub(crate) fn plus(self, other: Self) -> Self {
         Self {
             count: self.count + other.count,
@@ -37,12 +37,12 @@ impl Figure {
         format!("{}/s", thousands(self.per_second()))
     }
 
-    /// Our rate as a part of the limit's: `83 %`.
+    /// Our rate as a share of the limit's: `83 %`.
     pub(crate) fn ratio(self, limit: Self) -> String {
         percent(self.per_second(), limit.per_second())
     }
 
-    /// Processor time of each, in microseconds.
+    /// Processor time per event, in microseconds.
     pub(crate) fn micros(self) -> f64 {
         1e6 * self.processor_seconds / self.count.max(1) as f64
     }
@@ -76,7 +76,7 @@ pub(crate) fn milliseconds(duration: Duration) -> String {
     if milliseconds < 10.0 { format!("{milliseconds:.2} ms") } else { format!("{milliseconds:.0} ms") }
 }
 
-/// Rows of text under a heading, printed as a table whose columns line up.
+/// Rows of text under a heading, printed as an aligned table.
 pub(crate) struct Table {
     title: String,
     rows: Vec<Vec<String>>,

@@ -1,5 +1,5 @@
-//! What verifying and storing a webhook durably costs, against the same server that only inserts:
-//! the row that we store, or the least that one could.
+//! The cost of verifying and durably storing a webhook, compared with the same server that only
+//! inserts: the row that Postbox stores, or a minimal one.
 
 use std::time::{Duration, Instant};
 
@@ -52,12 +52,12 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Processor time is the serving process's.
+/// Measures one role; processor time is that of the serving process.
 async fn measure(url: &str, role: Role, clients: usize, seconds: u64) -> anyhow::Result<Figure> {
     let (peer, address) = role.start(url).await?;
     let pid = peer.id().context("it has ended")?;
     let prefix = format!("{role:?}-{clients}").to_lowercase();
-    // The first requests open connections and warm plans.
+    // The first requests open connections and warm up plans.
     send(&address, &format!("{prefix}-warm"), clients, Duration::from_millis(500)).await?;
     let before = machine::processor_seconds_of_family(pid)?;
     let start = Instant::now();
@@ -98,7 +98,7 @@ async fn send_one_by_one(address: String, prefix: String, until: Instant) -> any
     Ok(count)
 }
 
-/// Reads one answer and gives its status.
+/// Reads one answer and returns its status.
 async fn read_answer(stream: &mut TcpStream, answer: &mut Vec<u8>) -> anyhow::Result<u16> {
     answer.clear();
     loop {

@@ -1,4 +1,4 @@
-//! From the commit to the delivery.
+//! Latency from the commit to the delivery.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,9 +19,9 @@ use crate::child::{Job, NullSink, Task};
 use crate::figure::{Figure, Table, milliseconds};
 use crate::machine;
 
-/// Writers of the steady rates: few enough to leave the machine idle most of the time.
+/// Writers at steady rates: few enough that the machine is mostly idle.
 const STEADY_WRITERS: usize = 8;
-/// After the last commit, how long deliveries may take before the run counts as failed.
+/// Longest time for deliveries after the last commit; then the run has failed.
 const TAIL: Duration = Duration::from_secs(20);
 const KEYS: usize = 10_000;
 /// Events before the clock starts.
@@ -40,8 +40,8 @@ pub(crate) struct Options {
     seconds: u64,
 }
 
-/// Half of the events, and 99 of 100, take no longer from their commit's answer until this sink
-/// has delivered them.
+/// The median and the 99th percentile of the time from the answer to a commit until this sink has
+/// delivered the event.
 pub(crate) async fn to_sink(
     bed: &Bed,
     rate: usize,
@@ -53,13 +53,13 @@ pub(crate) async fn to_sink(
     Ok((measured.p50(), measured.p99()))
 }
 
-/// Who reads.
+/// Who reads the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reader {
-    /// Nobody: how fast the writers are alone.
+    /// Nobody: measures the writers alone.
     Nobody,
-    /// Asks for new rows without pause, and promises nothing: no position, no lease, no order
-    /// across transactions.
+    /// Queries for new rows in a loop, and promises nothing: no position, no lease, no order across
+    /// transactions.
     Plain,
     /// The real relay, polling.
     Relay,
@@ -133,7 +133,7 @@ async fn saturated(mut bed: Bed, options: &Options) -> anyhow::Result<Bed> {
 #[derive(Debug, Clone, Copy)]
 struct Load {
     writers: usize,
-    /// Events per second together; `None`: as fast as they can.
+    /// Total events per second; `None`: as fast as the writers can.
     rate: Option<usize>,
     seconds: u64,
 }
@@ -141,7 +141,7 @@ struct Load {
 struct Measured {
     /// Sorted.
     latencies: Vec<Duration>,
-    /// Their commits, in the time that these took; the WAL is the reader's too.
+    /// The writers' commits and their time. The bytes of WAL include the reader's.
     writers: Figure,
 }
 
@@ -178,7 +178,7 @@ impl Stamps {
         self.arrivals.store(arrived.len(), Ordering::SeqCst);
     }
 
-    /// An event seen before its producer heard of the commit took no time at all.
+    /// An event that arrived before its producer got the answer to the commit counts as zero.
     fn latencies(&self) -> Vec<Duration> {
         let committed = self.committed.lock().expect("nobody panics while holding it");
         let arrived = self.arrived.lock().expect("nobody panics while holding it");
@@ -191,7 +191,7 @@ impl Stamps {
     }
 }
 
-/// A sink that is watched.
+/// A sink that records arrivals.
 struct Stopwatch {
     stamps: Arc<Stamps>,
     sink: Arc<dyn Sink>,
@@ -244,14 +244,14 @@ async fn measure_to(bed: &Bed, load: Load, reader: Reader, sink: Arc<dyn Sink>) 
     let measured = Measured { writers: measured.await?, latencies: stamps.latencies() };
     let commits = measured.writers.count;
     let missing = commits - measured.latencies.len();
-    // The others promise nothing.
+    // The other readers promise nothing.
     let is_relay = matches!(reader, Reader::Relay | Reader::Notified);
     anyhow::ensure!(!is_relay || missing == 0, "{missing} of {commits} events did not arrive in time");
     Ok(measured)
 }
 
-/// Waits until the reader reads: how long it takes to start is not how long an event takes. Not
-/// among the commits.
+/// Waits until the reader reads, because its start is not part of an event's latency. These events
+/// are not counted.
 async fn warm_up(url: &str, stamps: &Stamps) -> anyhow::Result<()> {
     let mut client = connect(url).await?;
     let mut transaction = client.transaction().await?;
@@ -265,13 +265,13 @@ async fn warm_up(url: &str, stamps: &Stamps) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Commits one event per transaction at its share of the rate; returns how many.
+/// Commits one event per transaction at its share of the rate; returns their number.
 async fn write(number: usize, load: Load, url: String, stamps: Arc<Stamps>) -> anyhow::Result<usize> {
     let mut client = connect(&url).await?;
     let until = Instant::now() + Duration::from_secs(load.seconds);
     let pace = load.rate.map(|rate| Duration::from_secs_f64(load.writers as f64 / rate as f64));
     let mut ticks = tokio::time::interval(pace.unwrap_or(Duration::from_secs(1)));
-    // Late commits are caught up with: the load does not bend to what is measured.
+    // Catches up late commits: the load must not adapt to what is measured.
     ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);
     let mut count = 0;
     while Instant::now() < until {
@@ -303,8 +303,8 @@ async fn read(reader: Reader, url: String, sink: Stopwatch, stop: CancellationTo
     }
 }
 
-/// Rows that commit out of order are missed by a reader like this, so it asks for a little of the
-/// past again each time.
+/// Such a reader misses rows that commit out of order, so it queries a little of the past again
+/// each time.
 async fn read_plainly(url: &str, stamps: &Stamps, stop: &CancellationToken) -> anyhow::Result<()> {
     const OVERLAP: i64 = 64;
     let client = connect(url).await?;

@@ -1,6 +1,6 @@
 //! Benchmarks: `cargo xtask bench drain | latency | append | ingress | outbound | sinks | sources |
-//! replicas | retention | status`. Each prints, from one run, our figure, the limit beside it and
-//! the ratio.
+//! replicas | retention | status`. Each prints our figure, its limit, and the ratio of the two,
+//! from one run.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 mod append;

@@ -1,5 +1,5 @@
-//! Events out over HTTP: the relay against the same client posting from memory, and what a target
-//! that hangs costs the others.
+//! Delivery over HTTP: the relay compared with the same client posting from memory, and what a
+//! hanging target costs the others.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use crate::figure::{Figure, Table, thousands};
 use crate::peer::{Role, SECRET};
 
 const KEYS: usize = 10_000;
-/// Targets that answer, in the second table.
+/// Answering targets in the second table.
 const OTHERS: usize = 3;
 
 #[derive(Debug, Args)]
@@ -85,7 +85,7 @@ impl Options {
         Ok(builder.sink(self.sink(address)?).settings(settings).build()?)
     }
 
-    /// The same client, signatures and all, with everything in memory and nothing to remember.
+    /// Posts with the same client, signatures included, from memory and without recording anything.
     async fn post_from_memory(&self, address: &str) -> anyhow::Result<Duration> {
         let sink = self.sink(address)?;
         let now = jiff::Timestamp::now();

@@ -1,5 +1,5 @@
-//! The other side of HTTP, in a process of its own: what is measured, what it is compared with, and
-//! targets of all tempers.
+//! The other side of HTTP, in a separate process: the measured server, those it is compared with,
+//! and targets that answer or hang.
 
 use std::process::Stdio;
 use std::sync::Arc;
@@ -30,13 +30,14 @@ use crate::child::word;
 
 /// The secret of the published examples.
 pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
-/// Connections to the database, on both sides.
+/// Database connections, on both sides.
 pub(crate) const POOL: usize = 8;
 
-/// The row that the ingress stores, inserted by hand: no verification, no memory of ids.
+/// The row that the ingress stores, inserted by hand: without verification and without remembered
+/// ids.
 const ROW_INSERT: &str = "INSERT INTO postbox.inbox (topic, source, payload, content_type, headers) VALUES ('bench', 'bench', $1, $2, $3::text::jsonb)";
 
-/// The least that anybody would store: an id, a body, a time, and one index.
+/// The least that a receiver would store: an id, a body, a time, and one index.
 pub(crate) const BARE: &str = "CREATE TABLE bare_message (id text PRIMARY KEY, body bytea NOT NULL, received_at timestamptz NOT NULL DEFAULT clock_timestamp())";
 const BARE_INSERT: &str = "INSERT INTO bare_message (id, body) VALUES ($1, $2)";
 
@@ -55,7 +56,7 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    /// Starts it; gives its address. It ends when the handle is dropped.
+    /// Starts it; returns its address. It ends when the handle is dropped.
     pub(crate) async fn start(self, store: &str) -> anyhow::Result<(Child, String)> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["peer", &word(self), "--store", store]).stdout(Stdio::piped()).kill_on_drop(true);
@@ -90,7 +91,7 @@ impl Job {
             Role::Hangs => Router::new().fallback(post(async || std::future::pending::<()>().await)),
         };
         println!("{address}");
-        // The same server for what is measured and for what it is compared with.
+        // The same server for the measured side and for the one it is compared with.
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         serve(listener, router, ServeLimits::default(), clock, std::future::pending()).await;
         Ok(())
@@ -105,7 +106,7 @@ async fn ingress_router(store: &str) -> anyhow::Result<Router> {
     Ok(ingress::router(Ingress::new(vec![source], store, Arc::new(TokioClock::new()))?))
 }
 
-/// As many connections as ours has, each used by one at a time.
+/// As many connections as ours, each used by one request at a time.
 struct Inserter {
     connections: Vec<Mutex<(Client, Statement)>>,
     next: AtomicUsize,

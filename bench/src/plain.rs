@@ -1,6 +1,6 @@
-//! The limit of a drain: the same rows, read page by page with one plain SELECT of the same columns
-//! by the same driver, made into the same events. It keeps no position, takes no lease and promises
-//! nothing.
+//! The limit of a drain: reads the same rows, page by page, with one plain SELECT of the same
+//! columns and the same driver, and makes the same events. It keeps no position, takes no lease and
+//! promises nothing.
 
 use anyhow::Context as _;
 use bytes::Bytes;
@@ -17,7 +17,7 @@ const POSTGRES_PAGE: &str = "SELECT seq, id, topic, key, aggregate, version, kin
      content_type, headers::text, occurred_at, created_at, deliver_at \
      FROM postbox.outbox WHERE seq > $1 ORDER BY seq LIMIT $2";
 
-/// Reads everything; returns how many events.
+/// Reads everything; returns the number of events.
 pub(crate) async fn postgres(url: &str, batch: usize) -> anyhow::Result<usize> {
     let client = connect(url).await?;
     let page = client.prepare(POSTGRES_PAGE).await?;
@@ -54,7 +54,7 @@ fn postgres_event(row: &Row) -> anyhow::Result<(Seq, Event)> {
     Ok((Seq(row.get(0)), event))
 }
 
-/// The bytes of a text or bytea column without a check that they are text.
+/// The bytes of a text or bytea column, without a check for UTF-8.
 struct Raw<'a>(&'a [u8]);
 
 impl<'a> FromSql<'a> for Raw<'a> {

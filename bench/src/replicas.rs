@@ -1,4 +1,4 @@
-//! What a second replica adds, with a lane for each and a destination that takes its time.
+//! What a second replica adds, with one lane for each, and a slow destination.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,15 +15,15 @@ use tokio_util::sync::CancellationToken;
 use crate::bed::{Bed, connect, event, open};
 use crate::figure::{Figure, Table, thousands};
 
-/// As many as there are by default, and replicas.
+/// The default number of lanes, and the number of replicas.
 const LANES: u16 = 2;
-/// What the destination takes for an event.
+/// Time that the destination takes per event.
 const TAKES: Duration = Duration::from_millis(1);
-/// Deliveries at once, of each replica: what a destination has by default.
+/// Concurrent deliveries of each replica: the default.
 const CONCURRENCY: usize = 16;
-/// Events in one INSERT.
+/// Events per INSERT.
 const EVENTS_PER_INSERT: usize = 1_000;
-/// How often a wait looks.
+/// Interval of polls while waiting.
 const LOOK: Duration = Duration::from_millis(1);
 
 #[derive(Debug, Args)]
@@ -64,7 +64,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
 }
 
 impl Options {
-    /// Replicas that have shared their lanes before the events are committed, all at once.
+    /// The replicas share the lanes before the events are committed, all at once.
     async fn round(&self, bed: &Bed, replicas: usize) -> anyhow::Result<Figure> {
         let (sink, stop) = (Arc::new(SlowSink::default()), CancellationToken::new());
         let subscription = Subscription { lanes: LANES, ..Subscription::new("bench".parse()?, LogName::outbox()) };
@@ -100,7 +100,7 @@ impl Options {
     }
 }
 
-/// Takes its time for each event.
+/// Takes a fixed time for each event.
 #[derive(Debug, Default)]
 struct SlowSink {
     delivered: AtomicUsize,

@@ -1,4 +1,4 @@
-//! How fast old events go, at two sizes of the log, and what that costs those who append.
+//! How fast old events are pruned, at two sizes of the log, and what that costs concurrent appends.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use crate::bed::{Bed, connect, event, open};
 use crate::figure::{Figure, Table, milliseconds, thousands};
 
 const WRITERS: usize = 16;
-/// One of so many events is dead, and stays.
+/// One in this many events is dead, and stays.
 const DEAD_OF: usize = 300;
 
 #[derive(Debug, Args)]
@@ -43,7 +43,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         }
         bed.fill_delivered(*rows, 1, DEAD_OF).await?;
         let store = open(&bed.store).await?;
-        // Their statements' plans and the pages they write are warm.
+        // Warms up statement plans and the pages they write.
         options.append(&bed.store, async || tokio::time::sleep(Duration::from_secs(2)).await).await?;
         let alone = Duration::from_secs(options.seconds);
         let (alone, ()) = options.append(&bed.store, async || tokio::time::sleep(alone).await).await?;
@@ -73,7 +73,8 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// As `postbox prune` and the sweeper do. How many, and the longest step.
+/// Prunes as `postbox prune` and the sweeper do. Returns the number of events, and the longest
+/// step.
 async fn prune(store: &dyn Store) -> anyhow::Result<(usize, Duration)> {
     let (mut count, mut longest, mut after) = (0, Duration::ZERO, None);
     loop {
@@ -91,8 +92,8 @@ async fn prune(store: &dyn Store) -> anyhow::Result<(usize, Duration)> {
 }
 
 impl Options {
-    /// Appends at the rate while `work` is done; the 99th percentile, from when each was due to its
-    /// commit.
+    /// Appends at the rate while `work` runs; returns the 99th percentile from an append's due time
+    /// to its commit.
     async fn append<T>(&self, url: &str, work: impl AsyncFnOnce() -> T) -> anyhow::Result<(Duration, T)> {
         let stop = CancellationToken::new();
         let writers: Vec<_> = (0..WRITERS)
@@ -117,7 +118,7 @@ async fn write(number: usize, pace: Duration, url: String, stop: CancellationTok
     let mut client = connect(&url).await?;
     tokio::time::sleep(pace * number as u32 / WRITERS as u32).await;
     let mut ticks = tokio::time::interval(pace);
-    // Late commits are caught up with: the load does not bend to what is measured.
+    // Catches up late commits: the load must not adapt to what is measured.
     ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);
     let mut latencies = Vec::new();
     while !stop.is_cancelled() {
@@ -131,8 +132,8 @@ async fn write(number: usize, pace: Duration, url: String, stop: CancellationTok
 }
 
 impl Bed {
-    /// Fills the outbox with old events of 200 bytes that so many subscriptions have passed, one of
-    /// `dead_of` dead in the first.
+    /// Fills the outbox with old events of 200 bytes that `readers` subscriptions have passed. One
+    /// in `dead_of` is dead in the first.
     pub(crate) async fn fill_delivered(&mut self, rows: usize, readers: usize, dead_of: usize) -> anyhow::Result<()> {
         const CHUNK: usize = 250_000;
         let store = open(&self.store).await?;
@@ -141,7 +142,7 @@ impl Bed {
             store.subscribe(&Subscription { lanes: 4, ..Subscription::new(name, LogName::outbox()) }).await?;
         }
         let client = connect(&self.store).await?;
-        // What was appended long ago was checked then.
+        // Speeds up the fill: the check held when the events were appended, long ago.
         client.batch_execute("ALTER TABLE postbox.outbox DROP CONSTRAINT event_invalid").await?;
         for from in (0..rows).step_by(CHUNK) {
             let to = rows.min(from + CHUNK) - 1;

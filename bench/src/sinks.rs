@@ -1,5 +1,5 @@
-//! A backlog to a real broker: the relay, against the broker's own client publishing the same
-//! messages from memory; and from the commit to the broker's answer.
+//! A backlog to a real broker: the relay compared with the broker's own client publishing the same
+//! messages from memory; and the latency from the commit to the broker's answer.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use crate::figure::{Figure, Table, milliseconds, percent, thousands};
 use crate::{latency, machine};
 
 const KEYS: usize = 10_000;
-/// A server may confirm before its own count says so.
+/// A server may confirm messages before its own count includes them.
 const COUNTED_WITHIN: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Args)]
@@ -63,7 +63,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     options.latencies().await
 }
 
-/// One side of a round: its process, and what the servers of broker and store did meanwhile.
+/// One side of a round: its process, and the work of the broker's and the store's servers.
 struct Measured {
     figure: Figure,
     broker_seconds: f64,
@@ -110,7 +110,7 @@ impl Options {
         Ok(())
     }
 
-    /// The whole backlog, by a subscription of its own.
+    /// Delivers the whole backlog with a new subscription.
     async fn relay(&self, bed: &Bed, lanes: u16, broker: &dyn Broker, place: &str) -> anyhow::Result<Figure> {
         let subscription = Subscription { lanes, ..Subscription::new(place.parse()?, LogName::outbox()) };
         let batch = BatchLimit { events: self.batch, ..BatchLimit::default() };
@@ -126,7 +126,8 @@ impl Options {
         Ok(Figure { count: usize::try_from(delivered)?, ..figure })
     }
 
-    /// From the commit's answer to the broker's, at a rate that leaves the machine idle.
+    /// Latency from the commit's answer to the broker's, at a rate that leaves the machine mostly
+    /// idle.
     async fn latencies(&self) -> anyhow::Result<()> {
         if self.seconds == 0 {
             return Ok(());
@@ -147,7 +148,7 @@ impl Options {
     }
 }
 
-/// Publishes into a new place, and sees that everything is there.
+/// Publishes into a new place, and checks that everything arrived.
 async fn into(
     bed: &Bed,
     broker: &dyn Broker,

@@ -1,5 +1,5 @@
-//! From a broker's stream into the inbox, each message stored durably once; against the broker's
-//! own client, which takes and acknowledges the same messages and keeps none.
+//! From a broker's stream into the inbox, each message stored durably once; compared with the
+//! broker's own client, which consumes and acknowledges the same messages and keeps none.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::figure::{Figure, Table, percent, thousands};
 use crate::machine;
 
 const KEYS: usize = 10_000;
-/// How often it is looked whether everything is stored.
+/// Interval of polls for the end.
 const LOOK: Duration = Duration::from_millis(2);
 
 #[derive(Debug, Args)]
@@ -98,7 +98,7 @@ impl Options {
         Ok(())
     }
 
-    /// As the service does it, until everything is stored and acknowledged.
+    /// Receives as the service does, until everything is stored and acknowledged.
     async fn receive(&self, bed: &Bed, broker: &dyn Broker, place: &str) -> anyhow::Result<Figure> {
         let table = broker.source(place, self.in_flight).context("a broker with a source here")?;
         let name: SourceName = place.parse()?;

@@ -1,5 +1,4 @@
-//! What it costs to be asked how things stand: the counts behind `postbox stats` and `/metrics`, at
-//! two sizes of the log.
+//! The cost of the counts behind `postbox stats` and `/metrics`, at two sizes of the log.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +8,7 @@ use postbox_core::{Inspect, Store};
 use crate::bed::{Bed, connect, open};
 use crate::figure::{Table, milliseconds, thousands};
 
-/// One of so many events is dead.
+/// One in this many events is dead.
 const DEAD_OF: usize = 1_000;
 
 #[derive(Debug, Args)]
@@ -25,7 +24,7 @@ pub(crate) struct Options {
     looks: usize,
 }
 
-/// How far the subscriptions are: the snapshots around their window, and how much of it is left.
+/// Positions of the subscriptions: the snapshots around their window, and how much of it is unread.
 const STANDS: [(&str, &str, &str, usize); 3] = [
     ("all delivered", "pg_current_snapshot()", "pg_current_snapshot()", 0),
     ("5,000 unread", "'3:3:'", "pg_current_snapshot()", 5_000),
@@ -83,7 +82,7 @@ impl Options {
     }
 }
 
-/// What a scrape asks.
+/// The queries of a scrape.
 async fn look(store: &dyn Inspect, subscriptions: usize) -> anyhow::Result<()> {
     let names: Vec<_> = store.subscriptions().await?.into_iter().take(subscriptions).map(|info| info.name).collect();
     for counted in store.stats_of(&names).await {

@@ -1,9 +1,9 @@
-//! One event in a transaction of its own, by Postbox and by others, by turns on one server: what
-//! `cargo xtask bench append --peers` runs and prints.
+//! One event per transaction, by Postbox and by other libraries, taking turns on one server: the
+//! helper program of `cargo xtask bench append --peers`, which runs it and prints the results.
 //!
-//! `postbox-bench-peers URL CONNECTIONS` prints the names of the sides; then, for each line `SIDE
-//! WRITERS MILLISECONDS` that it reads, how many events were committed. The database has the tables
-//! of Postbox already.
+//! `postbox-bench-peers URL CONNECTIONS` prints the names of the sides. Then it reads lines `SIDE
+//! WRITERS MILLISECONDS` and prints for each how many events were committed. The database already
+//! has the tables of Postbox.
 
 use std::path::Path;
 use std::process::Command;
@@ -31,7 +31,7 @@ const QUEUE: &str = "bench";
 #[derive(Debug, Clone, Copy)]
 enum Side {
     Postbox,
-    /// With the statement kept in the connection, as the others keep theirs.
+    /// With a statement cached in the connection, as the others do.
     PostboxPrepared,
     Pgmq,
     OutboxCore,
@@ -46,7 +46,7 @@ const SIDES: [(&str, Side); 5] = [
     ("riverqueue", Side::Riverqueue),
 ];
 
-/// The event of all of them: each makes its 300 bytes of JSON from this.
+/// The event of every side: each makes its 300 bytes of JSON from it.
 #[derive(Debug, Clone, Serialize, Deserialize, JobArgs)]
 #[river(kind = "order.paid")]
 struct OrderPaid {
@@ -84,7 +84,7 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The schema of `outbox-postgres`, which is in its package and not in its library.
+/// The schema of `outbox-postgres`, which is in its package but not in its library.
 fn outbox_schema() -> anyhow::Result<String> {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.args(["metadata", "--format-version", "1", "--locked", "--manifest-path"]);
@@ -106,14 +106,14 @@ fn outbox_schema() -> anyhow::Result<String> {
 struct Inserters {
     pool: PgPool,
     river: Client,
-    /// With the `sqlx` that the two below are on.
+    /// A pool of the `sqlx` version that the two below use.
     pool08: sqlx08::PgPool,
     pgmq: PGMQueueExt,
     outbox_core: Arc<OutboxService<PostgresWriter, NoIdempotency, OrderPaid>>,
 }
 
 impl Inserters {
-    /// Installs what the others insert into, as each says.
+    /// Installs the tables of the others, as each documents.
     async fn open(url: &str, connections: u32) -> anyhow::Result<Self> {
         let pool = PgPoolOptions::new().max_connections(connections).connect(url).await?;
         let pool08 = sqlx08::postgres::PgPoolOptions::new().max_connections(connections).connect(url).await?;
@@ -132,7 +132,7 @@ impl Inserters {
         })
     }
 
-    /// One writer on a connection of its own; how many events it committed.
+    /// Runs one writer on its own connection; returns the number of events it committed.
     async fn write(self, side: Side, number: usize, until: Instant) -> anyhow::Result<usize> {
         let events = (number * 1_000_003..).map(OrderPaid::number).take_while(|_| Instant::now() < until);
         match side {

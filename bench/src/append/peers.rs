@@ -1,4 +1,4 @@
-//! One event in a transaction of its own, beside what others do for it.
+//! One event per transaction, by Postbox and by other libraries.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -41,8 +41,8 @@ pub(super) async fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The program that inserts for all sides. What the others need has a lock file of its own, and is
-/// built by whoever asks for them.
+/// The program that inserts for all sides. The other libraries have their own lock file, and are
+/// built only for this benchmark.
 struct Peers {
     program: Child,
     asks: ChildStdin,
@@ -50,7 +50,7 @@ struct Peers {
 }
 
 impl Peers {
-    /// The program, and the names of the sides.
+    /// Starts the program; returns it and the names of the sides.
     async fn start(store: &str, connections: usize) -> anyhow::Result<(Self, Vec<String>)> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));

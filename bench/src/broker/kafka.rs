@@ -1,4 +1,4 @@
-//! Kafka's protocol: an idempotent producer with acks of all replicas.
+//! Kafka's protocol: an idempotent producer with acks from all replicas.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,9 +19,9 @@ use super::{TIMEOUT, cloud_event, key, timed};
 use crate::figure::Figure;
 
 const PARTITIONS: i32 = 4;
-/// Records whose confirmations are awaited at once.
+/// Records in flight at once.
 const WINDOW: usize = 8_192;
-/// As the sink has them.
+/// The same settings as the sink.
 const BATCH_BYTES: usize = 512 * 1024;
 const MEMORY_BYTES: usize = 64 * 1024 * 1024;
 const LINGER: Duration = Duration::from_millis(1);

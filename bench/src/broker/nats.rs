@@ -1,5 +1,4 @@
-//! NATS JetStream: publishes with `Nats-Msg-Id` whose acks are awaited in bulk, pull requests and
-//! acks.
+//! NATS JetStream: publishes with `Nats-Msg-Id` and awaits acks in bulk; pull requests and acks.
 
 use std::sync::Arc;
 
@@ -21,9 +20,9 @@ use serde_json::{Value, json};
 use super::{TIMEOUT, cloud_event, timed, topic};
 use crate::figure::Figure;
 
-/// Publishes whose acks are awaited at once; more is no faster.
+/// Publishes in flight at once; more is not faster.
 const WINDOW: usize = 4_096;
-/// Messages of a pull request, of which two are open.
+/// Messages per pull request; two requests are open.
 const PULL: usize = 500;
 const CONSUMER: &str = "raw";
 
@@ -32,7 +31,7 @@ pub(super) struct Broker {
     client: Client,
 }
 
-/// A stream's word that it has a message.
+/// The server's acknowledgement that a stream has a message.
 #[derive(Deserialize)]
 struct Ack {
     seq: u64,
@@ -130,7 +129,8 @@ impl super::Broker for Broker {
                 }
                 match taken == count {
                     false => self.client.publish(reply, "+ACK".into()).await?,
-                    // The server hears acks in order: its word on the last is one on all.
+                    // The server processes acks in order, so its answer to the last one confirms
+                    // all.
                     true => drop(self.client.send_request(reply, Request::new().payload("+ACK".into())).await?),
                 }
             }

@@ -21,9 +21,9 @@ use super::{TIMEOUT, cloud_event, timed, topic};
 use crate::figure::Figure;
 
 const EXCHANGE: &str = "amq.topic";
-/// Messages whose confirms are awaited at once.
+/// Messages in flight at once.
 const WINDOW: usize = 4_096;
-/// `delivery-mode` of a message that is to be on disk before it is confirmed.
+/// The `delivery-mode` of messages that must be on disk before they are confirmed.
 const PERSISTENT: u8 = 2;
 
 pub(super) struct Broker {

@@ -17,11 +17,11 @@ use redis::{IntoConnectionInfo as _, Pipeline, Value};
 use super::{TIMEOUT, key, timed, topic};
 use crate::figure::Figure;
 
-/// Entries of a pipeline, as the sink's largest.
+/// Entries per pipeline; the sink's maximum.
 const PIPELINE: usize = 1_000;
-/// Pipelines on their way at once, as the sink's calls.
+/// Pipelines in flight, as many as the sink's calls.
 const PIPELINES: usize = 4;
-/// Entries of one read.
+/// Entries per read.
 const READ: usize = 1_000;
 const GROUP: &str = "raw";
 
@@ -88,7 +88,7 @@ impl super::Broker for Broker {
         Some(Arc::new(table::<RedisSourceConfig>(&keys)))
     }
 
-    /// One round trip for a read and for the acknowledgement of the one before.
+    /// Reads, and acknowledges the previous read, in one round trip.
     async fn consume(&self, place: &str, count: usize) -> anyhow::Result<Figure> {
         let mut connection = self.connection.clone();
         let mut group = redis::cmd("XGROUP");

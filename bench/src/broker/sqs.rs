@@ -1,4 +1,4 @@
-//! SQS, as moto has it: requests of ten messages.
+//! SQS, as emulated by moto: requests of ten messages.
 
 use std::sync::Arc;
 
@@ -16,9 +16,9 @@ use postbox_testkit::servers::PrivateSqs;
 use super::{TIMEOUT, key, timed, topic};
 use crate::figure::Figure;
 
-/// Messages of a request: the most.
+/// Messages per request: the maximum.
 const BATCH: usize = 10;
-/// Requests at once, as the sink's calls.
+/// Concurrent requests, as many as the sink's calls.
 const REQUESTS: usize = 16;
 const REGION: &str = "us-east-1";
 const ACCOUNT: &str = "123456789012";
