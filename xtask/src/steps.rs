@@ -1,10 +1,10 @@
-//! Steps of a suite: run, timed, summed up at the end.
+//! Steps of a suite: run, timed, and summed up at the end.
 
 use std::io::Write as _;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Runs steps, also after one that failed, so that one run tells everything that is wrong.
+/// Runs steps, even after one has failed, so that one run shows everything that is wrong.
 pub(crate) struct Steps {
     start: Instant,
     done: Vec<Step>,
@@ -13,7 +13,7 @@ pub(crate) struct Steps {
 struct Step {
     name: &'static str,
     took: Duration,
-    /// What went wrong and how to cure it.
+    /// What went wrong, with the cure.
     failure: Option<String>,
 }
 
@@ -24,7 +24,7 @@ impl Default for Steps {
 }
 
 impl Steps {
-    /// Runs a command; if it fails, `cure` tells what to do.
+    /// Runs a command; `cure` is the message if it fails.
     pub(crate) fn command(&mut self, name: &'static str, cure: &str, command: &mut Command) -> bool {
         self.run(name, || {
             let status = command.status().map_err(|error| anyhow::anyhow!("{:?}: {error}", command.get_program()))?;
@@ -33,7 +33,7 @@ impl Steps {
         })
     }
 
-    /// Runs anything.
+    /// Runs any step.
     pub(crate) fn run(&mut self, name: &'static str, step: impl FnOnce() -> anyhow::Result<()>) -> bool {
         println!("\n── {name}");
         let _ = std::io::stdout().flush();
@@ -44,7 +44,7 @@ impl Steps {
         ok
     }
 
-    /// Prints what happened; `true` if all went well.
+    /// Prints a summary; `true` if everything passed.
     pub(crate) fn sum_up(&self) -> bool {
         println!("\n── summary");
         for step in &self.done {
@@ -58,7 +58,7 @@ impl Steps {
         let total = self.start.elapsed().as_secs_f64();
         let passed = self.done.len() - failed;
         println!("       {total:>6.1} s  from first to last");
-        // Alone on its line: what counts test results in CI logs reads it.
+        // On a separate line, for tools that read test counts from CI logs.
         println!("steps: {passed} passed, {failed} failed");
         failed == 0
     }
@@ -69,7 +69,8 @@ pub(crate) fn cargo() -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.current_dir(crate::root());
-    // What `cargo run` set for us would otherwise look like a changed environment to what we build.
+    // Variables that `cargo run` set for this program would look like a changed environment to the
+    // builds.
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("CARGO_PKG_") || name == "CARGO_MANIFEST_DIR" {
             command.env_remove(name);

@@ -7,10 +7,10 @@ use anyhow::Context as _;
 use crate::steps::{Steps, cargo};
 use crate::{answers, root, servers};
 
-/// The one feature set.
+/// The single feature set.
 pub(crate) const WORKSPACE: [&str; 3] = ["--workspace", "--all-features", "--locked"];
 
-/// Steps of the simulator. The worlds of the second are made of many small transactions.
+/// Steps of the simulator. The worlds of the second consist of many small transactions.
 const SIMULATIONS: [(&str, &[&str]); 2] = [
     ("simulator: 200,000 seeds", &[]),
     ("simulator: 1,000 seeds of SQLite", &["--store", "sqlite", "--seeds", "1000"]),
@@ -38,7 +38,7 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
         documentation(&mut steps);
     }
     if build(&mut steps) {
-        // One after the other: tests of leases and deadlines fail beside what takes the processor.
+        // Not concurrently: tests of leases and deadlines fail beside CPU-heavy work.
         tests(&mut steps);
         if !fast {
             steps.run("examples: each runs and proves its result", run_examples);
@@ -48,7 +48,7 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
     Ok(steps.sum_up())
 }
 
-/// Tests and programs, so that nobody waits for cargo's lock beside others.
+/// Builds tests and programs first, so that later steps do not wait for cargo's lock.
 fn build(steps: &mut Steps) -> bool {
     let cure = "fix what the compiler names above: cargo test --workspace --all-features --no-run";
     let mut programs = cargo();
@@ -64,7 +64,7 @@ fn tests(steps: &mut Steps) -> bool {
     if answers("cargo-nextest", &["nextest", "--version"]) {
         let cure = "a test failed above; run it alone: cargo nextest run --workspace --all-features -E 'test(NAME)'";
         command.args(["nextest", "run"]).args(WORKSPACE).args(["--no-fail-fast", "--status-level", "slow"]);
-        // Most of a test's time is waiting.
+        // Tests mostly wait, so twice as many threads as cores.
         let threads = 2 * std::thread::available_parallelism().map_or(1, usize::from);
         command.args(["--hide-progress-bar", "--test-threads", &threads.to_string()]);
         steps.command(name, cure, &mut command)
@@ -88,7 +88,7 @@ fn proofs(steps: &mut Steps) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the packages, without building them once more.
+/// Makes the packages without building them again.
 fn package() -> anyhow::Result<()> {
     let output = cargo().args(["metadata", "--format-version", "1", "--no-deps", "--locked"]).output()?;
     let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
@@ -99,7 +99,7 @@ fn package() -> anyhow::Result<()> {
     for name in published.filter_map(|package| package["name"].as_str()) {
         command.args(["--package", name]);
     }
-    // Cargo warns of each that it names no site; there is none yet.
+    // Cargo warns that each has no homepage; there is none yet.
     let output = command.output()?;
     anyhow::ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(())
@@ -115,13 +115,13 @@ fn documentation(steps: &mut Steps) {
     );
 }
 
-/// Each example proves its own result.
+/// Runs the examples; each proves its own result.
 fn run_examples() -> anyhow::Result<()> {
     let mut names: Vec<String> = std::fs::read_dir(root().join("examples"))?
         .filter_map(Result::ok)
         .filter(|entry| entry.path().join("Cargo.toml").is_file())
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        // It serves until it is stopped; an end-to-end test of the binary does both.
+        // It serves until it is stopped; an end-to-end test covers it.
         .filter(|name| name != "service")
         .collect();
     names.sort();

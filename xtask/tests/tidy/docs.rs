@@ -1,4 +1,4 @@
-//! Links that lead somewhere, and a drawing that tells the truth.
+//! Links lead somewhere, and the drawn state machine is the real one.
 
 use std::collections::BTreeSet;
 
@@ -34,7 +34,7 @@ fn links(text: &str) -> Vec<String> {
         if code {
             continue;
         }
-        // Every other piece between back quotes is code.
+        // Every second piece between back quotes is code.
         let prose: String = line.split('`').step_by(2).collect::<Vec<_>>().join("`");
         for (at, _) in prose.match_indices("](") {
             let rest = &prose[at + 2..];
@@ -51,7 +51,7 @@ fn links_are_found_in_prose_and_not_in_code() {
     assert_eq!(links(text), ["c.md#d", "https://f", "l"]);
 }
 
-/// `docs/state-machine.md` draws exactly the transition table of `State::may_become`.
+/// `docs/state-machine.md` shows exactly the transition table of `State::may_become`.
 #[test]
 fn the_state_machine_is_drawn_as_it_is() {
     let page = std::fs::read_to_string(root().join("docs/state-machine.md")).expect("docs/state-machine.md");

@@ -1,4 +1,4 @@
-//! What a service gets into its Cargo.lock with `postbox`.
+//! What `postbox` adds to a service's Cargo.lock.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -6,8 +6,8 @@ use std::process::Command;
 
 use crate::{none, root};
 
-/// The dependencies that a feature of the facade takes, directly and through others. A weak one
-/// (`?`) counts: it is in the lock file, too.
+/// The dependencies of a facade's feature, direct and through other features. A weak one (`?`)
+/// counts, because it is in the lock file, too.
 fn taken(features: &toml::Table, feature: &str) -> BTreeSet<String> {
     let mut taken = BTreeSet::new();
     for it in features[feature].as_array().expect("a list").iter().map(|it| it.as_str().expect("text")) {
@@ -19,9 +19,9 @@ fn taken(features: &toml::Table, feature: &str) -> BTreeSet<String> {
     taken
 }
 
-/// The library of SQLite can be in a lock file only once, and each version of `rusqlite` and of
-/// `sqlx` asks for its own: a service that has another one, with `sqlx` 0.8 even if it never uses
-/// SQLite, could not take ours beside it.
+/// A lock file can contain the SQLite library only once, and each version of `rusqlite` and of
+/// `sqlx` requires its own. A service with another version (with `sqlx` 0.8, even if it never uses
+/// SQLite) could not use ours.
 #[test]
 fn nobody_gets_sqlite_who_did_not_ask_for_it() {
     let manifest = std::fs::read_to_string(root().join("crates/postbox/Cargo.toml")).expect("a manifest");
@@ -40,7 +40,7 @@ fn nobody_gets_sqlite_who_did_not_ask_for_it() {
     assert!(taken(features, "sqlx-sqlite").contains("postbox-sqlite"), "features are followed");
 }
 
-/// Most crates that the default features may bring, our own counted.
+/// Most crates that the default features may bring, ours included.
 const CRATES_MAX: usize = 130;
 
 #[test]
@@ -60,8 +60,8 @@ fn a_service_gets_few_crates() {
     );
 }
 
-/// A service that has them already: an older `sqlx` of its own and below `sea-orm`, which has the
-/// library of SQLite in the lock file even where it is off, and an older `rusqlite`.
+/// A service that already has an older `sqlx`, directly and through `sea-orm`, which puts the
+/// SQLite library into the lock file even where it is off; and an older `rusqlite`.
 const SERVICE: &str = r#"
 [package]
 name = "service"
@@ -75,10 +75,10 @@ sea-orm = { version = "1.1", default-features = false, features = ["runtime-toki
 sqlx = { version = "0.8", features = ["postgres", "runtime-tokio"] }
 "#;
 
-/// The features for drivers, all at once: no lock file may break by any of them.
+/// All driver features at once: none of them may break a lock file.
 const DRIVERS: [&str; 5] = ["diesel", "diesel-async", "sea-orm", "sqlx", "sqlx08"];
 
-/// Needs the registry, for some seconds.
+/// Needs the registry, and takes some seconds.
 #[test]
 #[allow(clippy::print_stdout, reason = "a skip must be seen")]
 fn a_service_with_an_older_sqlx_sea_orm_or_rusqlite_can_add_postbox() {

@@ -1,4 +1,4 @@
-//! The layers of crates, over `cargo metadata`. A rule that is in the way is changed here, with the
+//! The layers of crates, checked with `cargo metadata`. To change a rule, edit it here and give the
 //! reason in the commit.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,20 +8,20 @@ use serde_json::Value;
 
 use crate::{none, root};
 
-/// Which of our crates a crate may use. Only these; whoever is not listed may use none.
+/// The workspace crates that a crate may use. Crates that are not listed may use none.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-core", &[]),
     ("postbox-config", &["postbox-core"]),
     ("postbox-derive", &[]),
     ("postbox-webhook", &[]),
-    // It runs relays and receivers with the adapters under test.
+    // Runs relays and receivers with the adapters under test.
     ("postbox-testkit", &["postbox-config", "postbox-core", "postbox-engine"]),
     ("postbox-postgres", &["postbox-config", "postbox-core"]),
     ("postbox-sqlite", &["postbox-config", "postbox-core"]),
     ("postbox-sqlx", &["postbox-core", "postbox-postgres"]),
     ("postbox-sqlx08", &["postbox-core", "postbox-postgres"]),
     ("postbox-diesel", &["postbox-core", "postbox-postgres"]),
-    // On top of `diesel` and of `sqlx`: they bind or fail the same way.
+    // On top of `diesel` and of `sqlx`, because they bind values and fail in the same way.
     ("postbox-diesel-async", &["postbox-core", "postbox-diesel", "postbox-postgres"]),
     ("postbox-sea-orm", &["postbox-core", "postbox-postgres", "postbox-sqlx"]),
     ("postbox-bus", &["postbox-core"]),
@@ -143,9 +143,9 @@ const COMMON: &[&str] = &[
     "uuid",
 ];
 
-/// Everything else from outside, and the crates that may use it. Clients of servers have one home
-/// among the crates that ship; the tools beside them (`bench`, `crash`, the simulator) look at a
-/// store or a broker with a client of their own.
+/// Every other external library, and the crates that may use it. A client of a server has one home
+/// among the published crates; tools (`bench`, `crash`, the simulator) use their own client to
+/// inspect a store or a broker.
 const CLIENTS: &[(&str, &[&str])] = &[
     ("async-nats", &["postbox-nats", "postbox-bench"]),
     ("aws-config", &["postbox-sqs"]),
@@ -230,9 +230,10 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("zeroize", &["postbox-webhook"]),
 ];
 
-/// What the engine may use besides core: the runtime and small change. No driver, no client.
+/// Libraries that the engine may use besides core: the runtime and small utilities. No driver, no
+/// client.
 const ENGINE: &[&str] = &[
-    // Handlers fail with it.
+    // The error type of handlers.
     "anyhow",
     "async-trait",
     "base64",
@@ -250,7 +251,7 @@ const ENGINE: &[&str] = &[
     "uuid",
 ];
 
-/// What core and webhook may not reach, not even through somebody else: runtimes, drivers, clients.
+/// What core and webhook must not depend on, not even indirectly: runtimes, drivers, clients.
 const NOT_BELOW: &[&str] = &[
     "axum",
     "async-std",
@@ -266,14 +267,14 @@ const NOT_BELOW: &[&str] = &[
 ];
 
 struct Graph {
-    /// Of our crates: everything used outside tests, by name.
+    /// For workspace crates: everything they use outside tests, by name.
     direct: BTreeMap<String, BTreeSet<String>>,
-    /// Of every package id: the ids it uses outside tests.
+    /// For every package id: the ids it uses outside tests.
     edges: BTreeMap<String, Vec<String>>,
     names: BTreeMap<String, String>,
 }
 
-/// What cargo says of the workspace and everything it may use.
+/// The cargo metadata of the workspace and all its possible dependencies.
 pub(crate) fn metadata() -> Value {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version", "1", "--all-features", "--locked"])
@@ -291,7 +292,7 @@ fn graph() -> Graph {
     let members: BTreeSet<String> = list(&metadata["workspace_members"]).iter().map(text).collect();
     let packages = list(&metadata["packages"]);
     let names = packages.iter().map(|package| (text(&package["id"]), text(&package["name"]))).collect();
-    // An example uses what its reader would.
+    // An example uses what its reader would use.
     let example = |package: &Value| text(&package["manifest_path"]).contains("/examples/");
     let ours = |package: &&Value| members.contains(&text(&package["id"])) && !example(package);
     let direct = packages.iter().filter(ours).map(|package| {
@@ -307,7 +308,7 @@ fn graph() -> Graph {
 }
 
 impl Graph {
-    /// Names of everything `name` reaches.
+    /// Names of everything that `name` depends on, directly or not.
     fn reach(&self, name: &str) -> BTreeSet<&str> {
         let start = self.names.iter().filter(|(_, its)| its.as_str() == name).map(|(id, _)| id.clone());
         let mut open: Vec<String> = start.collect();
@@ -338,8 +339,8 @@ fn every_crate_uses_only_the_layers_below_it() {
     none(&faults);
 }
 
-/// A library that is neither common nor listed with its homes is a fault too: whoever adds one says
-/// where it lives.
+/// A library that is neither common nor listed is a fault, too: adding one requires a decision
+/// where it belongs.
 #[test]
 fn every_client_has_one_home() {
     let graph = graph();

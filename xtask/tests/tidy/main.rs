@@ -1,6 +1,5 @@
-//! Habits that are kept by tests: layers of crates, words that must not land, links that must lead
-//! somewhere.
-//! Every failure says what to change.
+//! Conventions checked by tests: layers of crates, banned words, links. Every failure says what to
+//! change.
 
 mod docs;
 mod features;
@@ -18,7 +17,7 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace").to_path_buf()
 }
 
-/// Every file of ours with one of these extensions: (path from the root, text).
+/// Every file of the workspace with one of these extensions, as path from the root and text.
 fn files(extensions: &[&str]) -> Vec<(String, String)> {
     let mut found = Vec::new();
     collect(&root(), extensions, &mut found);

@@ -1,5 +1,5 @@
-//! The deliberate mistakes of `cargo xtask planted` fit the code: an edit that finds nothing to
-//! change would plant nothing.
+//! The deliberate mistakes of `cargo xtask planted` fit the code: an edit that matches nothing
+//! would plant nothing.
 
 use std::fs;
 

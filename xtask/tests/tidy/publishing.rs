@@ -1,4 +1,4 @@
-//! What a user finds beside a crate, and that a crate can be published at all.
+//! What a user finds with a crate, and whether it can be published.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::layers::metadata;
 use crate::none;
 
-/// Our crates that are published: all that a manifest does not keep back.
+/// The workspace crates that are published: those whose manifest does not forbid it.
 fn published(metadata: &Value) -> BTreeMap<&str, &Value> {
     let packages = metadata["packages"].as_array().expect("a list").iter();
     let ours = packages.filter(|package| package["source"].is_null() && package["publish"].is_null());

@@ -1,13 +1,13 @@
-//! Words that must not land, and files that grew too long.
+//! Banned words, and files that are too long.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{files, none, root};
 
-/// Where a file should have been split. A file is explained above 400 lines.
+/// Most lines of a file. Above 400 a file should justify its length.
 const LINES_MAX: usize = 600;
 
-/// Written in two halves, so that this file does not find itself.
+/// Split in two, so that this file does not find itself.
 const BANNED: &[(&str, &str)] = &[
     (concat!("dbg", "!("), "take the leftover debugging out"),
     (concat!("todo", "!("), "do it, or file an issue and say what happens meanwhile"),
@@ -23,7 +23,7 @@ const BANNED: &[(&str, &str)] = &[
     (concat!("allow(un", "safe_code"), "unsafe is forbidden here"),
 ];
 
-/// Marks of unfinished work, fine with the number of an issue behind them.
+/// Marks of unfinished work; allowed with the number of an issue after them.
 const UNFINISHED: &[&str] = &[concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X")];
 
 #[test]
@@ -83,7 +83,7 @@ fn every_crate_says_what_it_is() {
 
 #[test]
 fn every_crate_takes_the_workspace_lints() {
-    // An example is copied out of here.
+    // Examples are meant to be copied out of the workspace.
     let is_ours = |name: &str| name.ends_with("Cargo.toml") && !name.starts_with("examples/");
     let members = files(&["toml"]).into_iter().filter(|(name, text)| is_ours(name) && text.contains("[package]"));
     let without = members.filter(|(_, text)| !text.contains("[lints]\nworkspace = true"));
@@ -91,7 +91,7 @@ fn every_crate_takes_the_workspace_lints() {
     none(&faults);
 }
 
-/// The modules that code names below `crate::`.
+/// The modules that code imports from `crate::`.
 fn imports(text: &str) -> Vec<String> {
     let code: String = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
     let paths = code.split("crate::").skip(1).flat_map(|rest| match rest.strip_prefix('{') {
@@ -102,8 +102,8 @@ fn imports(text: &str) -> Vec<String> {
     paths.map(|path| path.trim_start().chars().take_while(|c| is_name(*c)).collect()).collect()
 }
 
-/// Folders that need each other, directly or through others, are one folder in two places: nobody
-/// can read one without the other.
+/// Folders that import each other, directly or through others, can only be understood together, so
+/// they should be one folder.
 #[test]
 fn no_two_folders_import_each_other() {
     let mut imported: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();

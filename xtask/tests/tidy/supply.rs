@@ -1,13 +1,13 @@
-//! What we build on: its licences, where it comes from, and what is there twice.
-//! `docs/decisions/supply-chain.md` says why this is a test of ours.
+//! The dependencies: their licences, their origin, and duplicates. `docs/decisions/supply-chain.md`
+//! explains why this is our own test.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::layers::metadata;
 use crate::none;
 
-/// Licences that are fine, as their packages write them. Another spelling or another licence is
-/// read by a person, and then it gets a line.
+/// Accepted licences, as packages write them. Another spelling or licence must be read by a person
+/// and then added here.
 const LICENCES: &[&str] = &[
     "(MIT OR Apache-2.0) AND Apache-2.0",
     "(MIT OR Apache-2.0) AND Unicode-3.0",
@@ -30,7 +30,7 @@ const LICENCES: &[&str] = &[
     "CDLA-Permissive-2.0",
     "ISC",
     "MIT",
-    // MIT that asks for no notice.
+    // MIT without the duty to include a notice.
     "MIT-0",
     "MIT AND BSD-3-Clause",
     "MIT OR Apache-2.0",
@@ -45,18 +45,18 @@ const LICENCES: &[&str] = &[
     "Zlib OR Apache-2.0 OR MIT",
 ];
 
-/// Crates that are there in more than one version, with how many. It may only shrink. Appending in
-/// transactions of both `sqlx` 0.9 and 0.8 has all of `sqlx`, and what it stands on, twice.
+/// Crates with more than one version, and their number. The list may only shrink. Appending in
+/// transactions of both `sqlx` 0.9 and 0.8 requires all of `sqlx` and its dependencies twice.
 const TWICE: &[(&str, usize)] = &[
     ("base64", 3),
-    // JSON Schemas have the one before; random tests have the next.
+    // JSON Schema uses the previous version, the random tests the next one.
     ("bit-vec", 2),
     ("block-buffer", 2),
     ("const-oid", 2),
     ("core-foundation", 2),
     ("cpufeatures", 2),
     ("crypto-common", 2),
-    // The client of NATS signs with the ones before.
+    // The NATS client signs with the previous versions.
     ("curve25519-dalek", 2),
     ("darling", 2),
     ("darling_core", 2),
@@ -68,7 +68,7 @@ const TWICE: &[(&str, usize)] = &[
     ("etcetera", 2),
     ("fallible-iterator", 2),
     ("fiat-crypto", 2),
-    // The client of MQTT has the ones before of these and of `rustls-webpki`.
+    // The MQTT client uses the previous versions of these and of `rustls-webpki`.
     ("flume", 2),
     ("foldhash", 2),
     ("getrandom", 3),
@@ -76,8 +76,8 @@ const TWICE: &[(&str, usize)] = &[
     ("hashlink", 2),
     ("heck", 2),
     ("hkdf", 2),
-    // The client of Kafka has the one before; TLS of the client of RabbitMQ reads PKCS 12, which we
-    // do not use, with the ones before.
+    // The Kafka client uses the previous version. The TLS of the RabbitMQ client reads PKCS 12,
+    // which we do not use, with the previous versions.
     ("hmac", 2),
     ("md-5", 2),
     ("nom", 2),
@@ -98,7 +98,7 @@ const TWICE: &[(&str, usize)] = &[
     ("sqlx-macros", 2),
     ("sqlx-macros-core", 2),
     ("sqlx-postgres", 2),
-    // Cron expressions have the ones before those of JSON Schemas.
+    // Cron expressions use the versions before those of JSON Schema.
     ("strum", 2),
     ("strum_macros", 2),
     ("syn", 2),
@@ -123,7 +123,7 @@ struct Package {
     name: String,
     version: String,
     licence: String,
-    /// `None`: it lies in this workspace.
+    /// `None`: it is in this workspace.
     source: Option<String>,
 }
 
@@ -144,7 +144,7 @@ fn packages() -> Vec<Package> {
 fn every_licence_was_read_by_a_person() {
     let mut used = BTreeSet::new();
     let mut faults = Vec::new();
-    // What `postbox new service` writes is its owner's, and so has no licence of ours.
+    // The output of `postbox new service` belongs to its owner, and so has no licence of ours.
     for Package { name, version, licence, .. } in packages().into_iter().filter(|package| package.name != "service") {
         if !LICENCES.contains(&licence.as_str()) {
             faults.push(format!("{name} {version} has the licence {licence:?}: read it; if it is fine, name it in xtask/tests/tidy/supply.rs"));

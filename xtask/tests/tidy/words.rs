@@ -1,9 +1,9 @@
-//! The field's words, and lines that a reader takes in at once.
+//! Plain words, and lines of a readable length.
 
 use crate::{files, none};
 
-/// Words of a private language, each with what to write instead. In two halves, so that this file
-/// does not find itself.
+/// Words of a private language, each with the usual one. Split in two, so that this file does not
+/// find itself.
 const PRIVATE: &[(&str, &str)] = &[
     (concat!("ho", "use"), "write project, workspace or code base"),
     (concat!("ro", "oms"), "write crates or modules"),
@@ -13,7 +13,7 @@ const PRIVATE: &[(&str, &str)] = &[
     (concat!("he", "ir"), "write next owner"),
 ];
 
-/// Comments and prose end at this column.
+/// Last column of comments and prose.
 const COLUMNS_MAX: usize = 100;
 
 #[test]
@@ -53,7 +53,7 @@ fn comments_and_prose_end_at_the_hundredth_column() {
     none(&faults);
 }
 
-/// A table's row, a link's target, a command, or one word that is longer than a line.
+/// Whether a line cannot be wrapped: a table row, a link target, a command, or a single long word.
 fn cannot_break(body: &str) -> bool {
     let words = body.trim_start_matches(['-', ' ']).split(' ').count();
     let code = body.starts_with('`') && body.trim_end().ends_with('`');
@@ -66,7 +66,7 @@ fn a_row_and_a_long_word_need_no_break() {
     assert!(cannot_break("`cargo test --a-long-command`") && !cannot_break("a sentence"));
 }
 
-/// One word for one thing, and few of them.
+/// The glossary has few terms, one per thing.
 #[test]
 fn the_glossary_is_short() {
     let page = std::fs::read_to_string(crate::root().join("CONTRIBUTING.md")).expect("CONTRIBUTING.md");
