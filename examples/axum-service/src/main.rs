@@ -1,6 +1,6 @@
-//! A shop with axum and sqlx. Customers place orders until it is sold out, and beyond; a stranger
-//! says that they are paid, and Stripe says it twice; then the shop is asked to stop. What the
-//! database says afterwards and what the handlers did is compared.
+//! A shop with axum and sqlx. Customers order until it is sold out, and try beyond that. A stranger
+//! claims that orders are paid, and Stripe reports each payment twice. Then the shop is asked to
+//! stop, and the database is compared with what the handlers did.
 
 mod shop;
 
@@ -18,7 +18,7 @@ use tokio::sync::{oneshot, watch};
 const PIECES: i64 = 20;
 const CUSTOMERS: i64 = 30;
 const PATIENCE: Duration = Duration::from_secs(60);
-/// What Stripe and the shop know. In earnest it comes from the environment.
+/// The secret shared by Stripe and the shop. A real service takes it from the environment.
 const SECRET: &str = "whsec_the_shop_and_stripe_know_this";
 const GUESSED: &str = "whsec_somebody_else_guesses_this_one";
 
@@ -44,7 +44,7 @@ async fn main() -> anyhow::Result<()> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let address = listener.local_addr()?;
     let parcels = Parcels(Arc::new(watch::Sender::new(Vec::new())));
-    let (signal, signalled) = oneshot::channel::<()>(); // `tokio::signal::ctrl_c()` in earnest
+    let (signal, signalled) = oneshot::channel::<()>(); // a real service: `tokio::signal::ctrl_c()`
     let running = tokio::spawn({
         let (url, parcels) = (url.clone(), parcels.clone());
         async move { shop::run(&url, SECRET, listener, parcels, signalled).await }
@@ -96,7 +96,7 @@ fn signature(secret: &str, body: &str) -> anyhow::Result<String> {
     Ok(signed.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect())
 }
 
-/// Posts JSON; the status and the body of the answer.
+/// Posts JSON; returns the status and the body of the answer.
 async fn request(address: SocketAddr, path: &str, header: &str, body: &str) -> anyhow::Result<(u16, String)> {
     let mut connection = TcpStream::connect(address).await?;
     let length = body.len();

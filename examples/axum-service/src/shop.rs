@@ -33,7 +33,7 @@ pub struct OrderPaid {
     order: i64,
 }
 
-/// Of what Stripe says, what the shop needs.
+/// The part of Stripe's event that the shop needs.
 #[derive(postbox::Event, Deserialize)]
 #[event(topic = "checkout.session.completed")]
 pub struct CheckoutCompleted {
@@ -68,7 +68,7 @@ async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Js
     let insert = sqlx::query_scalar("INSERT INTO orders (cents) VALUES ($1) RETURNING id");
     let order = insert.bind(new.cents).fetch_one(&mut *tx).await?;
     shop.postbox.append(&mut tx, OrderPlaced { order }).await?;
-    // Its CHECK fails when nothing is left: then order and event are gone too.
+    // Its CHECK fails when nothing is left; then the order and its event are rolled back, too.
     sqlx::query("UPDATE stock SET pieces = pieces - 1").execute(&mut *tx).await?;
     tx.commit().await?;
     Ok(Json(order))
@@ -127,7 +127,7 @@ pub async fn run(
     Ok(ran?)
 }
 
-/// Why there is no order.
+/// Why an order was refused.
 pub struct Refused(anyhow::Error);
 
 impl<E: Into<anyhow::Error>> From<E> for Refused {

@@ -1,7 +1,7 @@
-//! A shop and a warehouse, each with a Postgres of its own, and three JetStream servers between
-//! them. While orders come in, relays, receivers, handlers, databases and brokers are killed. Each
-//! order that the shop committed is shipped once, those of a customer in their order; none that it
-//! took back is.
+//! A shop and a warehouse, each with its own Postgres, and three JetStream servers between them.
+//! While orders arrive, relays, receivers, handlers, databases and brokers are killed. Each order
+//! that the shop committed is shipped once, in order per customer; no order that was rolled back is
+//! shipped.
 
 mod service;
 mod warehouse;
@@ -18,13 +18,12 @@ use tokio_postgres::{Client, NoTls};
 use crate::service::{Service, ask, postbox};
 
 const CUSTOMERS: i64 = 20;
-/// So many orders are shipped after a fault before the next one.
+/// Number of orders shipped after a fault before the next fault.
 const BETWEEN: i64 = 25;
-/// Nothing here takes long; this only turns a hang into a failure.
+/// Only turns a hang into a failure: nothing here takes long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What is killed. The process of the first three is started again at once, the others a while
-/// later.
+/// What is killed. The process of the first three is restarted at once, the others a while later.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
     Relay,
@@ -120,7 +119,7 @@ impl Place {
             Fault::Broker(number) => {
                 let shipped = self.shipped().await?;
                 self.brokers[number].kill();
-                // The other two go on.
+                // The other two continue.
                 self.until(|now| now >= shipped + BETWEEN).await?;
                 self.brokers[number].start().await;
                 Ok(())
@@ -143,7 +142,7 @@ impl Place {
         Ok(counted.get(0))
     }
 
-    /// Waits until so many are shipped.
+    /// Waits until enough orders are shipped.
     async fn until(&mut self, enough: impl Fn(i64) -> bool) -> anyhow::Result<()> {
         let began = Instant::now();
         while !enough(self.shipped().await?) {
@@ -156,7 +155,7 @@ impl Place {
         Ok(())
     }
 
-    /// Compares the two databases. How many orders there are.
+    /// Compares the two databases; returns the number of orders.
     async fn prove(&mut self) -> anyhow::Result<usize> {
         const ORDERS: &str = "SELECT id, customer FROM orders ORDER BY id";
         const SHIPPED: &str = "SELECT order_id, customer FROM shipped ORDER BY place";
@@ -176,7 +175,7 @@ impl Place {
     }
 }
 
-/// Orders by their customer.
+/// Orders by customer.
 async fn by_customer(client: &Client, query: &str) -> anyhow::Result<BTreeMap<String, Vec<i64>>> {
     let mut found = BTreeMap::<String, Vec<i64>>::new();
     for row in client.query(query, &[]).await? {
@@ -191,8 +190,9 @@ async fn connect(url: &str) -> anyhow::Result<Client> {
     Ok(client)
 }
 
-/// A hundred orders a second, of which every fifth is taken back; how many those are. While the
-/// database is away there are none, and what became of the last one only the database knows.
+/// Places a hundred orders a second and rolls back every fifth; returns how many were rolled back.
+/// While the database is down there are no orders, and only the database knows the result of the
+/// last one.
 async fn take_orders(url: String, stop: Arc<AtomicBool>) -> usize {
     let mut pace = tokio::time::interval(Duration::from_millis(10));
     let (mut id, mut taken_back) = (0, 0);
@@ -211,7 +211,7 @@ async fn take_orders(url: String, stop: Arc<AtomicBool>) -> usize {
     taken_back
 }
 
-/// The order and its event, in one transaction; whether it was committed.
+/// Writes the order and its event in one transaction; returns whether it was committed.
 async fn order(client: &mut Client, id: i64) -> Result<bool, tokio_postgres::Error> {
     const EVENT: &str = "SELECT postbox.enqueue(topic => 'order.placed', payload => $1::text, key => $2)";
     let customer = format!("customer-{}", id % CUSTOMERS);

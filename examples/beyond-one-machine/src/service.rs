@@ -1,4 +1,4 @@
-//! A process that is killed and started again.
+//! A process that is killed and restarted.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ impl Service {
         Ok(service)
     }
 
-    /// Starts it again if it has ended, as any supervisor does: its database may have been away.
+    /// Restarts it if it has ended, as any supervisor does: its database may have been down.
     pub fn revive(&mut self) -> anyhow::Result<()> {
         if let Some(child) = &mut self.child
             && child.try_wait()?.is_none()
@@ -31,13 +31,13 @@ impl Service {
             return Ok(());
         }
         let mut command = command(&self.program, &self.store);
-        // It says much while everything is killed around it.
+        // It logs a lot while everything around it is killed.
         command.args(&self.arguments).stdout(Stdio::null()).stderr(Stdio::null());
         self.child = Some(command.spawn().with_context(|| format!("{:?}", self.program))?);
         Ok(())
     }
 
-    /// SIGKILL, and a new process in its place.
+    /// Kills the process (SIGKILL) and starts a new one.
     pub fn kill(&mut self) -> anyhow::Result<()> {
         self.end();
         self.revive()
@@ -45,7 +45,7 @@ impl Service {
 
     fn end(&mut self) {
         if let Some(mut child) = self.child.take() {
-            // An error says that it has ended.
+            // An error means that it has ended already.
             let _ = (child.kill(), child.wait());
         }
     }
@@ -57,21 +57,21 @@ impl Drop for Service {
     }
 }
 
-/// The program on a store.
+/// The command for a program on a store.
 fn command(program: &Path, store: &str) -> Command {
     let mut command = Command::new(program);
     command.env("POSTBOX_STORE", store).stdin(Stdio::null());
     command
 }
 
-/// A command of `postbox` on a store: what it printed.
+/// Runs a command of `postbox` on a store; returns its output.
 pub fn ask(program: &Path, store: &str, arguments: &[&str]) -> anyhow::Result<String> {
     let output = command(program, store).args(arguments).output().with_context(|| format!("{program:?}"))?;
     ensure!(output.status.success(), "postbox {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// The `postbox` program: beside this one, or on the path.
+/// The path of the `postbox` program: beside this one, or on the PATH.
 pub fn postbox() -> anyhow::Result<PathBuf> {
     let beside = std::env::current_exe()?.with_file_name("postbox");
     Ok(if beside.is_file() { beside } else { "postbox".into() })

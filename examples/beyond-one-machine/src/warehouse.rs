@@ -7,11 +7,11 @@ use postbox::postgres::{PostgresConfig, PostgresStore, TxHandler};
 use postbox::{CancellationToken, Delivery, LogName, Outcome, Relay, RelaySettings, Subscription, async_trait};
 use tokio_postgres::Transaction;
 
-/// What is shipped, as often as it is. No constraint keeps an order from being there twice.
+/// Shipped orders. No constraint prevents duplicates, so that they would be found.
 pub const TABLES: &str = "CREATE TABLE shipped (place bigserial, order_id bigint NOT NULL, customer text NOT NULL); \
     CREATE TABLE stock (units bigint NOT NULL); INSERT INTO stock VALUES (1000000)";
 
-/// Ships until it is killed.
+/// Ships orders until it is killed.
 pub async fn run(url: &str) -> anyhow::Result<()> {
     let store = Arc::new(PostgresStore::connect(PostgresConfig::new(url)).await?);
     let settings = RelaySettings { lease_ttl: Duration::from_secs(2), ..RelaySettings::default() };

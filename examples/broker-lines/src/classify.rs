@@ -1,10 +1,11 @@
-//! What an answer or a failure means for the event.
+//! The meaning of an answer or a failure for the event.
 
 use std::io::{Error, ErrorKind};
 
 use postbox::Outcome;
 
-/// The server's word. One that is not known may be of a newer server: the event is tried again.
+/// Classifies the server's answer. An unknown one may come from a newer server, so the event is
+/// retried.
 pub(crate) fn answer(line: &str) -> Outcome {
     match line.trim_end() {
         "ok" => Outcome::DELIVERED,
@@ -21,13 +22,13 @@ pub(crate) fn answer(line: &str) -> Outcome {
     }
 }
 
-/// No connection: nothing of the event is there, and no other event fares better.
+/// No connection: the server has nothing of this event, and other events would fail as well.
 pub(crate) fn connecting(error: &Error) -> Outcome {
     Outcome::unavailable("lines_connect_failed", error.to_string())
 }
 
-/// The connection broke in the middle: perhaps because of this event, perhaps because the server
-/// went.
+/// The connection broke in the middle of a call: perhaps because of this event, perhaps because the
+/// server stopped.
 pub(crate) fn exchanging(error: &Error) -> Outcome {
     match error.kind() {
         ErrorKind::InvalidData => Outcome::retry("lines_answer_unknown", "the server's answer is no text"),

@@ -1,4 +1,4 @@
-//! A sink that sends events as lines over TCP: what a broker's crate looks like, in one folder.
+//! A sink that sends events as lines over TCP: the layout of a broker's crate, in one folder.
 
 mod classify;
 mod config;

@@ -1,5 +1,5 @@
-//! Sends a log through the sink and proves what arrived: every event, each once, in the order of
-//! its key.
+//! Sends a log through the sink and proves the result: every event arrived exactly once, in order
+//! per key.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

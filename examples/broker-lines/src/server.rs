@@ -1,4 +1,4 @@
-//! The other side, for the proof and the tests: takes events, and answers as it is set to.
+//! The server, for the proof and the tests: accepts events, and answers as configured.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,21 +9,21 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
-/// An event as the server saw it.
+/// An event as received by the server.
 #[derive(Debug, Clone)]
 pub struct Received {
-    /// Its head.
+    /// Its head, as JSON.
     pub head: Value,
     /// Its payload.
     pub payload: Vec<u8>,
-    /// What was answered; nothing if the server hangs.
+    /// The server's answer; `None` if it hangs.
     pub answer: Option<&'static str>,
 }
 
-/// Which answer an event gets.
+/// Chooses the answer to an event.
 pub type Answer = dyn Fn(&Value) -> Option<&'static str> + Send + Sync;
 
-/// A server that notes what reaches it.
+/// A server that records every event it receives.
 pub struct Server {
     received: Arc<Mutex<Vec<Received>>>,
     stop: CancellationToken,
@@ -31,7 +31,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves on a listener of the caller's.
+    /// Serves on the caller's listener.
     pub fn start(listener: TcpListener, answer: Arc<Answer>) -> Self {
         let received = Arc::new(Mutex::new(Vec::new()));
         let (noted, stop) = (Arc::clone(&received), CancellationToken::new());
@@ -47,14 +47,14 @@ impl Server {
         Self { received, stop, task }
     }
 
-    /// Closes every connection, and nobody listens any more.
+    /// Closes the listener and every connection.
     pub async fn stop(self) -> Vec<Received> {
         self.stop.cancel();
         let _ = self.task.await;
         self.received.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Everything that reached it, in order of arrival.
+    /// Everything it received, in order of arrival.
     pub fn received(&self) -> Vec<Received> {
         self.received.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -80,7 +80,7 @@ async fn serve(stream: TcpStream, noted: &Mutex<Vec<Received>>, answer: &Answer)
     }
 }
 
-/// A listener on a free port of this machine, and its address.
+/// A listener on a free loopback port, and its address.
 pub async fn listen() -> anyhow::Result<(TcpListener, SocketAddr)> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let address = listener.local_addr()?;

@@ -1,4 +1,4 @@
-//! The sink: a call is one event on one connection.
+//! The sink: each call sends one event on one connection.
 
 use std::io::{ErrorKind, Result};
 use std::sync::{Mutex, PoisonError};
@@ -12,23 +12,23 @@ use tokio::net::TcpStream;
 
 use crate::{LinesConfig, classify};
 
-/// Longest answer: the protocol's words are short, and a server must not fill our memory.
+/// Longest answer: the protocol's answers are short, and a server must not fill our memory.
 const ANSWER_BYTES_MAX: u64 = 64;
 
 /// Sends events as lines over TCP.
 ///
-/// Cancel-safety: a call that is dropped takes its connection with it, so that nobody reads an
-/// answer that was meant for another event.
+/// Cancel-safety: a dropped call drops its connection, too, so that its late answer is never taken
+/// for that of another event.
 #[derive(Debug)]
 pub struct LinesSink {
     address: String,
     connections: usize,
-    /// Connections that nobody uses now.
+    /// Connections not in use.
     idle: Mutex<Vec<BufStream<TcpStream>>>,
 }
 
 impl LinesSink {
-    /// A sink for one server. Connects when the first event is sent.
+    /// Creates a sink for one server. It connects when the first event is sent.
     pub fn new(config: &LinesConfig) -> Self {
         Self { address: config.address.clone(), connections: config.connections, idle: Mutex::default() }
     }
@@ -37,7 +37,7 @@ impl LinesSink {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One that the server has not closed meanwhile: whoever waits says nothing.
+    /// Takes an idle connection that the server has not closed: an open one has nothing to read.
     fn idle_connection(&self) -> Option<BufStream<TcpStream>> {
         let mut idle = self.idle();
         std::iter::from_fn(|| idle.pop()).find(|connection| {
@@ -62,7 +62,7 @@ impl LinesSink {
                 classify::answer(&line)
             }
             Err(error) => {
-                // The server may have gone; what is idle is then dead too.
+                // The server may have stopped; then the idle connections are dead, too.
                 self.idle().clear();
                 classify::exchanging(&error)
             }

@@ -11,7 +11,7 @@ use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits
 use serde_json::Value;
 use tokio::net::TcpListener;
 
-/// Larger payloads are refused.
+/// The largest payload; larger ones are refused.
 const PAYLOAD_BYTES_MAX: usize = 64 * 1024;
 
 struct Fixture {
@@ -19,7 +19,7 @@ struct Fixture {
     address: SocketAddr,
     state: Arc<Mutex<Destination>>,
     server: Mutex<Option<Server>>,
-    /// Of servers that went down.
+    /// Attempts at servers that were stopped.
     earlier: Mutex<Vec<Attempt>>,
 }
 

@@ -1,7 +1,7 @@
-//! Three services share one bus, a log in a database that they all reach; each has a subscription
-//! of its own. Every service gets every payment (fan-out). The two replicas of packing share a
+//! Three services share one bus, a log in a database that all of them reach. Each has its own
+//! subscription, so every service gets every payment (fan-out). The two replicas of packing share a
 //! subscription, so each parcel is packed by one of them (a work queue), and what packing appends
-//! to the bus commits with its place in it. Mail comes late, and still gets everything.
+//! to the bus commits together with its position. Mail starts late, and still gets everything.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -34,7 +34,7 @@ struct ParcelPacked {
     packer: String,
 }
 
-/// Billing: its first call fails, and only billing sees that order twice.
+/// Billing. Its first call fails, so it sees that order twice; the others do not.
 #[derive(Clone, Default)]
 struct Billing {
     calls: Arc<AtomicUsize>,
@@ -55,7 +55,7 @@ async fn bill(Event(paid): Event<OrderPaid>, State(billing): State<Billing>) -> 
     Ok(())
 }
 
-/// Packing: the name of a replica.
+/// A replica of packing, by name.
 #[derive(Clone)]
 struct Packer(String);
 
@@ -68,7 +68,7 @@ fn pack(
     Ok(())
 }
 
-/// Mail: who packed what, and how many receipts went out.
+/// Mail: who packed which parcels, and the number of receipts sent.
 #[derive(Clone, Default)]
 struct Letters {
     receipts: Arc<AtomicUsize>,
@@ -103,7 +103,7 @@ async fn main() -> anyhow::Result<()> {
     let billing = start(connect(&file).await?, "billing", Router::new().on(bill).with_state(payments.clone()))?;
     let (one, two) = (packer(&file, "one").await?, packer(&file, "two").await?);
 
-    // The shop sells until both replicas of packing have had something to do.
+    // The shop sells until both replicas of packing had work.
     let mut orders = 0;
     let selling = async {
         while orders < ORDERS_MIN || one.handled() == 0 || two.handled() == 0 {
@@ -122,7 +122,7 @@ async fn main() -> anyhow::Result<()> {
         service.stop().await?;
     }
 
-    // Mail comes much later, and begins at the beginning.
+    // Mail starts much later, and reads from the beginning.
     let letters = Letters::default();
     let router = Router::new().on(send_receipt).on(announce).with_state(letters.clone());
     let mail = start(connect(&file).await?, "mail", router)?;
@@ -147,24 +147,24 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A connection of a service's own: services share nothing but the bus.
+/// A separate connection: the services share nothing but the bus.
 async fn connect(file: &Path) -> postbox::Result<SqliteStore> {
     SqliteStore::open(SqliteConfig::new(file)).await
 }
 
-/// A replica of packing.
+/// Starts a replica of packing.
 async fn packer(file: &Path, name: &str) -> anyhow::Result<Running> {
     let store = connect(file).await?;
     let router = Router::in_transaction(&store).on(pack).with_state(Packer(name.to_owned()));
     start(store, "packing", router)
 }
 
-/// Starts a service, or a replica of one that has started.
+/// Starts a service, or another replica of it.
 fn start<D: Place>(store: SqliteStore, name: &str, router: Router<(), D>) -> anyhow::Result<Running> {
     let service = Service::builder(store).subscription(BUS, name, router).build()?;
     let ran = tokio::spawn({
         let service = service.clone();
-        async move { service.run_until(std::future::pending::<()>()).await } // `ctrl_c()` in earnest
+        async move { service.run_until(std::future::pending::<()>()).await } // a real service: `ctrl_c()`
     });
     Ok(Running { service, ran })
 }
@@ -175,7 +175,7 @@ struct Running {
 }
 
 impl Running {
-    /// How many events this replica has handled.
+    /// Number of events that this replica has handled.
     fn handled(&self) -> usize {
         self.service.metrics().map(|(_, metrics)| metrics.delivered() as usize).sum()
     }

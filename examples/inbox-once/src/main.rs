@@ -1,4 +1,4 @@
-//! A payment notice that comes three times, and once more while its transaction fails, pays once.
+//! A payment notice that arrives three times, and once while its transaction fails, pays once.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ async fn main() -> anyhow::Result<()> {
         "CREATE TABLE account (id TEXT PRIMARY KEY, cents INTEGER NOT NULL); INSERT INTO account VALUES ('ann', 0)",
     )?;
 
-    // The first attempt fails after the effect: the mark goes with it, so the next one is the first
-    // again.
+    // The first attempt fails after the effect. The mark is rolled back as well, so the next
+    // attempt counts as the first.
     let failed = pay(&mut connection, "notice-1", 500, true)?;
     ensure!(failed == Paid::Failed && balance(&connection)? == 0);
 
@@ -41,7 +41,7 @@ enum Paid {
     Failed,
 }
 
-/// The effect and the mark that it happened, in one transaction.
+/// Commits the effect, and the mark that it happened, in one transaction.
 fn pay(connection: &mut Connection, message_id: &str, cents: i64, crash: bool) -> anyhow::Result<Paid> {
     let source = SourceName::new("bank")?;
     let transaction = connection.transaction()?;

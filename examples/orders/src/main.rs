@@ -1,5 +1,5 @@
-//! A service with typed events: an order and its event commit together, one handler mails, another
-//! keeps the ledger in the very transaction that settles the event. Every third order is rolled
+//! A service with typed events. An order and its event commit together. One handler sends mail;
+//! another writes the ledger in the transaction that settles the event. Every third order is rolled
 //! back.
 
 use std::path::Path;
@@ -25,20 +25,20 @@ struct OrderPaid {
     cents: i64,
 }
 
-/// Where mails go: here, they are counted.
+/// Sends mails; here they are only counted.
 #[derive(Clone, Default)]
 struct Mailer {
     sent: Arc<AtomicI64>,
 }
 
-/// May be called again after a crash: at least once.
+/// At least once: it may be called again after a crash.
 async fn mail(Event(paid): Event<OrderPaid>, State(mailer): State<Mailer>) -> anyhow::Result<()> {
     ensure!(paid.cents > 0, "nothing was paid for order {}", paid.order);
     mailer.sent.fetch_add(1, Ordering::SeqCst);
     Ok(())
 }
 
-/// Its entry and the position of the subscription commit together: exactly once.
+/// Exactly once: the entry and the position of the subscription commit together.
 fn ledger(Event(paid): Event<OrderPaid>, Tx(tx): Tx<'_, SqliteStore>) -> rusqlite::Result<()> {
     tx.execute("INSERT INTO ledger VALUES (?1, ?2)", (paid.order, paid.cents))?;
     Ok(())
@@ -58,7 +58,7 @@ async fn main() -> anyhow::Result<()> {
         .outbox("mails", Router::new().on(mail).with_state(mailer.clone()))
         .outbox("ledger", Router::in_transaction(&store).on(ledger))
         .build()?;
-    let (stop, stopped) = oneshot::channel::<()>(); // `tokio::signal::ctrl_c()` in earnest
+    let (stop, stopped) = oneshot::channel::<()>(); // a real service: `tokio::signal::ctrl_c()`
     let selling = async {
         sell(&store, &file)?;
         let paid = ORDERS - ORDERS / 3;
@@ -84,7 +84,7 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sells, with a connection of its own.
+/// Sells, with its own connection.
 fn sell(store: &SqliteStore, file: &Path) -> anyhow::Result<()> {
     let postbox = store.postbox();
     let mut connection = Connection::open(file)?;

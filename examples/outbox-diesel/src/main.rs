@@ -50,7 +50,7 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Pays every order, each in a transaction of its own, and says which were committed.
+/// Pays every order, each in its own transaction; returns those that were committed.
 fn pay_all(url: &str) -> anyhow::Result<Vec<i64>> {
     let mut connection = PgConnection::establish(url)?;
     diesel::sql_query("CREATE TABLE orders (id bigint PRIMARY KEY, state text NOT NULL)").execute(&mut connection)?;

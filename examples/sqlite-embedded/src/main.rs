@@ -1,5 +1,5 @@
-//! An outbox in the SQLite file your program already has. The relay writes JSON lines; one note is
-//! rolled back on purpose.
+//! An outbox in the SQLite file that your program already has. The relay writes JSON lines; one
+//! note is rolled back on purpose.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ async fn main() -> anyhow::Result<()> {
             transaction.commit()?;
         } // Dropped otherwise, which rolls back.
     }
-    // Any language can do the same: the outbox is a table.
+    // Any language can do the same, because the outbox is a table.
     connection.execute_batch(
         r#"BEGIN; INSERT INTO note VALUES (4, 'from SQL');
            INSERT INTO postbox_outbox (topic, key, payload) VALUES ('note.written', '4', '{"id":4,"text":"from SQL"}'); COMMIT"#,

@@ -1,6 +1,7 @@
-//! Accounts are aggregates: they keep their rules, and record what happens to them. A transfer is a
-//! unit of work: it saves both accounts and appends what they recorded, or neither. Several tellers
-//! work at once, each with a copy of the accounts; who comes second loads them again.
+//! Accounts are aggregates: they enforce their rules and record what happens to them. A transfer is
+//! a unit of work: it saves both accounts and appends what they recorded, or neither. Several
+//! tellers work concurrently, each with a copy of the accounts; the second of two conflicting
+//! transfers loads them again.
 
 use std::path::Path;
 use std::time::Duration;
@@ -86,7 +87,7 @@ async fn main() -> anyhow::Result<()> {
         (done, refused, conflicts) = (done + its_done, refused + its_refused, conflicts + its_conflicts);
     }
 
-    // Each account is what its events say, and has as many versions.
+    // Each account equals the sum of its events, and has as many versions.
     let moved = test::appended::<AccountMoved>(&store).await?;
     for id in 0..ACCOUNTS {
         let account = Account::load(&connection, id)?;
@@ -103,7 +104,7 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Transfers, and counts what was done, refused and repeated.
+/// Makes transfers; returns how many were done, refused and repeated.
 fn work(store: &SqliteStore, file: &Path, teller: i64) -> anyhow::Result<[i64; 3]> {
     let mut connection = Connection::open(file)?;
     connection.busy_timeout(PATIENCE)?;

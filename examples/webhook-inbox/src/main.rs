@@ -1,6 +1,6 @@
-//! A shop's server takes signed webhooks beside its own pages. Each verified one becomes an event
-//! of the shop's own, is stored once however often it comes, and is applied later; what is not
-//! signed leaves no trace.
+//! A shop's server accepts signed webhooks beside its own pages. Each verified one becomes an event
+//! of the shop's own, is stored once however often it arrives, and is applied later. Unsigned ones
+//! leave no trace.
 
 use std::sync::{Arc, Mutex};
 
@@ -18,9 +18,9 @@ use postbox::{
 };
 use tokio::net::TcpListener;
 
-/// What the payment provider and we know. In earnest it comes from the environment.
+/// The secret shared with the payment provider. A real service takes it from the environment.
 const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
-/// What somebody else guesses.
+/// A stranger's guess.
 const GUESSED: &str = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD";
 
 #[tokio::main]
@@ -30,8 +30,8 @@ async fn main() -> anyhow::Result<()> {
     store.up().await?;
     let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
 
-    // The ingress is a router like any other. `serve` adds what strangers make necessary:
-    // deadlines, and a bound on connections.
+    // The ingress is a router like any other. `serve` adds protection against strangers: deadlines,
+    // and a limit on connections.
     let ingress = Ingress::new(vec![payments()?], store.clone(), Arc::clone(&clock))?;
     let pages = Router::new().route("/", get(async || "the shop")).merge(ingress::router(Arc::clone(&ingress)));
     let listener = TcpListener::bind("127.0.0.1:0").await?;
@@ -39,7 +39,7 @@ async fn main() -> anyhow::Result<()> {
     let server =
         tokio::spawn(serve(listener, pages, ServeLimits::default(), Arc::clone(&clock), std::future::pending()));
 
-    // The provider sends everything twice; the stranger sends the same with a key of his own.
+    // The provider sends everything twice; the stranger sends the same with another key.
     let provider = Arc::new(MemoryStore::new(Arc::clone(&clock)));
     let notices = [("invoice.paid", 500), ("invoice.viewed", 0), ("invoice.paid", 70)];
     let notices = notices.map(|(kind, cents)| {
@@ -48,7 +48,8 @@ async fn main() -> anyhow::Result<()> {
     provider.append(&LogName::outbox(), &notices).await?;
     for (name, secret, accepted) in [("stranger", GUESSED, 0), ("first", SECRET, 3), ("again", SECRET, 3)] {
         let keys = vec![standard::SignKey::parse(secret)?];
-        // Only public addresses are called unless others are allowed; this one is our own machine.
+        // Only public addresses may be called unless others are allowed; this one is the local
+        // machine.
         let allow = vec!["127.0.0.1/32".parse()?];
         let sink = HttpSink::new(HttpSinkConfig { keys, allow, ..HttpSinkConfig::new(&url) }, Arc::clone(&clock))?;
         let relay = Relay::builder(provider.clone(), Subscription::new(name.parse()?, LogName::outbox()));
@@ -56,7 +57,7 @@ async fn main() -> anyhow::Result<()> {
         ensure!((sent.delivered, sent.dead) == (accepted, 3 - accepted), "{name}: {sent:?}");
     }
 
-    // Applying is a subscription of the inbox: it sees events of ours, each once.
+    // A subscription of the inbox applies the events, each once.
     let ledger = Arc::new(Mutex::new(Vec::new()));
     let book = Arc::clone(&ledger);
     let apply = handler_sink(move |delivery: Delivery| {
@@ -78,7 +79,7 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where the provider's webhooks come in: `POST /in/payments`.
+/// The source of the provider's webhooks: `POST /in/payments`.
 fn payments() -> anyhow::Result<WebhookSource> {
     let verifier = verifier(Scheme::StandardWebhooks, &[SECRET], &Settings::default())?;
     Ok(WebhookSource::new("payments".parse()?, LogName::inbox(), verifier).convert(|message| {
