@@ -1,7 +1,7 @@
 //! What an operator changes: retry, discard, mark dead, replay, pause.
 //!
-//! Whatever changes delivery rows locks the subscription's lanes first, as settling does: a key's
-//! next row is decided by one at a time.
+//! Every change of delivery rows first locks the subscription's lanes, as settling does, so that
+//! two transactions never decide at once which row of a key is next.
 
 use async_trait::async_trait;
 use postbox_core::kit::check_lanes;
@@ -29,13 +29,13 @@ const SUBSCRIPTION_PAUSE: &str = "SELECT {s}.pause($1, $2, $3, $4)";
 /// See [`SUBSCRIPTION_PAUSE`].
 const SUBSCRIPTION_RESUME: &str = "SELECT {s}.resume($1)";
 
-/// Of some keys, only the head may have a time: the rest wait for their turn. Without this, a
-/// thousand rows of one key that are due but not first would stand in front of everybody else's.
-/// Index: `delivery_held`, then the primary key. Locks the rows.
+/// Only the first row of a key may have a due time: its followers wait for their turn. Without
+/// this, a thousand rows of one key that are due but not first would delay all other keys. Index:
+/// `delivery_held`, then the primary key. Locks the rows.
 ///
-/// Fenced and in order, and by their places, so that no statistics lead elsewhere: those of a table
-/// of dead rows say that nothing holds its key, and to compare all that does with each of the keys
-/// then looks cheap.
+/// `OFFSET 0`, `ORDER BY` and the update by `ctid` force this plan, whatever the statistics say.
+/// Statistics of a table of dead rows say that no row holds its key. Comparing all rows that do
+/// with each of the keys then looks cheap.
 pub(crate) const CLEAR_FOLLOWER_DUE: &str = "{clear_follower_due}";
 
 #[async_trait]
@@ -94,7 +94,7 @@ impl Admin for PostgresStore {
 }
 
 impl PostgresStore {
-    /// Runs changes in one transaction, committed if they succeed.
+    /// Runs changes in one transaction, which commits if they succeed.
     pub(crate) async fn write<T>(
         &self,
         operation: &'static str,
@@ -106,7 +106,7 @@ impl PostgresStore {
         Ok(changed)
     }
 
-    /// Runs a step over delivery rows, or what of it only looks.
+    /// Runs a step over delivery rows, or only its reads for a dry run.
     async fn change_or_look<T>(
         &self,
         operation: &'static str,
@@ -119,7 +119,7 @@ impl PostgresStore {
         }
     }
 
-    /// Runs what of a change only looks.
+    /// Runs the reading part of a change.
     pub(crate) async fn dry_run<T>(
         &self,
         operation: &'static str,
@@ -130,12 +130,12 @@ impl PostgresStore {
     }
 }
 
-/// Locks the lanes of a subscription, also where they are replaced by others meanwhile.
+/// Locks the lanes of a subscription, even if they are replaced by others meanwhile.
 pub(crate) async fn lock_lanes(session: &Session, subscription: i32) -> Result<()> {
     session.rows(&session.sql(LANE_LOCK), &params![subscription]).await.map(drop)
 }
 
-/// One step over delivery rows.
+/// Runs one step over delivery rows.
 async fn change_rows(
     session: &Session,
     change: &Change,

@@ -1,5 +1,5 @@
-//! Handlers that work in the very transaction that settles their events: an effect happens exactly
-//! once.
+//! Handlers that run in the transaction that settles their events, so that each effect happens
+//! exactly once.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -22,10 +22,10 @@ use crate::settle::settle_in;
 /// A handler that works inside the store's transaction.
 ///
 /// Behaviour:
-/// - `tx` is a savepoint: an outcome other than delivered, an error in SQL or a panic takes back
-///   what this call did, and nothing else.
-/// - It must not commit or roll back by SQL, and should not wait for anything but the database: the
-///   transaction is open meanwhile.
+/// - `tx` is a savepoint. An outcome other than delivered, an SQL error or a panic rolls back what
+///   this call did, and nothing else.
+/// - The handler must not commit or roll back by SQL. It should wait for nothing but the database,
+///   because the transaction stays open meanwhile.
 #[async_trait]
 pub trait TxHandler: Send + Sync + 'static {
     /// Does the event's work.
@@ -54,8 +54,8 @@ impl Transact for PostgresStore {
     }
 }
 
-/// The handlers of an event, one after the other: after a statement that failed, Postgres would
-/// refuse those of the others too.
+/// Calls the handlers of an event one after the other, and stops at the first that fails: after a
+/// failed statement Postgres would refuse the statements of later handlers too.
 struct InTurn(Arc<dyn Handlers<PostgresStore>>);
 
 #[async_trait]
@@ -78,9 +78,10 @@ struct TxApply<H> {
     handler: H,
 }
 
-/// The handlers' transaction: gives its id. The planner is left alone, for it plans the handlers'
-/// statements; a statement timeout of ours too. The position is written at its end: written first,
-/// it would lock the lane while handlers run, and its lease could not be renewed.
+/// The first statement of the handlers' transaction; returns its id. It sets no planner options and
+/// no statement timeout, because both would apply to the handlers' statements. The position is
+/// written at the end of the transaction. Written first, it would lock the lane while handlers run,
+/// and the lease could not be renewed.
 pub(crate) const APPLY_BEGIN: &str = "SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text,
 CASE WHEN pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off' THEN pg_catalog.set_config('synchronous_commit', 'on', true) END";
 
@@ -88,17 +89,17 @@ CASE WHEN pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=
 const XACT_COMMITTED: &str =
     "SELECT (pg_catalog.pg_xact_status('{xid}') OPERATOR(pg_catalog.=) 'committed')::pg_catalog.text";
 
-/// Keeps the search_path that the handlers worked with, and takes one of ours. Evaluated from left
-/// to right.
+/// Saves the search_path that the handlers worked with, and sets our own. Evaluated from left to
+/// right.
 pub(crate) const PATH_OURS: &str = "SELECT pg_catalog.set_config('postbox.search_path', pg_catalog.current_setting('search_path'), true), pg_catalog.set_config('search_path', 'pg_catalog', true)";
-/// See [`PATH_OURS`].
+/// Restores the handlers' search_path; see [`PATH_OURS`].
 pub(crate) const PATH_THEIRS: &str =
     "SELECT pg_catalog.set_config('search_path', pg_catalog.current_setting('postbox.search_path'), true)";
 
-/// Whether a handler's effect can be kept. A statement that failed without the handler noticing
-/// leaves its savepoint broken; a deferred constraint would fail the whole transaction at its end,
-/// for ever and for everybody in it. Rolled back, so that constraints stay as deferred as they were
-/// for the handlers after it.
+/// Checks that a handler's effect can be committed. A failed statement that the handler ignored
+/// leaves its savepoint aborted. A violated deferred constraint would fail the whole transaction at
+/// its commit, every time, for every event in it. The check is rolled back, so that constraints
+/// stay deferred for the handlers that follow.
 pub(crate) const EFFECT_CHECK: &str = "SAVEPOINT postbox_check; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO SAVEPOINT postbox_check; RELEASE SAVEPOINT postbox_check";
 
 #[async_trait]
@@ -123,9 +124,10 @@ impl<H: TxHandler> Apply for TxApply<H> {
             .map_err(failed)?;
         let mut lent = Lent { tx: &mut tx, handler: &self.handler };
         let outcomes = call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
-        // From here on the lane is locked: a host that vanishes now must not hold off the
-        // take-over. The handlers' names are theirs; ours mean Postgres's own. Put back, because
-        // deferred triggers of theirs run at the end.
+        // From here on the lane is locked, so the rest is bounded in time: a host that vanishes now
+        // must not delay a take-over. The handlers may have set a search_path of their own, while
+        // our statements need Postgres's own names. It is restored afterwards, because deferred
+        // triggers run at the commit.
         let (bounded, pinned, settled) = futures::join!(
             tx.batch_execute(&self.store.inner.modes.soon_over),
             tx.batch_execute(PATH_OURS),
@@ -170,17 +172,17 @@ impl<H: TxHandler> Calls for Lent<'_, '_, H> {
     }
 }
 
-/// A transaction in which a handler is called for one event after the other.
+/// A transaction in which a handler is called for one event after another.
 pub(crate) trait Calls {
     /// Executes a statement on the connection. Its columns are `text`.
     fn rows(&mut self, sql: String) -> impl Future<Output = Result<Vec<Row>>> + Send;
 
-    /// Calls it in a savepoint. An error means that the transaction itself is lost.
+    /// Calls the handler in a savepoint. An error means that the transaction itself is lost.
     fn call(&mut self, delivery: &Delivery) -> impl Future<Output = Result<Outcome>> + Send;
 }
 
-/// Calls the handler for every delivery that no failed one before it holds back, in a transaction
-/// that has only just begun, and adds what becomes of them to the settlement.
+/// Calls the handler for every delivery that is not blocked by an earlier failure of its key, and
+/// adds the dispositions to the settlement. The transaction must have just begun.
 pub(crate) async fn call_each<'d>(
     transaction: &mut impl Calls,
     lease: &Lease,
@@ -220,20 +222,20 @@ fn first_text(rows: Vec<Row>) -> String {
     rows.into_iter().flatten().flatten().next().unwrap_or_default()
 }
 
-/// What a call gives, in the context of its event and whatever it panics with.
+/// Runs a handler's call in the context of its event. A panic becomes a retry.
 pub(crate) async fn handled(delivery: &Delivery, call: impl Future<Output = Outcome>) -> Outcome {
     let call = delivery.context().scope(call);
     let caught = AssertUnwindSafe(call).catch_unwind().await;
     caught.unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic).to_owned()))
 }
 
-/// What becomes of an event whose handler reported success, where [`EFFECT_CHECK`] failed.
+/// The outcome of an event whose handler reported success, but whose [`EFFECT_CHECK`] failed.
 pub(crate) fn effect_refused(said: &str) -> Outcome {
     let error = format!("the handler reported success, but its effect cannot be kept: {said}");
     Outcome::retry("handler_sql", error)
 }
 
-/// What this process notes when the transaction is committed.
+/// Updates what this process knows of the lane, after the commit.
 pub(crate) fn committed(store: &PostgresStore, lease: &Lease, settlement: &Settlement<'_>) {
     store.lane(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);
     store.wake();

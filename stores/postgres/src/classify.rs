@@ -1,22 +1,22 @@
-//! From the driver's errors to ours: one function, one table test.
+//! Maps the driver's errors to ours: one function, one table test.
 
 use postbox_core::{Error, ErrorKind};
 use tokio_postgres::error::DbError;
 
 use crate::driver::Refusal;
 
-/// The code where a row refers to one that is gone.
+/// The code for a row that refers to a missing row.
 pub(crate) const REFERENCE_MISSING: &str = "reference_missing";
 
 /// Maps a driver's error.
 ///
-/// Never contains a secret: the driver's errors hold no credentials, and the server's text about a
-/// row is left out.
+/// The result never contains a secret: the driver's errors hold no credentials, and the server's
+/// detail text about a row is left out.
 pub(crate) fn classify(operation: &'static str, error: &tokio_postgres::Error) -> Error {
     let classified = match error.as_db_error() {
         Some(database) => of_database(operation, &fields(database)),
-        // No answer from the server: refused, reset, closed, or timed out. (A value that cannot be
-        // encoded is ours and permanent.)
+        // A value that cannot be encoded is our fault, and permanent. Every other error without an
+        // answer of the server is a connection that was refused, reset, closed or timed out.
         None if is_conversion(error) => Error::new(
             ErrorKind::Internal,
             operation,
@@ -33,7 +33,7 @@ pub(crate) fn classify(operation: &'static str, error: &tokio_postgres::Error) -
     classified.with_source(error.to_string())
 }
 
-/// The error of a log that is not there.
+/// The error of a log that does not exist.
 pub(crate) fn log_unknown(operation: &'static str, log: &str) -> Error {
     let message = format!("there is no log {log}; make it with create_log('{log}'), or run: postbox migrate up");
     Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
@@ -56,7 +56,7 @@ fn fields(error: &DbError) -> Refusal<'_> {
     }
 }
 
-/// The one mapping of what a server says.
+/// Maps the server's answer; every driver's errors come through here.
 pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
     use ErrorKind::*;
     let make = |kind: ErrorKind, code: &str, message: String| Error::new(kind, operation, code.to_owned(), message);
@@ -108,7 +108,7 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
             "statement_timeout",
             "a statement took longer than the statement timeout; postbox doctor names the locks it may wait for".to_owned(),
         ),
-        // A standby refuses BEGIN READ WRITE as a feature it has not.
+        // A standby refuses BEGIN READ WRITE as an unsupported feature.
         "0A000" if fields.message.contains("recovery") => {
             make(Unavailable, "store_read_only", "the database is a standby; promote it, or name the primary in the store's URL".to_owned())
         }
@@ -128,12 +128,12 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
             "store_full",
             format!("{}; free space on the database's disk, and all goes on by itself", fields.message),
         ),
-        // No transaction is open, or our savepoint is not in it: between our statements, only a
-        // handler can have ended it.
+        // No transaction is open, or our savepoint is not part of it. Between our statements, only
+        // a handler can have ended the transaction.
         "25P01" | "3B001" if operation == "apply" => Error::transaction_ended(operation),
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
         "40001" | "40P01" | "55P03" => make(Unavailable, "store_contention", text()),
-        // A row, or what was stored apart from it, is damaged.
+        // A row, or its out-of-line (TOAST) storage, is damaged.
         "XX001" | "XX002" => make(Internal, "row_damaged", text()),
         state => match state.get(..2).unwrap_or_default() {
             "28" => make(
@@ -149,13 +149,13 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
     }
 }
 
-/// Whether the server said that a table or a function is not there: a log's, or the whole schema.
+/// Whether the error says that a table or function is missing: a log's, or the whole schema.
 pub(crate) fn is_undefined(error: &Error) -> bool {
     ["schema_missing", "schema_old"].contains(&error.code())
 }
 
-/// Whether the server said that it cannot give a value as it is stored: text in no known encoding,
-/// or storage that is damaged. Anything else says nothing of the row.
+/// Whether the server could not return a value as it is stored: the text is in no known encoding,
+/// or the storage is damaged. Other errors say nothing about the row.
 pub(crate) fn is_damage(error: &Error) -> bool {
     ["row_damaged", "text_invalid", "value_out_of_range", "store_error"].contains(&error.code())
 }
@@ -165,8 +165,8 @@ fn is_conversion(error: &tokio_postgres::Error) -> bool {
     text.starts_with("error serializing parameter") || text.starts_with("error deserializing column")
 }
 
-/// The deepest cause says what happened; the driver's own text is only "error connecting to
-/// server".
+/// Returns the deepest cause, which says what happened. The driver's own text is only "error
+/// connecting to server".
 fn chain(error: &tokio_postgres::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);

@@ -10,32 +10,35 @@ use postbox_core::{Result, Store, Tenant};
 
 use crate::PostgresStore;
 
-/// Most connections of a store beside many others: what a lane at work takes. Fifty such stores
-/// have 250 connections at most, those who look included.
+/// The default pool size of a store that is one of many in a program: what one working lane needs.
+/// Fifty such stores open at most 250 connections, including two each for status queries.
 const POOL_OF_MANY: usize = 3;
 
 /// Where the store is and how it is used.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PostgresConfig {
-    /// `postgres://user:password@host:port/database?sslmode=…`, or the `key=value` form. Beside
-    /// what libpq calls `disable`, `prefer` (default) and `require`, `sslmode=verify-full` checks
-    /// the server's certificate and name against `sslrootcert=FILE` or the system's certificates.
+    /// `postgres://user:password@host:port/database?sslmode=…`, or the `key=value` form. libpq's
+    /// `disable`, `prefer` (default) and `require` are understood. In addition,
+    /// `sslmode=verify-full` checks the server's certificate and name against `sslrootcert=FILE` or
+    /// the system's certificates.
     pub url: String,
     /// The schema of all tables and functions. Default `postbox`.
     pub schema: String,
-    /// Most connections at once. Default 8: a relay with prefetch uses two a lane, and a few for
-    /// operators. Whoever only looks has up to two more.
+    /// The most connections at once. Default 8: a relay with prefetch uses two for each lane, and
+    /// operators need a few. Status queries use up to two more.
     pub pool_size: usize,
     /// Whether idle relays ask writers for a NOTIFY. Default false: polling is fast enough for
-    /// nearly everybody, and NOTIFY takes a server-wide lock at commit. The relay's role must own
+    /// almost everyone, and NOTIFY takes a server-wide lock at commit. The relay's role must own
     /// the log's table, or its owner must have called `notify_enable(log)` once.
     pub notify: bool,
-    /// Where to LISTEN, if not at `url`: a transaction-mode pooler does not carry notifications.
+    /// The URL to LISTEN on, if not `url`: a pooler in transaction mode does not carry
+    /// notifications.
     pub listen_url: Option<String>,
-    /// The tenant that this store works for, where row-level security keeps tenants apart. Each
-    /// transaction names it. Default none: for a relay, which works for all.
+    /// The tenant that this store works for, where row-level security separates tenants. Each
+    /// transaction names it. Default none, which suits a relay: it works for all tenants.
     pub tenant: Option<Tenant>,
-    /// The longest any one statement of ours may take; every call is bounded by it. Default 30 s.
+    /// The longest that any one of our statements may take; every call is bounded by it. Default
+    /// 30 s.
     pub statement_timeout: Duration,
     /// The longest to wait for a connection to be made. Default 5 s.
     pub connect_timeout: Duration,
@@ -44,7 +47,7 @@ pub struct PostgresConfig {
 }
 
 impl PostgresConfig {
-    /// The defaults for a database.
+    /// The default settings for a database.
     pub fn new(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -59,8 +62,8 @@ impl PostgresConfig {
         }
     }
 
-    /// Whether the server could be anybody: it is on another machine, and the URL does not have its
-    /// certificate checked. Nothing is contacted.
+    /// Whether the server's identity is not checked: it is on another machine, and the URL does not
+    /// have its certificate verified. Contacts nothing.
     pub fn is_unverified(&self) -> bool {
         crate::connect::is_unverified(&self.url)
     }
@@ -92,7 +95,7 @@ fn schema(text: &str) -> Result<String, String> {
 }
 
 impl PostgresTable {
-    /// A database with these settings.
+    /// Returns the configuration of a database with these settings.
     pub fn config(&self, url: &str) -> PostgresConfig {
         let usual = PostgresConfig::new(url);
         PostgresConfig {
@@ -105,7 +108,7 @@ impl PostgresTable {
         }
     }
 
-    /// The same beside many others in the program.
+    /// The same, for one of many stores in a program.
     fn config_of_many(&self, url: &str) -> PostgresConfig {
         PostgresConfig { pool_size: self.pool.unwrap_or(POOL_OF_MANY), ..self.config(url) }
     }
@@ -113,7 +116,7 @@ impl PostgresTable {
 
 #[async_trait]
 impl StoreOptions for PostgresTable {
-    /// The driver reads the rest of it.
+    /// Checks the scheme only; the driver parses the rest.
     fn check(&self, url: &str) -> Result<(), String> {
         match url.starts_with("postgres://") || url.starts_with("postgresql://") {
             true => Ok(()),
@@ -135,7 +138,7 @@ impl StoreOptions for PostgresTable {
     }
 }
 
-/// Without the URL, which may hold a password.
+/// Leaves out the URL, which may hold a password.
 impl fmt::Debug for PostgresConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PostgresConfig")
@@ -161,7 +164,7 @@ mod tests {
             "postgres://u@localhost,db.example/d",
             "host=db.example user=u sslmode=prefer",
             "host=localhost hostaddr=10.0.0.1 user=u",
-            // Without sslmode=require a server that speaks no TLS is believed.
+            // Without sslmode=require, the driver accepts a server that speaks no TLS.
             "postgres://u@db.example/d?sslrootcert=/ca.pem",
         ] {
             assert!(unverified(url), "{url}");

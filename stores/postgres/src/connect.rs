@@ -1,4 +1,4 @@
-//! From a URL to a pool of connections.
+//! Turns a URL into a pool of connections.
 
 use std::net::IpAddr;
 use std::str::FromStr as _;
@@ -17,7 +17,7 @@ use tokio_postgres_rustls::MakeRustlsConnect;
 
 use crate::config::PostgresConfig;
 
-/// Where systems keep the certificates they trust, in the order we look.
+/// Where systems keep their trusted certificates, in the order we try.
 const ROOT_FILES: [&str; 4] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -33,11 +33,11 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// Reads the URL. Nothing is contacted.
+    /// Parses the URL. Contacts nothing.
     pub(crate) fn parse(config: &PostgresConfig) -> Result<Self> {
         let (url, tls_options) = TlsOptions::take_from(&config.url);
         let mut settings = tokio_postgres::Config::from_str(&url).map_err(|error| {
-            // The driver names the faulty part and never the password.
+            // The driver names the faulty part, never the password.
             Error::new(
                 ErrorKind::Mismatch,
                 "connect",
@@ -46,7 +46,7 @@ impl Target {
             )
         })?;
         settings.connect_timeout(config.connect_timeout).keepalives_idle(std::time::Duration::from_secs(15));
-        // A blackholed network must not hold a call longer than its own timeout.
+        // A network that drops packets silently must not hold a call longer than its own timeout.
         settings.tcp_user_timeout(config.statement_timeout);
         if settings.get_application_name().is_none() {
             settings.application_name("postbox");
@@ -57,7 +57,7 @@ impl Target {
         Ok(Self { settings, tls: MakeRustlsConnect::new(tls_options.client_config()?) })
     }
 
-    /// The database, the server and the user, and no password.
+    /// Describes the database, the server and the user, without the password.
     pub(crate) fn address(&self) -> String {
         let hosts = self.settings.get_hosts().iter().map(|host| match host {
             Host::Tcp(name) => name.clone(),
@@ -75,10 +75,10 @@ impl Target {
         format!("the database {database} at {} as {user}", servers.join(","))
     }
 
-    /// A pool that makes connections when they are needed.
+    /// Returns a pool that opens connections when they are needed.
     pub(crate) fn pool(&self, config: &PostgresConfig, size: usize) -> Result<Pool> {
-        // Fast: a closed connection is noticed without a round trip; one that broke silently fails
-        // its call as unavailable and is dropped.
+        // Fast recycling notices a closed connection without a round trip. A connection that broke
+        // silently fails its call as unavailable, and is dropped.
         let manager_config = ManagerConfig { recycling_method: RecyclingMethod::Fast };
         let manager = Manager::from_config(self.settings.clone(), self.tls.clone(), manager_config);
         let timeouts = Timeouts {
@@ -95,12 +95,12 @@ impl Target {
     }
 }
 
-/// Whether the server could be anybody.
+/// Whether the server's identity is not checked; see `PostgresConfig::is_unverified`.
 pub(crate) fn is_unverified(url: &str) -> bool {
     let (url, wish) = TlsOptions::take_from(url);
     let Ok(settings) = tokio_postgres::Config::from_str(&url) else { return false };
-    // A file of certificates alone is not enough: `prefer` goes on without TLS where none is
-    // offered.
+    // A certificate file alone is not enough: `prefer` continues without TLS if the server offers
+    // none.
     let verified = wish.verify || (wish.root_file.is_some() && settings.get_ssl_mode() == SslMode::Require);
     let is_local = |host: &Host| match host {
         Host::Tcp(name) => name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()),
@@ -114,7 +114,7 @@ pub(crate) fn is_unverified(url: &str) -> bool {
     !verified && !local
 }
 
-/// What the URL asks of TLS beyond what the driver understands.
+/// TLS settings of the URL that the driver does not understand.
 #[derive(Default)]
 struct TlsOptions {
     verify: bool,
@@ -122,7 +122,7 @@ struct TlsOptions {
 }
 
 impl TlsOptions {
-    /// Takes `sslmode=verify-*` and `sslrootcert` out of a URL or a `key=value` string.
+    /// Removes `sslmode=verify-*` and `sslrootcert` from a URL or a `key=value` string.
     fn take_from(url: &str) -> (String, Self) {
         let mut wish = Self::default();
         let mut keep = |pair: &str| match pair.split_once('=') {
@@ -156,7 +156,7 @@ impl TlsOptions {
         if self.verify || self.root_file.is_some() {
             return Ok(builder.with_root_certificates(self.roots()?).with_no_client_auth());
         }
-        // libpq's meaning of `prefer` and `require`: encrypt, believe any certificate.
+        // What libpq means by `prefer` and `require`: encrypt, and accept any certificate.
         Ok(builder
             .dangerous()
             .with_custom_certificate_verifier(Arc::new(AnyCertificate(provider)))
@@ -182,7 +182,7 @@ impl TlsOptions {
     }
 }
 
-/// Believes any certificate, but still checks that the peer holds its key.
+/// Accepts any certificate, but still checks that the peer holds its key.
 #[derive(Debug)]
 struct AnyCertificate(Arc<CryptoProvider>);
 

@@ -1,9 +1,9 @@
-//! Which events are meant, as a condition.
+//! An operator's criteria as an SQL condition.
 
 use jiff::Timestamp;
 use postbox_core::{Criteria, Key, Tenant, TopicPattern};
 
-/// What the condition is given.
+/// The parameters of the condition.
 pub(crate) struct Meant<'a> {
     pub(crate) topic: Option<String>,
     pub(crate) key: Option<&'a str>,
@@ -24,8 +24,8 @@ impl<'a> Meant<'a> {
     }
 }
 
-/// The condition on a row `l` of a log, with the numbers of its parameters: topic, key, since,
-/// until, tenant.
+/// Returns the condition on a row `l` of a log. The argument holds the parameter numbers of topic,
+/// key, since, until and tenant.
 pub(crate) fn is_meant([topic, key, since, until, tenant]: [u8; 5]) -> String {
     format!(
         "(${topic}::text IS NULL OR l.topic LIKE ${topic}) AND (${key}::text IS NULL OR l.key = ${key}) \

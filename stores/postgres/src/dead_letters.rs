@@ -1,4 +1,4 @@
-//! Dead letters: which dead events were not handed over.
+//! Dead letters: dead events that have not been handed over yet.
 
 use async_trait::async_trait;
 use postbox_core::{BatchLimit, DeadLetter, DeadLetters, Error, Handover, Lease, Result};
@@ -14,10 +14,10 @@ use crate::session::Session;
 use crate::subscription::SubscriptionRow;
 use crate::window::ReadParams;
 
-/// Where the columns after those of an event begin.
+/// The first column after those of an event.
 const COLUMN: usize = EVENT_COLUMNS.len();
 
-/// Dead events that were not handed over, those that wait longest first. Index: `delivery_letter`,
+/// Dead events that have not been handed over, longest-waiting first. Index: `delivery_letter`,
 /// then primary keys. No lock.
 const LETTERS_READ: &str = "
 SELECT {columns}, d.attempts, d.replays, coalesce(d.code, ''), coalesce(d.error, ''), d.seq, d.key
@@ -27,8 +27,8 @@ FROM (SELECT * FROM {s}.delivery AS f
 LEFT JOIN {log} AS l ON l.seq = d.seq
 ORDER BY d.letter_at, d.seq";
 
-/// What became of letters. The lane first, as every writer of its rows takes it. Indexes: primary
-/// keys of `lane` and `delivery`. Locks both.
+/// Records what became of the letters. Locks the lane first, as every writer of its rows does.
+/// Indexes: primary keys of `lane` and `delivery`. Locks both.
 const LETTERS_WRITE: &str = "
 WITH held AS MATERIALIZED (
   SELECT l.subscription, l.lane FROM {s}.lane AS l

@@ -1,5 +1,5 @@
-//! Rows to deliveries. This is the hot path of a drain: nothing is looked up by name, nothing is
-//! copied twice.
+//! Decodes rows into deliveries. This is the hot path of reading a backlog: no column is looked up
+//! by name, nothing is copied twice.
 
 use bytes::Bytes;
 use jiff::Timestamp;
@@ -7,11 +7,11 @@ use postbox_core::{Batch, BoxError, Delivery, Event, EventId, Headers, Key, Seq,
 use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, Type};
 
-/// The columns of an event in the order [`stored`] reads them: name, type and value, from a log
-/// called `l`. `$1` is the largest payload to send along.
+/// The columns of an event in the order in which [`stored`] reads them: name, type and value, from
+/// a log called `l`. `$1` is the largest payload to read inline, in bytes.
 ///
-/// A larger payload stays behind and only its size comes: `octet_length` of a stored value reads
-/// nothing but its header.
+/// A larger payload is left out, and only its size is read: `octet_length` of a stored value reads
+/// only its header.
 pub(crate) const EVENT_COLUMNS: [(&str, &str, &str); 19] = [
     ("seq", "bigint", "l.seq"),
     ("id", "uuid", "l.id"),
@@ -36,18 +36,18 @@ pub(crate) const EVENT_COLUMNS: [(&str, &str, &str); 19] = [
     ("created_at", "timestamptz", "l.created_at"),
     ("deliver_at", "timestamptz", "l.deliver_at"),
     ("expires_at", "timestamptz", "l.expires_at"),
-    // What time it is, where that matters.
+    // The current time, for events that expire.
     ("looked_at", "timestamptz", "CASE WHEN l.expires_at IS NOT NULL THEN clock_timestamp() END"),
 ];
 
 /// A row as it was read.
 pub(crate) struct Stored {
     pub(crate) delivery: Delivery,
-    /// Why its event cannot be sent, if it cannot: `delivery` is what could be read of it.
+    /// Why the event cannot be sent, if it cannot. `delivery` then holds what could be read of it.
     pub(crate) unreadable: Option<Unreadable>,
-    /// The size in bytes of a payload that stayed behind; zero when it came along.
+    /// The size in bytes of a payload that was left out; zero if it was read.
     pub(crate) behind: usize,
-    /// When it was read, by the database's clock, if it has an end.
+    /// When the row was read, by the database's clock, if the event expires.
     looked_at: Option<Timestamp>,
 }
 
@@ -56,7 +56,7 @@ impl Stored {
         self.delivery.seq.0
     }
 
-    /// The payload's size in bytes, whether it came along or not.
+    /// The payload's size in bytes, whether it was read or not.
     pub(crate) fn size(&self) -> usize {
         self.behind.max(self.delivery.event.payload.len())
     }
@@ -65,8 +65,8 @@ impl Stored {
         self.behind > 0
     }
 
-    /// The event of a delivery row, whose `seq` and key are in columns `at` and the next: its event
-    /// may be no longer in the log.
+    /// Decodes the event of a delivery row, whose `seq` and key are in column `at` and the next.
+    /// The event may no longer be in the log.
     pub(crate) fn of_delivery(row: &Row, at: usize) -> Self {
         stored(row).unwrap_or_else(|| {
             let mut delivery = Delivery::placeholder(Seq(row.get(at)));
@@ -75,29 +75,29 @@ impl Stored {
         })
     }
 
-    /// Puts it at the end of a batch.
+    /// Appends it to a batch.
     pub(crate) fn into_batch(self, batch: &mut Batch) {
         batch.push(self.delivery, self.unreadable, self.looked_at);
     }
 
-    /// The payload cannot be had: nothing is waited for any more.
+    /// Marks the event unreadable: its payload cannot be read, and is no longer waited for.
     pub(crate) fn give_up(&mut self, why: Unreadable) {
         self.unreadable.get_or_insert(why);
         self.behind = 0;
     }
 
-    /// The payload has arrived.
+    /// Sets the payload that was left out before.
     pub(crate) fn fill(&mut self, payload: Bytes) {
         self.delivery.event.payload = payload;
         self.behind = 0;
     }
 }
 
-/// Reads one row of [`EVENT_COLUMNS`], as a first attempt; `None` if it is of no event. A value
-/// that no event can have makes the event unreadable, not the page.
+/// Decodes one row of [`EVENT_COLUMNS`] as a first attempt; `None` if the row holds no event. A
+/// value that no event can have makes this event unreadable, not the whole page.
 pub(crate) fn stored(row: &Row) -> Option<Stored> {
     let seq = row.try_get::<_, Option<i64>>(0).ok()?.map(Seq)?;
-    // Nothing is set up for the rows that are well, which are nearly all.
+    // Valid rows, which are nearly all, are decoded without any preparation for faults.
     if let Some((event, behind, looked_at)) = whole(row) {
         let delivery = Delivery { event, seq, attempt: 1, replay: 0, trace: None };
         return Some(Stored { delivery, unreadable: None, behind, looked_at });
@@ -137,8 +137,8 @@ fn whole(row: &Row) -> Option<(Event, usize, Option<Timestamp>)> {
     Some((event, behind.unwrap_or_default().unsigned_abs() as usize, looked_at))
 }
 
-/// What can be read of a row that is not well: by what an operator finds it, and its key, which
-/// must go on. Gives what is wrong with it.
+/// Reads what it can of a damaged row: what an operator finds the event by, and its key, which has
+/// to go on. Returns what is wrong with the row.
 fn salvage(row: &Row, event: &mut Event) -> String {
     let text = |column: usize| row.try_get::<_, Option<String>>(column).ok().flatten();
     let stamp = |column: usize| row.try_get::<_, Option<Stamp>>(column).ok().flatten().map(|at| at.0);
@@ -165,8 +165,8 @@ fn salvage(row: &Row, event: &mut Event) -> String {
     }
 }
 
-/// The table's CHECK guarantees an object of strings. Without its headers an event would be
-/// another.
+/// `None` if the headers do not parse; an event without its headers would be a different event. The
+/// table's CHECK guarantees an object of strings.
 fn headers(row: &Row) -> Option<Headers> {
     match row.try_get::<_, Option<&str>>(13).ok()? {
         Some(json) => serde_json::from_str(json).ok(),
@@ -174,7 +174,7 @@ fn headers(row: &Row) -> Option<Headers> {
     }
 }
 
-/// The bytes of a text or bytea column, as they came.
+/// The bytes of a text or bytea column, as received.
 pub(crate) struct Raw<'a>(pub(crate) &'a [u8]);
 
 impl<'a> FromSql<'a> for Raw<'a> {
@@ -187,17 +187,17 @@ impl<'a> FromSql<'a> for Raw<'a> {
     }
 }
 
-/// A time, decoded without the detour over a signed duration that the driver's own conversion
-/// takes.
+/// A timestamp, decoded without the detour through a signed duration that the driver's own
+/// conversion takes.
 struct Stamp(Timestamp);
 
 impl<'a> FromSql<'a> for Stamp {
     fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, BoxError> {
-        /// From Postgres's epoch, the year 2000, to everybody else's.
+        /// The distance from Postgres's epoch, the year 2000, to the Unix epoch.
         const EPOCH_MICROS: i64 = 946_684_800_000_000;
         let micros = i64::from_be_bytes(raw.try_into()?);
         let micros = micros.checked_add(EPOCH_MICROS).ok_or("a time out of range")?;
-        // Not from_microsecond: it refuses the last second of the range.
+        // Not `from_microsecond`, which refuses the last second of the range.
         let nanos = i32::try_from(micros.rem_euclid(1_000_000))? * 1_000;
         Ok(Self(Timestamp::new(micros.div_euclid(1_000_000), nanos)?))
     }

@@ -1,4 +1,4 @@
-//! What explains lag: what came lately, and who holds the locks that others wait for.
+//! Explains lag: the newest events, and the sessions whose locks others wait for.
 
 use std::time::Duration;
 
@@ -17,8 +17,8 @@ use crate::session::Session;
 pub(crate) const LOG_NEWEST: &str = "
 SELECT l.topic, l.tenant, l.key, l.created_at, clock_timestamp(), l.kind, l.aggregate, l.headers::text FROM {log} AS l ORDER BY l.seq DESC LIMIT $1";
 
-/// Sessions that others of ours have waited for for a second. Whoever waits itself is not the
-/// cause. Reads the server's list of locks; waits for nobody.
+/// Sessions that have blocked others on our tables for more than a second. A session that waits
+/// itself is not the cause. Reads the server's list of locks; waits for nothing.
 const BLOCKERS: &str = "
 WITH ours AS (
   SELECT l.pid, l.granted, c.relname::text AS name FROM pg_locks AS l
@@ -73,17 +73,17 @@ impl Diagnose for PostgresStore {
     }
 }
 
-/// A program, as it calls itself.
+/// The name that a program gave itself.
 pub(crate) fn named(program: &str) -> &str {
     if program.is_empty() { "a program without a name" } else { program }
 }
 
-/// What ends a session.
+/// The statement that ends a session.
 pub(crate) fn end(session: i32) -> String {
     format!("SELECT pg_terminate_backend({session})")
 }
 
-/// `None` of a row that nobody can read.
+/// `None` for a row that cannot be read.
 fn arrival(row: &Row) -> Option<Arrival> {
     let [created_at, now] = [3, 4].map(|column| row.try_get::<_, Timestamp>(column).ok());
     let headers: Option<&str> = row.try_get(7).ok()?;

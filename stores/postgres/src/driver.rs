@@ -1,10 +1,10 @@
-//! For the crates of drivers other than ours: what they execute to append and to settle, and what a
+//! For crates that support other drivers: what to execute to append and to settle, and what a
 //! refusal means.
 //!
 //! Such a crate implements [`Transaction`](postbox_core::Transaction) for a driver's transaction
-//! and [`Postgres`], and where handlers work in its transactions [`Settles`]. It binds and
-//! executes; the statements, their parameters and the errors are made here, so that all drivers do
-//! the same.
+//! and [`Postgres`]. Where handlers work in its transactions, it also implements [`Settles`]. It
+//! binds and executes. Statements, parameters and errors are made here, so that all drivers behave
+//! alike.
 
 use std::fmt::Display;
 
@@ -17,22 +17,22 @@ use crate::once::ONCE;
 use crate::schema::SchemaName;
 
 /// A statement that appends events. Do not prepare it under a name: nothing may stay in the
-/// session, so that a transaction-mode pooler may sit in between.
+/// session, so that a pooler in transaction mode works.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AppendStatement {
-    /// What to execute. It gives an empty row for each event that the log had already: their number
-    /// is what [`Appended::new`](postbox_core::Appended::new) takes beside `ids`.
+    /// What to execute. It returns an empty row for each event that the log already had. The number
+    /// of rows is what [`Appended::new`](postbox_core::Appended::new) takes beside `ids`.
     pub sql: String,
-    /// Its parameters `$1`, `$2`, …. Bind each as `text`, the only type that every driver agrees
-    /// about; the statement casts.
+    /// Its parameters `$1`, `$2`, …. Bind each as `text`, the only type that every driver treats
+    /// alike; the statement casts.
     pub texts: Vec<Option<String>>,
-    /// The ids of all events, when the statement was executed.
+    /// The ids of all events, once the statement has been executed.
     pub ids: Vec<EventId>,
 }
 
 impl AppendStatement {
-    /// Checks every limit and makes the statement. `None`: there are no events.
+    /// Checks every limit and makes the statement. `None` if there are no events.
     pub fn of(to: &Postgres, log: &LogName, events: Result<Vec<NewEvent>>) -> Result<Option<Self>> {
         let events = events?;
         let Some(columns) = Columns::of(log, &events)? else { return Ok(None) };
@@ -41,29 +41,29 @@ impl AppendStatement {
     }
 }
 
-/// The statement behind [`once_in`](crate::once_in), which see: `$1` is the source, `$2` the
-/// message's id, both as `text`. Its one row and column is `true` the first time.
+/// The statement of [`once_in`](crate::once_in): `$1` is the source, `$2` the message's id, both as
+/// `text`. Returns one row with one column, which is `true` the first time.
 pub fn once_statement(schema: &SchemaName) -> String {
     schema.sql(ONCE)
 }
 
-/// What a driver says of a statement that the server refused.
+/// What a driver reports of a statement that the server refused.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Refusal<'a> {
     /// The SQLSTATE.
     pub state: &'a str,
-    /// The constraint that was broken.
+    /// The violated constraint.
     pub constraint: Option<&'a str>,
     /// The column that must not be null.
     pub column: Option<&'a str>,
     /// The server's text.
     pub message: &'a str,
-    /// Its hint.
+    /// The server's hint.
     pub hint: Option<&'a str>,
 }
 
 impl Refusal<'_> {
-    /// The error of any operation.
+    /// The error of the given operation.
     pub fn of(&self, operation: &'static str) -> Error {
         of_database(operation, self)
     }
@@ -74,16 +74,17 @@ impl Refusal<'_> {
     }
 }
 
-/// The code where the server gave no answer.
+/// The code if the server did not answer.
 pub(crate) const UNREACHABLE: &str = "store_unreachable";
 
-/// The error where the server gave no answer.
+/// The error if the server did not answer.
 pub fn unreachable(operation: &'static str, cause: impl Display) -> Error {
     let message = format!("the database cannot be reached ({cause}); is it running, and did the connection end?");
     Error::new(ErrorKind::Unavailable, operation, UNREACHABLE, message)
 }
 
-/// The error of a connection in autocommit, where the promise of one transaction could not be kept.
+/// The error of an append in autocommit mode, where one transaction for change and events cannot be
+/// guaranteed.
 pub fn no_transaction(operation: &'static str) -> Error {
     let message = "the driver has no transaction open; begin one with it (not with the SQL command), \
                    and commit your change together with its events";

@@ -1,4 +1,4 @@
-//! `due`: events that left the stream and whose time has come.
+//! `due`: delivery rows whose time has come.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -13,24 +13,26 @@ use crate::session::Session;
 use crate::subscription::SubscriptionRow;
 use crate::window::{Exceptions, ReadParams};
 
-/// Where the columns after those of an event begin.
+/// The first column after those of an event.
 const COLUMN: usize = EVENT_COLUMNS.len();
 
-/// Whether the lane is ours, and whether anything of the subscription left the stream. Nothing is
-/// ours on a standby: it may lack rows that are settled. Indexes: primary keys of `lane` and
-/// `delivery`. No lock.
+/// Whether this relay holds the lane, and whether the subscription has any delivery rows. On a
+/// standby no relay holds a lane, because the standby may lack rows that are settled. Indexes:
+/// primary keys of `lane` and `delivery`. No lock.
 pub(crate) const LANE_HELD: &str = "
 SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1) FROM {s}.lane AS l
 WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp() AND NOT pg_is_in_recovery()";
 
-/// The heads whose time has come, each with what is blocked behind it. Indexes: `delivery_due` for
-/// the heads, `delivery_held` for what is behind them, then primary keys. No lock. A row whose
-/// event is gone comes too: it must be closed, or it would be the head of its key for ever.
+/// The rows that are first of their key and due, each with the blocked rows behind it. Indexes:
+/// `delivery_due` for the heads, `delivery_held` for the rows behind them, then primary keys. No
+/// lock. A row whose event is gone is returned too: unless it is closed, it would stay the head of
+/// its key for ever.
 ///
-/// A keyed row is a head only if nothing of its key comes before it: one probe each, instead of
-/// comparing every row with every other. The heads share the limit, so that a deep key neither
-/// starves others nor is read again and again. `statement_timestamp()` and not `clock_timestamp()`,
-/// because only a stable function can bound an index scan; nothing is waited for here.
+/// A keyed row is a head only if no row of its key comes before it. This costs one index probe per
+/// row, instead of comparing every row with every other. The heads share the limit, so that a key
+/// with many rows neither starves others nor is read again and again. `statement_timestamp()`
+/// rather than `clock_timestamp()`, because only a stable function can bound an index scan; this
+/// statement waits for nothing, so the two hardly differ.
 const DELIVERY_READ_DUE: &str = "
 WITH head AS MATERIALIZED (
   SELECT d.seq, d.key, d.holds FROM {s}.delivery AS d
@@ -103,17 +105,17 @@ async fn read(
     Ok(batch)
 }
 
-/// Looks at a lane's rows in `seq` order and lets pass, of each key, the head and what directly
-/// follows it: behind a row that has to wait, nothing of its key goes.
+/// Looks at a lane's rows in `seq` order. Of each key it admits the head and the rows directly
+/// behind it; nothing of a key passes a row that has to wait.
 #[derive(Debug, Default)]
 struct DueOrder {
     open: HashSet<Key>,
 }
 
 impl DueOrder {
-    /// Whether a row may go. `holds`: the key it holds, if it holds one. `goes_first`: it is the
-    /// first of its key, or holds none, and its time has come. `may_follow`: it may go right after
-    /// the row before it.
+    /// Whether a row may be sent. `holds` is the key that it holds, if any. `goes_first` means that
+    /// its time has come and that it is the first of its key or holds no key. `may_follow` means
+    /// that it may be sent right after the row before it.
     fn admits(&mut self, holds: Option<&Key>, goes_first: bool, may_follow: bool) -> bool {
         let Some(key) = holds else { return goes_first };
         let goes = goes_first || (may_follow && self.open.contains(key));

@@ -1,4 +1,4 @@
-//! Where a settlement is written: on a connection of the store, or on that of another driver.
+//! Where a settlement is written: on a connection of the store, or on one of another driver.
 
 use postbox_core::Result;
 use tokio_postgres::Client;
@@ -11,8 +11,8 @@ pub(crate) type Row = Vec<Option<String>>;
 
 /// A connection with a transaction open.
 pub(crate) trait Execute: Sync {
-    /// Executes a statement whose columns, if it gives any, are `text`. Statements are executed in
-    /// the order of the calls, whether or not their answers are waited for.
+    /// Executes a statement whose columns, if any, are `text`. Statements are executed in the order
+    /// of the calls, even if their answers are not awaited.
     fn rows(&self, sql: &str, bound: &[Bound<'_>]) -> impl Future<Output = Result<Vec<Row>>> + Send;
 }
 

@@ -1,4 +1,4 @@
-//! Events by the beginning of their id.
+//! Finds events by the first digits of their id.
 
 use async_trait::async_trait;
 use postbox_core::{EventId, Find, IdPrefix, LogName, Result};
@@ -9,7 +9,7 @@ use crate::params::params;
 use crate::schema::check_log_name;
 use crate::session::Session;
 
-/// Ids between two, both included. Index: the log's unique id. No lock.
+/// Ids in a range, both ends included. Index: the log's unique id. No lock.
 const LOG_IDS: &str = "SELECT l.id FROM {log} AS l WHERE l.id BETWEEN $1 AND $2 ORDER BY l.id LIMIT $3";
 
 #[async_trait]

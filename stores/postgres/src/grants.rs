@@ -1,4 +1,4 @@
-//! What the roles of a system need, as SQL: no more than that.
+//! The minimal grants that each role needs, as SQL.
 
 use postbox_core::{Error, Inspect as _, LogName, Result};
 
@@ -6,24 +6,25 @@ use crate::PostgresStore;
 use crate::append::APPEND_COLUMNS;
 use crate::row_security::policies;
 
-/// Roles by what they do; each may be named in several.
+/// Database roles by what they do. A role may be named in several.
 #[derive(Debug, Clone, Default)]
 pub struct Roles {
     /// They append events in their transactions, by INSERT, by `enqueue` or by `Postbox::append`.
     pub writers: Vec<String>,
-    /// They deliver, receive, retry, discard, mark dead, pause and prune: what `postbox run` does,
-    /// and the commands that change something; the functions of the same names, too.
+    /// They deliver, receive, retry, discard, mark dead, pause and prune. This covers
+    /// `postbox run`, the commands that change something, and the SQL functions of the same names.
     pub relays: Vec<String>,
-    /// They look: what `postbox stats`, `list`, `show` and `doctor` do, and the views.
+    /// They only read. This covers `postbox stats`, `list`, `show` and `doctor`, and the views.
     pub readers: Vec<String>,
-    /// Of these, and of other roles, those that work for every tenant. If there are any, all others
-    /// are limited to the tenant that their transaction names.
+    /// Those of these roles, and any other roles, that work for every tenant. If there are any, all
+    /// other roles are limited to the tenant that their transaction names.
     pub all_tenants: Vec<String>,
 }
 
 impl PostgresStore {
-    /// The GRANT statements that these roles need on this store, and the policies that keep tenants
-    /// apart where that is asked for, for its owner to run; again after a log was made.
+    /// Returns the GRANT statements that these roles need on this store, and the policies that
+    /// separate tenants if `all_tenants` is given. The schema's owner runs them, and runs them
+    /// again after a log was created.
     pub async fn grants(&self, roles: &Roles) -> Result<String> {
         let Roles { writers, relays, readers, all_tenants } = roles;
         if [writers, relays, readers, all_tenants].into_iter().flatten().any(String::is_empty) {

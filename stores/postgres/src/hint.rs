@@ -1,9 +1,8 @@
-//! Hints that there may be something to read: local commits and, where asked for, NOTIFY. Losing
-//! one costs a poll.
+//! Hints that there may be something to read: local commits and, if configured, NOTIFY. A lost hint
+//! costs one poll interval.
 //!
 //! A commit with a NOTIFY takes a server-wide lock, so writers send one only while a relay has
-//! declared itself asleep. A declaration runs out by itself; a relay with work never declares
-//! anything.
+//! declared itself asleep. A declaration expires by itself, and a relay with work declares nothing.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -22,25 +21,26 @@ use crate::params::params;
 use crate::session::Session;
 use crate::store::Inner;
 
-/// How long a declaration holds. Writers go on notifying that long after a relay got busy.
+/// How long a declaration is valid. Writers keep notifying for that long after a relay became busy.
+/// One second bounds this cost.
 const ASLEEP: Duration = Duration::from_secs(1);
-/// A declaration with less than this left is renewed before a wait: two small unlogged writes a
-/// second at most.
+/// A declaration with less time left than this is renewed before a wait: at most two small unlogged
+/// writes a second.
 const ASLEEP_LEFT_MIN: Duration = Duration::from_millis(500);
-/// The wait before a lost LISTEN connection is made again; meanwhile relays poll.
+/// The wait before a lost LISTEN connection is opened again. Relays poll meanwhile.
 const LISTEN_RETRY: Duration = Duration::from_secs(1);
 
-/// Asks a log's writers for notifications. The first time only, it locks the log's table against
-/// writers for a moment, once those that write have ended.
+/// Asks a log's writers for notifications. Only the first call locks the log's table against
+/// writers, for a moment, after waiting for the transactions that are writing.
 const NOTIFY_ENABLE: &str = "SELECT {s}.notify_enable($1)";
 
-/// Declares a relay asleep. Index: primary key of `sleeper`. Locks the row; unlogged, so that
-/// nothing waits for the disk.
+/// Declares a relay asleep. Index: primary key of `sleeper`. Locks the row. The table is unlogged,
+/// so that nothing waits for the disk.
 const SLEEPER_DECLARE: &str = "
 INSERT INTO {s}.sleeper (log, owner, asleep_until) VALUES ($1, $2, pg_catalog.clock_timestamp() {+} ($3 {*} interval '1 microsecond'))
 ON CONFLICT (log, owner) DO UPDATE SET asleep_until = excluded.asleep_until";
 
-/// The logs that are listened for. The tasks end with the store.
+/// The logs that this store listens for. Their tasks end with the store.
 #[derive(Default)]
 pub(crate) struct Listener {
     logs: Mutex<HashMap<LogName, Listening>>,
@@ -62,7 +62,7 @@ impl Listener {
         self.logs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a wait needs a new declaration first; `None` when the log is not listened for.
+    /// Whether a wait needs a new declaration first; `None` if the log is not listened for.
     fn needs_declaration(&self, log: &LogName) -> Option<bool> {
         let soon = Instant::now() + ASLEEP_LEFT_MIN;
         self.lock().get(log).map(|listening| listening.declared_until.is_none_or(|until| until < soon))
@@ -70,22 +70,22 @@ impl Listener {
 }
 
 impl PostgresStore {
-    /// Waits for a local commit or a notification that came after the lane's last read began.
+    /// Waits for a local commit or a notification since the lane's last read began.
     pub(crate) async fn wait_for_wakeup(&self, lease: &Lease) {
         let mut wakeups = self.lane(lease).wakeups();
         match self.inner.listener.needs_declaration(&lease.log) {
-            // A writer that looked before we declared sends nothing: let the caller read once more.
+            // A writer that looked before we declared sends no notification: let the caller read
+            // once more.
             Some(true) if self.declare_asleep(lease).await.is_ok() => return,
             _ => {}
         }
-        // Fails only when the store is gone; then nothing will ever come.
+        // Fails only if the store is gone. Then no hint will ever come.
         if wakeups.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
     }
 
-    /// Listens for a log's writers, where the configuration asks for it. A failure costs nothing
-    /// but the hints.
+    /// Listens for notifications of a log's writers, if configured. A failure only costs the hints.
     pub(crate) async fn listen_if_asked(&self, log: &LogName) {
         if !self.inner.config.notify || self.inner.listener.lock().contains_key(log) {
             return;
@@ -100,8 +100,8 @@ impl PostgresStore {
         }
     }
 
-    /// Waits no longer than a second for writers that are in a transaction, since others would wait
-    /// behind us.
+    /// Waits at most a second for open transactions that write, because later writers queue behind
+    /// us.
     async fn enable_notify(&self, log: &LogName) -> Result<String> {
         let enable = async |session: &Session| {
             let row = session.row(&session.sql(NOTIFY_ENABLE), &params![log.as_str()]).await?;
@@ -112,7 +112,7 @@ impl PostgresStore {
 
     async fn declare_asleep(&self, lease: &Lease) -> Result<()> {
         let session = self.session("hint").await?;
-        // Counted from before the call, as a lease is.
+        // Counted from before the call, as for a lease.
         let until = Instant::now() + ASLEEP;
         let (log, owner) = (lease.log.as_str(), lease.owner.as_str());
         session.execute(&session.sql(SLEEPER_DECLARE), &params![log, owner, micros(ASLEEP)]).await?;
@@ -123,12 +123,12 @@ impl PostgresStore {
     }
 }
 
-/// Listens until the store is gone; on a connection of its own, made again when it is lost.
+/// Listens until the store is gone, on its own connection, which is reopened when it is lost.
 async fn listen(store: Weak<Inner>, channel: String) {
     while let Some(inner) = store.upgrade() {
         let Some(Target { settings, tls }) = inner.listen_target.clone() else { return };
         let wakeups = inner.wakeups.clone();
-        // The store must be able to end while we wait.
+        // Release the store, so that it can be dropped while we wait.
         drop(inner);
         if let Ok((client, mut connection)) = settings.connect(tls).await {
             let sql = format!("LISTEN \"{channel}\"");
@@ -141,7 +141,7 @@ async fn listen(store: Weak<Inner>, channel: String) {
             };
             let asked = async {
                 let _ = client.batch_execute(&sql).await;
-                // The connection ends with its client.
+                // Keep the client: the connection ends with it.
                 std::future::pending::<()>().await;
             };
             futures::future::select(std::pin::pin!(messages), std::pin::pin!(asked)).await;

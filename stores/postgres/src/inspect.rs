@@ -1,5 +1,5 @@
 //! What an operator sees: subscriptions, counts, lists, one event. Lists may walk the log, counts
-//! never do; both run in a snapshot of their own, hold no lock and wait for none for long.
+//! never do. Both run in a snapshot of their own, hold no lock, and never wait long for one.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -26,11 +26,11 @@ use crate::session::Session;
 use crate::subscription::{filter_of, look_up};
 use crate::unrouted::count_unrouted;
 
-/// The largest payload to bring along where the server cannot give one of them: none, so that it
-/// fails alone.
+/// The largest payload to read inline after the server failed to return one of them: none. Payloads
+/// are then fetched one by one, so that a damaged one fails alone.
 const WITHOUT_PAYLOADS: i32 = -1;
 
-/// Every subscription with its lanes. Reads two small tables. No lock.
+/// All subscriptions with their lanes. Reads two small tables. No lock.
 const SUBSCRIPTION_LIST: &str = "
 SELECT s.name, s.log, s.topics, s.tenant, s.paused_by, s.paused_why, s.paused_until, {is_paused}, n.lane::int, n.epoch, n.owner, (extract(epoch FROM n.lease_until - clock_timestamp()) * 1000000)::bigint,
   s.ordering, s.generation, s.kinds, s.aggregates, s.headers::text
@@ -40,8 +40,8 @@ ORDER BY s.name, n.lane";
 /// Counts by state and topic: see `0001_depth.sql`. No lock.
 const SUBSCRIPTION_DEPTH: &str = "SELECT * FROM {s}.depths($1, $2)";
 
-/// How long each of several subscriptions waits for a lock that all of them together have waited
-/// for in vain: what one needs keeps no other.
+/// The lock timeout of each subscription, after counting all of them at once failed on a lock. A
+/// lock on what one subscription needs then does not keep the others from being counted.
 const ALONE: &str = "SET LOCAL lock_timeout = '10ms'";
 
 /// Records with a delivery row in one state. Index: `delivery_state`, then the log's primary key.
@@ -81,18 +81,19 @@ JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $4
 LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
 WHERE l.id = $3";
 
-/// Ids that came with another body. Index: `conflict_last`. No lock.
+/// Message ids that arrived with a different body. Index: `conflict_last`. No lock.
 const CONFLICT_LIST: &str = "
 SELECT source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at
 FROM {s}.conflict ORDER BY last_at DESC LIMIT $1";
 
-/// How many events a log has, up to a limit, and how many places lie between its first and its
-/// last. Index: the log's primary key. No lock.
+/// The number of events in a log, up to a limit, and the number of places between its first and
+/// last event. Index: the log's primary key. No lock.
 const LOG_COUNT: &str = "
 SELECT (SELECT count(*) FROM (SELECT FROM {log} AS l ORDER BY l.seq LIMIT $1) AS looked),
   coalesce((SELECT l.seq FROM {log} AS l ORDER BY l.seq DESC LIMIT 1) - (SELECT l.seq FROM {log} AS l ORDER BY l.seq LIMIT 1) + 1, 0)";
 
-/// Who keeps everybody out of a table of ours. Reads the server's list of locks; waits for nobody.
+/// The session that locks everyone out of one of our tables. Reads the server's list of locks;
+/// waits for nothing.
 const LOCK_HOLDERS: &str = "
 SELECT c.relname::pg_catalog.text, l.pid, coalesce(a.application_name, ''), pg_catalog.left(coalesce(a.query, ''), 80)
 FROM pg_catalog.pg_locks AS l
@@ -220,12 +221,13 @@ impl Inspect for PostgresStore {
     }
 }
 
-/// Whether others can be counted all the same.
+/// Whether an error may concern one subscription only, so that the others can be counted.
 fn may_be_of_one(error: &Error) -> bool {
     error.kind() != ErrorKind::Unavailable || ["table_locked", "store_contention"].contains(&error.code())
 }
 
-/// What rows of [`SUBSCRIPTION_DEPTH`] say of a subscription; `None`: nothing, it is not there.
+/// Adds up the rows of [`SUBSCRIPTION_DEPTH`] for one subscription. `None` if there are none: the
+/// subscription does not exist.
 fn added(subscription: &SubscriptionName, rows: &[Row], share: Share) -> Result<Option<StatsCounter>> {
     let mut rows = rows.iter().filter(|row| row.get::<_, &str>(0) == subscription.as_str()).peekable();
     if rows.peek().is_none() {
@@ -250,7 +252,7 @@ fn wait(micros: i64) -> Duration {
 }
 
 impl PostgresStore {
-    /// What [`SUBSCRIPTION_DEPTH`] says of several subscriptions.
+    /// Runs [`SUBSCRIPTION_DEPTH`] for several subscriptions.
     async fn depths(&self, subscriptions: &[SubscriptionName], share: Share, lock: Option<&str>) -> Result<Vec<Row>> {
         let names: Vec<&str> = subscriptions.iter().map(SubscriptionName::as_str).collect();
         let (sql, rows_max) = (self.schema().sql(SUBSCRIPTION_DEPTH), share.rows_max());
@@ -263,7 +265,8 @@ impl PostgresStore {
         self.look("stats", read).await
     }
 
-    /// The counts of a subscription, from the rows of several.
+    /// Returns the counts of one subscription from the rows of several. An unknown subscription is
+    /// an error.
     async fn counted(&self, subscription: &SubscriptionName, rows: &[Row], share: Share) -> Result<Stats> {
         let counter = added(subscription, rows, share)?;
         if counter.is_none() {
@@ -272,7 +275,7 @@ impl PostgresStore {
         Ok(counter.unwrap_or_else(|| StatsCounter::within(share)).finish())
     }
 
-    /// Runs a look of one statement that is asked for again and again, and may not be slow.
+    /// Runs a read of one statement that is polled, and must not be slow.
     pub(crate) async fn look<T>(
         &self,
         operation: &'static str,
@@ -282,7 +285,7 @@ impl PostgresStore {
         self.with_lock_named(self.call_to_look(operation, look).await).await
     }
 
-    /// Where a look waited for a lock in vain, the error names who holds it.
+    /// If a read failed on a lock, puts the session that holds it into the error.
     async fn with_lock_named<T>(&self, looked: Result<T>) -> Result<T> {
         match looked {
             Err(error) if error.code() == "store_contention" => Err(self.name_lock(error).await),
@@ -353,9 +356,9 @@ impl PostgresStore {
         self.report("get", read).await
     }
 
-    /// Rows to records. Large payloads are fetched as far as the bound goes, and the list ends
-    /// there; after the snapshot, because one that the server cannot give would fail the whole of
-    /// it.
+    /// Turns rows into records. Large payloads are fetched up to a total size, where the list ends.
+    /// This happens after the snapshot, because a payload that the server cannot return would abort
+    /// its transaction.
     async fn records(&self, operation: &'static str, (log, rows): (LogName, Vec<Row>)) -> Result<Vec<Record>> {
         let mut events: Vec<Stored> =
             rows.iter().map(|row| Stored::of_delivery(row, EVENT_COLUMNS.len() + 7)).collect();
@@ -367,7 +370,8 @@ impl PostgresStore {
 }
 
 fn record(stored: Stored, row: &Row) -> Result<Record> {
-    // What a relay wrote down of it stands; before that, what is wrong with it is said here.
+    // What a relay recorded of the event has precedence; otherwise the fault found here is
+    // reported.
     let (code, error) = stored.unreadable.map(|why| (why.code.into_owned(), why.error)).unzip();
     let column = |offset: usize| EVENT_COLUMNS.len() + offset;
     let count = |offset: usize| row.get::<_, i32>(column(offset)).unsigned_abs();

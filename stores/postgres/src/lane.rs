@@ -1,12 +1,12 @@
 //! What a lane remembers between calls: its window, how far it has read and how far it is settled.
 //!
-//! The database knows the window and the settled position; how far we have read is only ours, so
-//! that a page costs no write and a crash gives everything unsettled again. What is remembered
-//! belongs to one epoch: another lease begins from the database.
+//! The database stores the window and the settled position. How far we have read is known only
+//! here, so that reading a page costs no write, and after a crash everything unsettled is read
+//! again. What is remembered belongs to one epoch: the next lease starts from the database.
 //!
-//! The window here is never ahead of the one in the database. A crash takes back transaction ids
-//! that were not flushed, and gives them out again: a snapshot remembered from before it would take
-//! the new transactions for seen, and lose their events.
+//! The window here is never ahead of the one in the database. A crash of the server loses
+//! transaction ids that were not flushed, and assigns them again. A snapshot remembered from before
+//! the crash would count those new transactions as seen, and their events would be lost.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,16 +18,16 @@ use crate::PostgresStore;
 
 /// One lane of this process.
 pub(crate) struct Lane {
-    /// One reader at a time; settling does not wait for it.
+    /// Allows one reader at a time. Settling does not take it.
     pub(crate) turn: tokio::sync::Mutex<()>,
     position: Mutex<Option<Position>>,
-    /// The epoch of the last grant, if this store asked for it. After a failover it may be lower
-    /// than one before.
+    /// The epoch of the last grant, if it was made through this store. After a failover it may be
+    /// lower than an earlier one.
     granted: Mutex<Option<Epoch>>,
-    /// Where the newest version of the lane's row was last seen, as Postgres writes a `ctid`. Only
-    /// a hint: see `0001_settle.sql`.
+    /// Where the newest version of the lane's row was last seen, as a `ctid` in Postgres's
+    /// notation. Only a hint: see `0001_settle.sql`.
     place: Mutex<Option<String>>,
-    /// Which local commits the last read has seen.
+    /// The local commits that the last read has seen.
     wakeups: Mutex<watch::Receiver<u64>>,
 }
 
@@ -35,51 +35,52 @@ pub(crate) struct Lane {
 #[derive(Debug, Clone)]
 pub(crate) struct Position {
     pub(crate) epoch: Epoch,
-    /// The snapshot that ends the window, as Postgres writes it. No two windows of a lane have the
-    /// same.
+    /// The snapshot that ends the window, in Postgres's notation. It differs between all windows of
+    /// a lane.
     pub(crate) window: Arc<str>,
-    /// The revision of the filter that what is not settled was read by.
+    /// The revision of the filter that the unsettled events were read with.
     pub(crate) revision: i32,
-    /// Everything of the window up to here is dealt with.
+    /// Everything in the window up to here is settled.
     pub(crate) settled: i64,
-    /// Everything of the window up to here was given out; never below `settled`.
+    /// Everything in the window up to here was handed out; never below `settled`.
     pub(crate) read: i64,
-    /// The events between the two, in their order: as many as wait for their settlement.
+    /// The `seq` of the events between the two, in order: one entry for each event that waits to be
+    /// settled.
     pub(crate) given: VecDeque<i64>,
-    /// Nothing of the window is left beyond `read`.
+    /// Whether nothing of the window is left beyond `read`.
     pub(crate) drained: bool,
-    /// Where its rows are, once that is known and if it has no stragglers.
+    /// Where the window's rows are, once known, and if it has no stragglers.
     pub(crate) bounds: Option<Bounds>,
-    /// Rises with every rewind, so that a read that was under way does not undo it.
+    /// Incremented by every rewind, so that a read in progress does not undo it.
     rewinds: u64,
 }
 
-/// The rows of a window without stragglers: what they have in common.
+/// What the rows of a window without stragglers have in common.
 #[derive(Debug, Clone)]
 pub(crate) struct Bounds {
-    /// Their numbers are greater,
+    /// Their `seq` is greater than this,
     pub(crate) low: i64,
-    /// and not greater than this.
+    /// and at most this.
     pub(crate) high: i64,
-    /// Their transactions began no earlier than this one; as text, as Postgres writes it.
+    /// Their transactions are not older than this one, in Postgres's notation.
     pub(crate) xid_low: String,
 }
 
 impl Position {
-    /// Begins where the database says, under a lease that has not read.
+    /// Starts from the position in the database, under a lease that has not read yet.
     pub(crate) fn at(epoch: Epoch, window: Arc<str>, revision: i32, settled: i64) -> Self {
         let (given, drained, bounds, rewinds) = (VecDeque::new(), false, None, 0);
         Self { epoch, window, revision, settled, read: settled, given, drained, bounds, rewinds }
     }
 
-    /// The next window was opened.
+    /// Starts the next window, which was opened.
     pub(crate) fn enter(&mut self, window: Arc<str>) {
         self.window = window;
         (self.settled, self.read, self.drained, self.bounds) = (0, 0, false, None);
         self.given.clear();
     }
 
-    /// Everything up to a place is settled.
+    /// Marks everything up to `position` as settled.
     fn settle(&mut self, position: i64) {
         self.settled = self.settled.max(position);
         while self.given.front().is_some_and(|seq| *seq <= self.settled) {
@@ -99,24 +100,24 @@ impl Lane {
         }
     }
 
-    /// A lane was granted: nothing that was known of it holds.
+    /// Notes that a lane was granted. Nothing that was known of it before holds.
     pub(crate) fn begin(&self, epoch: Epoch) {
         *lock(&self.granted) = Some(epoch);
         *lock(&self.position) = None;
     }
 
-    /// Whether an epoch may be read under: it is the one that was granted, or was granted through
-    /// another store.
+    /// Whether reading is allowed under `epoch`: it is the last one granted here, or the lane was
+    /// granted through another store.
     pub(crate) fn is_of(&self, epoch: Epoch) -> bool {
         lock(&self.granted).is_none_or(|granted| granted == epoch)
     }
 
-    /// The position under an epoch, if it is known.
+    /// The position under `epoch`, if known.
     pub(crate) fn position(&self, epoch: Epoch) -> Option<Position> {
         lock(&self.position).clone().filter(|position| position.epoch == epoch)
     }
 
-    /// Remembers how far was read, unless the lane was rewound meanwhile. Says whether it did.
+    /// Records how far was read, unless the lane was rewound meanwhile. Returns whether it did.
     pub(crate) fn advance(&self, mut position: Position) -> bool {
         if !self.is_of(position.epoch) {
             return false;
@@ -125,7 +126,7 @@ impl Lane {
         let settled = match known.as_ref() {
             Some(now) if now.epoch > position.epoch => return false,
             Some(now) if now.epoch == position.epoch && now.rewinds != position.rewinds => return false,
-            // A batch of this window may have been settled while the next was being read.
+            // A batch of this window may have been settled during the read.
             Some(now) if now.epoch == position.epoch && now.window == position.window => now.settled,
             _ => 0,
         };
@@ -134,7 +135,7 @@ impl Lane {
         true
     }
 
-    /// Notes a settlement that was committed.
+    /// Records a settlement that was committed.
     pub(crate) fn settled(&self, epoch: Epoch, position: Option<i64>, rewind: bool) {
         let mut known = lock(&self.position);
         let Some(now) = known.as_mut().filter(|now| now.epoch == epoch) else { return };
@@ -151,13 +152,13 @@ impl Lane {
         lock(&self.place).clone()
     }
 
-    /// Remembers where the row is now.
+    /// Records where the row is now.
     pub(crate) fn found_at(&self, place: &str) {
         *lock(&self.place) = Some(place.to_owned());
     }
 
-    /// Forgets what was read under an epoch. A call of a former epoch that ends late leaves what is
-    /// known under a newer one.
+    /// Forgets what was read under `epoch`. A late call of a former epoch keeps what is known under
+    /// a newer one.
     pub(crate) fn forget(&self, epoch: Epoch) {
         let mut known = lock(&self.position);
         if known.as_ref().is_some_and(|position| position.epoch <= epoch) {
@@ -165,19 +166,20 @@ impl Lane {
         }
     }
 
-    /// From here on, local commits are news again.
+    /// Marks local commits so far as seen; later ones end a wait.
     pub(crate) fn mark_wakeups_seen(&self) {
         lock(&self.wakeups).mark_unchanged();
     }
 
-    /// A receiver that knows which local commits were seen by the last read.
+    /// A receiver that wakes for local commits since the last read.
     pub(crate) fn wakeups(&self) -> watch::Receiver<u64> {
         lock(&self.wakeups).clone()
     }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic while it was locked would have been between two whole changes.
+    // Every change under the lock is complete before anything can panic, so a poisoned lock is
+    // safe.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

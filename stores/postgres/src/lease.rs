@@ -1,4 +1,4 @@
-//! Leases: who drives a lane, until when by the database's clock, and with which epoch.
+//! Leases: which relay drives a lane, until when by the database's clock, and under which epoch.
 
 use std::time::Duration;
 
@@ -12,20 +12,21 @@ use crate::log::micros;
 use crate::params::params;
 use crate::session::Session;
 
-/// Counts `owner` as alive for `$3` and takes out who has been gone for an hour. Indexes: primary
-/// keys. Locks the row. By the name too: it may be another one by now.
+/// Counts `owner` as alive for `$3` microseconds, and deletes replicas that have been gone for an
+/// hour. Indexes: primary keys. Locks the row. Matched by name too, because the subscription may
+/// have been renamed meanwhile.
 const REPLICA_HEARTBEAT: &str = "
 WITH gone AS (DELETE FROM {s}.replica WHERE subscription = $1 AND owner <> $2 AND alive_until < clock_timestamp() - interval '1 hour')
 INSERT INTO {s}.replica (subscription, owner, alive_until, alive_ttl)
 SELECT s.id, $2, clock_timestamp() + $3 * interval '1 microsecond', $3 FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $4
 ON CONFLICT (subscription, owner) DO UPDATE SET alive_until = excluded.alive_until, alive_ttl = excluded.alive_ttl";
 
-/// By the primary keys; the name is unique. Locks the row.
+/// Deletes a replica that leaves. Indexes: primary key, and the unique name. Locks the row.
 const REPLICA_LEAVES: &str = "DELETE FROM {s}.replica WHERE owner = $2 AND subscription = (SELECT s.id FROM {s}.subscription AS s WHERE s.name = $1)";
 
 /// Whether the subscription is paused, how many relays are alive, and what is wrong with its lanes:
-/// how many are not there, and whether a cursor is one of another cluster. A heartbeat counts as a
-/// lease does. Indexes: primary keys.
+/// how many are missing, and whether a cursor belongs to another cluster. A heartbeat is valid
+/// under the same rule as a lease. Indexes: primary keys.
 const SUBSCRIPTION_STATE: &str = "
 SELECT s.paused_by, s.paused_why, s.paused_until, {is_paused},
   (SELECT count(*) FROM {s}.replica AS r WHERE r.subscription = s.id AND r.alive_until > clock_timestamp()
@@ -34,18 +35,19 @@ SELECT s.paused_by, s.paused_why, s.paused_until, {is_paused},
   EXISTS (SELECT FROM {s}.lane AS l WHERE l.subscription = s.id AND l.cluster <> (SELECT {s}.cluster_id())), s.lanes::int
 FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $2";
 
-/// Takes the first free lane, or one that is ours without the caller knowing it: the answer to its
-/// grant was lost. Index: primary key of `lane`. Locks the one row; lanes locked by somebody else
-/// are passed over.
+/// Takes the first free lane, or one that belongs to the caller without its knowledge, because the
+/// answer to its grant was lost. Index: primary key of `lane`. Locks this one row; lanes locked by
+/// others are skipped.
 ///
-/// A lease is over at its end, and where its end lies further ahead than its length: then it was
-/// written before the clock went back. By more than a second: less is a time server's correction,
-/// for which nobody shall lose a living lease. `clock_timestamp()`, not `now()`: the transaction
-/// may have waited, and a lease counts from the grant. A cursor of another cluster is not granted;
-/// [`SUBSCRIPTION_STATE`] says so.
+/// A lease is over at its end. It is also over if its end lies further ahead than its length, by
+/// more than a second: then it was written before the clock was set back. A smaller step is a time
+/// server's correction, and must not cost anyone a valid lease. `clock_timestamp()` rather than
+/// `now()`, because the transaction may have waited, and a lease counts from the grant. A cursor of
+/// another cluster is not granted; [`SUBSCRIPTION_STATE`] reports it.
 ///
-/// Another owner whose lease ran out has vanished; after it held the lane for long, the crashes
-/// before count no more: it renewed when ten lengths of its lease were over (`Lease::LONG`).
+/// If another owner's lease expired, that owner has crashed, which is counted. The count starts
+/// again if it held the lane for long: it renewed after ten times the length of its lease
+/// (`Lease::LONG`).
 const LANE_ACQUIRE: &str = "
 UPDATE {s}.lane SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3,
   granted_at = clock_timestamp(), crashes = CASE WHEN lease_until IS NULL OR coalesce(owner = $2, true) THEN crashes
@@ -60,35 +62,35 @@ WHERE subscription = $1 AND lane = (
   ORDER BY l.lane LIMIT 1 FOR UPDATE SKIP LOCKED)
 RETURNING lane::int, epoch, crashes";
 
-/// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index:
+/// Makes events due that wait for a call of the former holder (`Disposition::IN_FLIGHT`). Index:
 /// `delivery_in_flight`. Locks the rows.
 ///
-/// A statement after the grant and not a part of it, so that it sees a settlement that committed
-/// just before. The lane just granted is the one whose row this transaction wrote: `$2` may hold
-/// others, with calls in flight.
+/// This is a separate statement after the grant, so that it sees a settlement that committed just
+/// before. The lane just granted is the one whose row this transaction wrote (`xmin`): `$2` may
+/// hold other lanes, with calls in flight.
 const DELIVERY_MAKE_DUE: &str = "
 UPDATE {s}.delivery AS d SET due_at = clock_timestamp(), updated_at = clock_timestamp()
 FROM {s}.lane AS l
 WHERE l.subscription = $1 AND l.owner = $2 AND l.xmin = pg_current_xact_id()::xid
   AND d.subscription = l.subscription AND d.lane = l.lane AND d.code = 'in_flight' AND d.state = 'retrying' AND d.due_at > clock_timestamp()";
 
-/// What the former holder sent alone and did not write of again, it ended with
-/// (`Disposition::ALONE`, `RELAY_CRASHED`). Index: `delivery_in_flight`. Locks the rows. After the
-/// grant as [`DELIVERY_MAKE_DUE`] is, and for the same lane.
+/// Counts a crash against events that the former holder sent alone and recorded no outcome for: it
+/// crashed while sending them (`Disposition::ALONE`, `RELAY_CRASHED`). Index: `delivery_in_flight`.
+/// Locks the rows. Runs after the grant and for the same lane, as [`DELIVERY_MAKE_DUE`] does.
 const DELIVERY_COUNT_CRASH: &str = "
 UPDATE {s}.delivery AS d SET crashes = d.crashes + 1, code = 'relay_crashed', error = $3, updated_at = clock_timestamp()
 FROM {s}.lane AS l
 WHERE l.subscription = $1 AND l.owner = $2 AND l.xmin = pg_current_xact_id()::xid
   AND d.subscription = l.subscription AND d.lane = l.lane AND d.code = 'alone' AND d.state = 'retrying'";
 
-/// Holds the lane, unless it was lost or the subscription is paused. Index: primary key. Locks the
-/// row.
+/// Extends the lease, unless it was lost or the subscription is paused. Index: primary key. Locks
+/// the row.
 const LANE_RENEW: &str = "
 UPDATE {s}.lane SET lease_until = clock_timestamp() + $4 * interval '1 microsecond', lease_ttl = $4
 WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
   AND NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND {is_paused})";
 
-/// Gives the lane back. Index: primary key. Locks the row.
+/// Gives the lane back, and stores its count of crashes. Index: primary key. Locks the row.
 const LANE_RELEASE: &str = "
 UPDATE {s}.lane SET lease_until = NULL, crashes = $4 WHERE subscription = $1 AND lane = $2 AND epoch = $3";
 
@@ -125,7 +127,7 @@ pub(crate) async fn acquire(
         Ok((lane, state?))
     };
     let (lane, state) = match session.at_once(&store.inner.modes.write, take).await {
-        // The subscription went while the heartbeat was written.
+        // The subscription was removed while the heartbeat was written.
         Err(error) if error.code() == REFERENCE_MISSING => (Vec::new(), Vec::new()),
         taken => taken?,
     };
@@ -152,7 +154,7 @@ pub(crate) async fn acquire(
         store.lane(lease).begin(lease.epoch);
     }
     Ok(Acquired {
-        // One set between the two statements says nothing beside a lease.
+        // A pause that began between the two statements is not reported together with a lease.
         paused: pause_of(state, 0).filter(|_| lease.is_none()),
         lease,
         replicas: u16::try_from(state.get::<_, i64>(4).max(1)).unwrap_or(u16::MAX),
@@ -160,7 +162,8 @@ pub(crate) async fn acquire(
     })
 }
 
-/// The pause in force, from the columns who, why, until and whether it is.
+/// Returns the pause in force from four columns: by whom, why, until when, and whether it is in
+/// force.
 pub(crate) fn pause_of(row: &Row, at: usize) -> Option<Pause> {
     let by = row.get::<_, Option<String>>(at).filter(|_| row.get(at + 3))?;
     Some(Pause { by, why: row.get::<_, Option<String>>(at + 1).unwrap_or_default(), until: row.get(at + 2) })
@@ -195,7 +198,7 @@ pub(crate) async fn release(store: &PostgresStore, session: &Session, lease: &Le
     let held = params![subscription.id, lane, lease.epoch, crashes];
     let give_back = async |session: &Session| session.execute(&release, &held).await;
     session.at_once(&store.inner.modes.write, give_back).await?;
-    // Whoever waits for a free lane in this process need not wait for its next poll.
+    // Relays in this process that wait for a free lane need not wait for their next poll.
     store.wake();
     Ok(())
 }
@@ -210,7 +213,7 @@ pub(crate) async fn leave(
     let of = params![name, owner];
     let leave = async |session: &Session| session.execute(&leaves, &of).await;
     session.at_once(&store.inner.modes.write, leave).await?;
-    // Relays in this process need not wait for their next poll to take their larger share.
+    // Relays in this process take their larger share without waiting for their next poll.
     store.wake();
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Handlers in a transaction of another driver, which settles their events.
+//! Handlers in a transaction of another driver, which also settles their events.
 
 use std::fmt::Write as _;
 
@@ -14,33 +14,33 @@ use crate::execute::{Execute, Row};
 use crate::params::Bound;
 use crate::settle::settle_in;
 
-/// How a transaction of handlers begins.
+/// The statement that begins a transaction of handlers.
 pub const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
 
-/// Rows of a [`Statement`], each with its columns.
+/// The rows that a [`Statement`] returned, each with its columns.
 pub type Rows = Vec<Vec<Option<String>>>;
 
-/// A driver in whose transactions handlers work and their events are settled, with [`apply_in`].
+/// A driver whose transactions run handlers and settle their events, with [`apply_in`].
 ///
-/// Behaviour: an error is [`Refusal::of`](crate::driver::Refusal::of) where the server said no, and
-/// [`unreachable`](crate::driver::unreachable) where it gave no answer.
+/// Behaviour: an error is [`Refusal::of`](crate::driver::Refusal::of) if the server refused, and
+/// [`unreachable`](crate::driver::unreachable) if it did not answer.
 pub trait Settles: Database {
-    /// What a transaction is open on.
+    /// The connection that the transaction is open on.
     type Connection: Send;
 
-    /// Executes statements without parameters, and ignores what they give.
+    /// Executes statements without parameters, and ignores their results.
     fn run(connection: &mut Self::Connection, sql: String) -> impl Future<Output = Result<()>> + Send;
 
     /// Executes a statement.
     fn rows(connection: &mut Self::Connection, statement: Statement) -> impl Future<Output = Result<Rows>> + Send;
 }
 
-/// A statement of a settlement. Do not prepare it under a name, as an
-/// [`AppendStatement`](crate::driver::AppendStatement).
+/// A statement of a settlement. Like an [`AppendStatement`](crate::driver::AppendStatement), do not
+/// prepare it under a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Statement {
-    /// What to execute. The columns that it gives, if any, are `text`.
+    /// What to execute. The columns it returns, if any, are `text`.
     pub sql: String,
     /// Its parameters `$1`, `$2`, …. Bind each as `text`.
     pub texts: Vec<Option<String>>,
@@ -52,7 +52,7 @@ impl Statement {
     }
 }
 
-/// The statement with each parameter cast from `text` to its type.
+/// Returns the statement with each parameter cast from `text` to its type.
 fn cast(sql: &str, bound: &[Bound<'_>]) -> String {
     let mut parts = sql.split('$');
     let mut cast = parts.next().unwrap_or_default().to_owned();
@@ -66,7 +66,8 @@ fn cast(sql: &str, bound: &[Bound<'_>]) -> String {
     cast
 }
 
-/// What handlers did and the position of their events, on a connection and not yet committed.
+/// The work of handlers and the position of their events, written on a connection and not yet
+/// committed.
 #[derive(Debug)]
 #[must_use = "commit the transaction, then say so: `committed`"]
 pub struct Applied<'a> {
@@ -77,20 +78,20 @@ pub struct Applied<'a> {
 }
 
 impl Applied<'_> {
-    /// The transaction is committed. What the call of
-    /// [`Apply::apply`](postbox_core::Apply::apply) gives.
+    /// Call this after the commit. Returns the result for
+    /// [`Apply::apply`](postbox_core::Apply::apply).
     pub fn committed(self) -> Vec<Option<Outcome>> {
         apply::committed(self.store, self.lease, &self.settlement);
         self.outcomes
     }
 }
 
-/// The work of [`Apply::apply`](postbox_core::Apply::apply) between the beginning of a transaction
-/// and its commit, both of which are the driver's.
+/// Does the work of [`Apply::apply`](postbox_core::Apply::apply) between the begin and the commit
+/// of a transaction. Both of these belong to the driver.
 ///
-/// Begin with [`BEGIN`], on a connection that is [`Borrowed`]. Whatever comes before
-/// [`committed`](Applied::committed), an error of this or a future that is dropped: roll back, and
-/// lend the connection to nobody before the server has heard of it.
+/// Begin with [`BEGIN`], on a connection that is [`Borrowed`]. If anything fails before
+/// [`committed`](Applied::committed), or the future is dropped, roll back. Do not give the
+/// connection back to the pool before the server has answered.
 pub async fn apply_in<'a, D>(
     store: &'a PostgresStore,
     connection: &mut D::Connection,
@@ -114,8 +115,8 @@ where
     Ok(Applied { store, lease, settlement, outcomes })
 }
 
-/// A connection of a pool, closed when it is dropped before it is given back: a transaction may be
-/// open on it, and an answer still to come.
+/// A connection of a pool. If it is dropped instead of given back, it is closed: a transaction may
+/// be open on it, or an answer outstanding.
 #[derive(Debug)]
 pub struct Borrowed<C> {
     connection: Option<C>,
@@ -123,17 +124,17 @@ pub struct Borrowed<C> {
 }
 
 impl<C> Borrowed<C> {
-    /// `close` takes the connection out of its pool, and ends it.
+    /// Wraps a connection. `close` takes it out of its pool and closes it.
     pub fn new(connection: C, close: fn(C)) -> Self {
         Self { connection: Some(connection), close }
     }
 
-    /// As long as it is borrowed.
+    /// The connection, while it is borrowed.
     pub fn connection(&mut self) -> &mut C {
         self.connection.as_mut().expect("only drop and its end take the connection")
     }
 
-    /// Nothing is open on it any more.
+    /// Gives the connection back to its pool. No transaction may be open on it any more.
     pub fn give_back(mut self) {
         drop(self.connection.take());
     }
@@ -145,15 +146,15 @@ impl<C> Drop for Borrowed<C> {
     }
 }
 
-/// The error where the handlers' pool had no connection in time. `setting` is what the pool calls
-/// the number of them.
+/// The error if the handlers' pool had no free connection in time. `setting` is the pool's name for
+/// its size.
 pub fn pool_exhausted(setting: &str) -> Error {
     let message =
         format!("no free connection of the handlers' pool in time; raise its {setting} or look for long calls");
     Error::new(ErrorKind::Unavailable, "apply", "pool_exhausted", message)
 }
 
-/// A connection that is lent to one handler after the other.
+/// A connection that is lent to one handler after another.
 struct Lent<'c, D: Settles> {
     connection: &'c mut D::Connection,
     handlers: &'c dyn Handlers<D>,
@@ -183,7 +184,7 @@ where
     }
 }
 
-/// The handlers of an event, one after the other, up to the first that fails.
+/// Calls the handlers of an event one after another, up to the first that fails.
 async fn in_turn<D>(handlers: &dyn Handlers<D>, connection: &mut D::Connection, delivery: &Delivery) -> Outcome
 where
     D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
@@ -199,8 +200,8 @@ where
     Outcome::DELIVERED
 }
 
-/// A connection on which a settlement is written. The lock is handed on in the order in which it
-/// was asked for.
+/// A connection that a settlement is written on. The lock is fair, so statements run in the order
+/// of the calls.
 struct On<'c, D: Settles>(Mutex<&'c mut D::Connection>);
 
 impl<D: Settles> Execute for On<'_, D> {

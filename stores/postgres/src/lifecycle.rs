@@ -1,7 +1,7 @@
-//! The life of a subscription: another name, another place, other lanes, its end.
+//! Changes of a whole subscription: rename, reset, number of lanes, removal.
 //!
-//! Each is one transaction, under the locks of the log's row, of all lanes and of the
-//! subscription's row, in this order: docs/cursor.md, writes W16 to W19.
+//! Each is one transaction. It locks the log's row, all lanes and the subscription's row, in this
+//! order: docs/cursor.md, writes W16 to W19.
 
 use postbox_core::kit::{LOOK_EVENTS_MAX, lanes_apart, lanes_held, subscription_changed, subscription_exists};
 use postbox_core::limits::LANES_APART_MAX;
@@ -14,7 +14,7 @@ use crate::replay::made;
 use crate::session::Session;
 use crate::subscription::{FILTER_KEEP, LOG_LOCK, SubscriptionRow, look_up};
 
-/// The place of a cursor that passes everything there is.
+/// The place of a cursor that has passed everything.
 const END: i64 = i64::MAX;
 
 /// Locks the row, by its primary key.
@@ -23,14 +23,14 @@ const SUBSCRIPTION_LOCK: &str = "SELECT name, generation, lanes::int FROM {s}.su
 /// Index: the unique name. No lock.
 const SUBSCRIPTION_GENERATION: &str = "SELECT generation FROM {s}.subscription WHERE name = $1";
 
-/// No lease of a subscription that had this name counts for one that is made later. Indexes:
-/// primary keys. Locks the log's row.
+/// Raises the log's next epoch above those of this subscription, so that no lease of it is valid
+/// for a later subscription with the same name. Indexes: primary keys. Locks the log's row.
 const EPOCH_RETIRE: &str = "
 UPDATE {s}.log AS g SET epoch_next = greatest(g.epoch_next, (SELECT coalesce(max(n.epoch) + 1, 0) FROM {s}.lane AS n WHERE n.subscription = $1))
 WHERE g.name = $2";
 
-/// No lease counts any more; nobody gets a lane before the last would have ended, for its holder
-/// does not know. Index: primary key. Locks the rows.
+/// Invalidates all leases. A lane is granted again only after the last lease would have ended,
+/// because its holder does not know yet. Index: primary key. Locks the rows.
 const LANE_FENCE: &str = "UPDATE {s}.lane SET epoch = epoch + 1, owner = NULL WHERE subscription = $1";
 
 /// Index: primary key. Locks the rows.
@@ -39,21 +39,23 @@ const REPLICA_FORGET: &str = "DELETE FROM {s}.replica WHERE subscription = $1";
 /// Index: primary key. Locks the row.
 const SUBSCRIPTION_RENAME: &str = "UPDATE {s}.subscription SET name = $2 WHERE id = $1";
 
-/// What it took was not nobody's, though nobody takes it now: where it took everything that was not
-/// looked at yet. Indexes: primary keys. Locks the log's row.
+/// Notes that events so far had a reader, if this subscription took all events that were not
+/// checked for routing yet: its removal does not make them unrouted. Indexes: primary keys. Locks
+/// the log's row.
 const LOG_TAKEN: &str = "
 UPDATE {s}.log AS g SET taken_snap = pg_current_snapshot()
 FROM {s}.subscription AS s
 WHERE s.id = $1 AND g.name = s.log AND {takes_all_new}";
 
-/// Everything of it goes too. Index: primary key. Locks the rows.
+/// Deletes the subscription and, by cascade, everything that belongs to it. Index: primary key.
+/// Locks the rows.
 const SUBSCRIPTION_DELETE: &str = "DELETE FROM {s}.subscription WHERE id = $1";
 
-/// The place before the first event that was appended at a time or later. Walks the log.
+/// The place before the first event that was appended at `$1` or later. Walks the log.
 const LOG_SINCE: &str = "
 SELECT coalesce(min(l.seq) - 1, 9223372036854775807) FROM {log} AS l WHERE l.created_at >= $1";
 
-/// What a reset would do, counted up to `$3`, and who had which lane how often. Indexes: the log's
+/// The effect of a reset, counted up to `$3`, and the epochs of all lanes. Indexes: the log's
 /// primary key, and `(xid, seq)`. No lock.
 const RESET_PLAN: &str = "
 SELECT (SELECT count(*) FROM (
@@ -66,28 +68,29 @@ SELECT (SELECT count(*) FROM (
   (SELECT string_agg(n.epoch::text, ',' ORDER BY n.lane) FROM {s}.lane AS n WHERE n.subscription = s.id)
 FROM {s}.subscription AS s WHERE s.id = $1";
 
-/// A person took the row `l` out.
+/// An operator discarded the row `l`.
 const IS_DISCARDED: &str =
     "EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq AND d.state = 'discarded')";
 
-/// Who had which lane how often, and whether one is held. Index: primary key.
+/// The epochs of all lanes, and whether one is leased. Index: primary key.
 const LANE_EPOCHS: &str = "
 SELECT string_agg(n.epoch::text, ',' ORDER BY n.lane), bool_or(coalesce(n.lease_until > clock_timestamp(), false))
 FROM {s}.lane AS n WHERE n.subscription = $1";
 
-/// How far each lane came by the filter it reads by; of all lanes, or of those that have yet to
-/// take a filter. Indexes: primary keys.
+/// Records how far each lane came with its current filter: for all lanes, or only for those that
+/// have yet to take over the newest filter. Indexes: primary keys.
 const PASSAGE_NOTE: &str = "
 INSERT INTO {s}.passage (subscription, revision, lanes, lane, from_snap, to_snap, last_seq)
 SELECT n.subscription, n.revision, s.lanes, n.lane, n.from_snap, n.to_snap, n.last_seq
 FROM {s}.lane AS n JOIN {s}.subscription AS s ON s.id = n.subscription
 WHERE n.subscription = $1 AND ($2 OR n.revision <> s.revision) ON CONFLICT DO NOTHING";
 
-/// What is read again was never passed. Index: primary key.
+/// Events that will be read again count as never passed. Index: primary key.
 const PASSAGE_CUT: &str = "UPDATE {s}.passage SET seq_max = least(seq_max, $2) WHERE subscription = $1";
 
-/// The filter once more, with room before it for a revision that wants nothing. What goes out again
-/// is of a replay that no event of it had. Index: primary key. Locks the row.
+/// Raises the filter's revision by two: the last is the same filter, and the one before it is a
+/// revision that wants nothing (see [`PASSAGE_SKIP`]). Events that go out again get a replay number
+/// that none of them has had. Index: primary key. Locks the row.
 const SUBSCRIPTION_RESET: &str = "
 UPDATE {s}.subscription AS s SET revision = s.revision + 2, rerouted_seq = 0,
   replays = s.replays + (log.last > $2)::int,
@@ -95,8 +98,8 @@ UPDATE {s}.subscription AS s SET revision = s.revision + 2, rerouted_seq = 0,
   again_seq = CASE WHEN log.last > $2 THEN log.last ELSE s.again_seq END
 FROM (SELECT coalesce(max(l.seq), 0) AS last FROM {log} AS l) AS log WHERE s.id = $1";
 
-/// A cursor that has passed what can be seen now up to a place, or all of it. Indexes: primary
-/// keys. Locks the rows.
+/// Sets the cursor so that it has passed everything visible now, or the part up to a place.
+/// Indexes: primary keys. Locks the rows.
 const LANE_RESET: &str = "
 UPDATE {s}.lane AS n SET epoch = n.epoch + 1, owner = NULL, lease_until = NULL, revision = s.revision,
   from_snap = CASE WHEN $3 THEN log.snap ELSE '1:1:'::pg_snapshot END, to_snap = log.snap,
@@ -104,15 +107,15 @@ UPDATE {s}.lane AS n SET epoch = n.epoch + 1, owner = NULL, lease_until = NULL, 
 FROM {s}.subscription AS s, (SELECT pg_current_snapshot() AS snap, coalesce(max(l.seq), 0) AS last FROM {log} AS l) AS log
 WHERE s.id = $1 AND n.subscription = s.id";
 
-/// What is passed now and was not is passed by a revision that wants nothing. Indexes: primary
+/// Events that the reset skips were passed by the revision that wants nothing. Indexes: primary
 /// keys.
 const PASSAGE_SKIP: &str = "
 INSERT INTO {s}.passage (subscription, revision, lanes, lane, from_snap, to_snap, last_seq)
 SELECT n.subscription, s.revision - 1, s.lanes, n.lane, n.from_snap, n.to_snap, n.last_seq
 FROM {s}.lane AS n JOIN {s}.subscription AS s ON s.id = n.subscription WHERE n.subscription = $1";
 
-/// Rows of what is read again, but for what a person took out. Indexes: primary keys. Locks the
-/// rows.
+/// Deletes the delivery rows of what is read again, except for events that an operator discarded.
+/// Indexes: primary keys. Locks the rows.
 const DELIVERY_CUT: &str = "
 DELETE FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq > $2 AND d.state <> 'discarded'
   AND EXISTS (SELECT FROM {log} AS l WHERE l.seq = d.seq)";
@@ -120,9 +123,9 @@ DELETE FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq > $2 AND d.sta
 /// Index: primary key. Locks the rows.
 const SENT_CUT: &str = "DELETE FROM {s}.sent WHERE subscription = $1 AND seq > $2";
 
-/// Where all new lanes begin: where the furthest of the former stands, or beyond. Of two snapshots
-/// of one cluster the later one sees all that the earlier one sees; it has the higher `xmax`, or
-/// fewer that still ran. Index: primary key.
+/// Where all new lanes begin: at the position of the furthest old lane, or beyond. Of two snapshots
+/// of one cluster, the later one sees all that the earlier one sees. The later one has the higher
+/// `xmax`, or fewer transactions still running. Index: primary key.
 const LANES_JOIN: &str = "
 WITH n AS MATERIALIZED (SELECT * FROM {s}.lane WHERE subscription = $1),
 ends AS (SELECT n.to_snap, n.low, n.high FROM n
@@ -133,8 +136,8 @@ SELECT (SELECT from_snap::text FROM begins), (SELECT to_snap::text FROM ends), (
   max(n.last_seq), max(n.epoch) + 1, sum(n.delivered)::bigint, max(n.lease_until), max(n.lease_ttl), bool_or(n.cluster <> {s}.cluster_id())
 FROM n";
 
-/// What one lane has still to read, and the new ones will have passed, leaves the stream. Indexes:
-/// the log's `(xid, seq)`, primary keys.
+/// Adds a delivery row for each event that an old lane has still to read and that the new lanes
+/// will have passed. Indexes: the log's `(xid, seq)`, primary keys.
 const DELIVERY_LEAVE: &str = "
 WITH ahead AS MATERIALIZED (
   SELECT n.lane, l.seq, l.key, s.ordering, CASE WHEN l.seq <= s.again_seq THEN s.again_replay ELSE 0 END AS replays,
@@ -158,14 +161,14 @@ const LANES_DELETE: &str = "DELETE FROM {s}.lane WHERE subscription = $1";
 /// Index: primary key. Locks the row.
 const LANES_SET: &str = "UPDATE {s}.subscription SET lanes = $2 WHERE id = $1";
 
-/// The new lanes. What was delivered so far is counted in one of them.
+/// Creates the new lanes. The count of delivered events goes to the first of them.
 const LANE_MAKE: &str = "
 INSERT INTO {s}.lane (subscription, lane, revision, from_snap, to_snap, low, high, last_seq, epoch, delivered, lease_until, lease_ttl)
 SELECT s.id, n, s.revision, $2::text::pg_snapshot, $3::text::pg_snapshot, $4, $5, $6, $7, CASE n WHEN 0 THEN $8 ELSE 0 END, $9, $10
 FROM {s}.subscription AS s, generate_series(0, s.lanes - 1) AS n WHERE s.id = $1";
 
-/// Rows get the lane of their key; those whose event somebody deleted from the log by the row's own
-/// key, if it has one. Indexes: primary keys. Locks the rows.
+/// Moves delivery rows to the lane of their key. If the event was deleted from the log, the row's
+/// own key decides, and a row without a key stays. Indexes: primary keys. Locks the rows.
 const DELIVERY_MOVE: &str = "
 UPDATE {s}.delivery AS d SET lane = moved.lane
 FROM (
@@ -173,7 +176,7 @@ FROM (
   FROM {s}.delivery AS e LEFT JOIN {log} AS l ON l.seq = e.seq WHERE e.subscription = $1) AS moved
 WHERE d.subscription = $1 AND d.seq = moved.seq AND d.lane <> moved.lane";
 
-/// Locks everything of a subscription; its generation and number of lanes.
+/// Locks everything of a subscription. Returns its generation and number of lanes.
 async fn lock(session: &Session, name: &SubscriptionName, known: &SubscriptionRow) -> Result<(i64, i32)> {
     session.rows(&session.sql(LOG_LOCK), &params![known.log.as_str()]).await?;
     lock_lanes(session, known.id).await?;
@@ -184,7 +187,8 @@ async fn lock(session: &Session, name: &SubscriptionName, known: &SubscriptionRo
     }
 }
 
-/// The subscription, if it is the one that was looked at; its name may be given to another.
+/// Looks up and locks the subscription, if it still is the one with this generation. Its name may
+/// be used again afterwards.
 async fn retire(session: &Session, name: &SubscriptionName, generation: i64) -> Result<SubscriptionRow> {
     let known = look_up(session, name).await?;
     if lock(session, name, &known).await?.0 != generation {
@@ -220,7 +224,7 @@ pub(crate) async fn remove(session: &Session, name: &SubscriptionName, generatio
     Ok(())
 }
 
-/// The last place that is passed after a reset.
+/// Returns the last place that counts as passed after a reset.
 async fn place_of(session: &Session, log: &LogName, to: ResetTo) -> Result<i64> {
     Ok(match to {
         ResetTo::Beginning => 0,
@@ -230,7 +234,7 @@ async fn place_of(session: &Session, log: &LogName, to: ResetTo) -> Result<i64> 
     })
 }
 
-/// What a reset would do.
+/// Returns what a reset would do.
 pub(crate) async fn plan(session: &Session, name: &SubscriptionName, to: ResetTo) -> Result<ResetPlan> {
     let known = look_up(session, name).await?;
     let place = place_of(session, &known.log, to).await?;
@@ -243,8 +247,8 @@ pub(crate) async fn plan(session: &Session, name: &SubscriptionName, to: ResetTo
     Ok(ResetPlan { again: again.unsigned_abs(), skipped: skipped.unsigned_abs(), is_estimate, stamp })
 }
 
-/// Goes on after a place. What is passed by that and was not is passed by a revision that wants
-/// nothing; what is not passed any more was never passed.
+/// Resets the subscription to continue after a place. Events that are skipped were passed by a
+/// revision that wants nothing. Events that are read again count as never passed.
 pub(crate) async fn reset(session: &Session, name: &SubscriptionName, to: ResetTo, looked: &str) -> Result<ResetPlan> {
     let known = look_up(session, name).await?;
     let (id, sql) = (known.id, |template: &str| session.log_sql(template, &known.log));
@@ -270,8 +274,8 @@ pub(crate) async fn reset(session: &Session, name: &SubscriptionName, to: ResetT
     Ok(ResetPlan { stamp: looked.to_owned(), ..ResetPlan::default() })
 }
 
-/// All new lanes begin where the furthest of the former stands, or beyond; what another had still
-/// to read up to there leaves the stream.
+/// Changes the number of lanes. All new lanes begin at the position of the furthest old lane, or
+/// beyond. Events up to there that another lane has still to read get delivery rows.
 pub(crate) async fn set_lanes(session: &Session, name: &SubscriptionName, lanes: u16) -> Result<()> {
     let known = look_up(session, name).await?;
     let (id, sql) = (known.id, |template: &str| session.log_sql(template, &known.log));

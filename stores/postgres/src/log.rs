@@ -1,10 +1,9 @@
-//! The log contract: each method is a module of its own.
+//! The `Log` contract. Each method has a module of its own.
 //!
 //! The cursor of a lane is a pair of snapshots and a place between them. A *window* is every row
-//! not visible in the first and visible in the second; it is delivered in `seq` order and then the
-//! next one opens. No row is ever claimed, updated or deleted to be read, and a transaction left
-//! open delays only its own events: it is in the list of running ones of both snapshots until it
-//! ends.
+//! not visible in the first and visible in the second. It is delivered in `seq` order, then the
+//! next one opens. No row is ever claimed, updated or deleted in order to be read. An open
+//! transaction delays only its own events: both snapshots list it as running until it ends.
 
 use std::time::Duration;
 
@@ -73,7 +72,7 @@ impl Log for PostgresStore {
     }
 }
 
-/// A wait as Postgres counts it; a century is for ever.
+/// A duration in microseconds, for an interval; at most a century, which stands for ever.
 pub(crate) fn micros(duration: Duration) -> i64 {
     const CENTURY_MICROS: i64 = 100 * 366 * 24 * 3600 * 1_000_000;
     i64::try_from(duration.as_micros()).unwrap_or(CENTURY_MICROS).min(CENTURY_MICROS)

@@ -1,4 +1,4 @@
-//! The upkeep of logs and of the store itself.
+//! Maintenance of logs and of the store itself.
 
 use async_trait::async_trait;
 use postbox_core::{Changed, Error, ErrorKind, LogName, Maintain, Prune, Result, Routed};
@@ -9,7 +9,8 @@ use crate::rebase::rebase;
 use crate::session::Session;
 use crate::unrouted::note_unrouted;
 
-/// How transactions begin, where that was said, and the role that it was said of. Reads settings.
+/// Whether transactions are read-only by default, whether the URL says so, the role and the
+/// database. Reads settings.
 const DEFAULT_READ_ONLY: &str = "
 SELECT setting OPERATOR(pg_catalog.=) 'on', source OPERATOR(pg_catalog.=) 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database())
 FROM pg_catalog.pg_settings WHERE name OPERATOR(pg_catalog.=) 'default_transaction_read_only'";
@@ -42,8 +43,8 @@ impl Maintain for PostgresStore {
         }
     }
 
-    /// A receive is one statement, so its transaction begins as the role or database says;
-    /// everything else says itself that it writes. Error: `Mismatch`, code `default_read_only`.
+    /// Receiving is one statement, whose transaction has the default mode of the role or database.
+    /// All other writes begin READ WRITE explicitly. Error: `Mismatch`, code `default_read_only`.
     async fn check_receiving(&self) -> Result<()> {
         let ask = async |session: &Session| session.row(DEFAULT_READ_ONLY, &[]).await;
         let row = self.call("check_receiving", ask).await?;
@@ -61,7 +62,7 @@ impl Maintain for PostgresStore {
         Err(Error::new(ErrorKind::Mismatch, "check_receiving", "default_read_only", text))
     }
 
-    /// One transaction: rewrites the logs and keeps writers waiting meanwhile. As long as it takes.
+    /// One transaction, without a time limit. It rewrites the logs, and writers wait meanwhile.
     async fn rebase(&self) -> Result<()> {
         rebase(self).await
     }

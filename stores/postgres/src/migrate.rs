@@ -1,4 +1,4 @@
-//! Migrations: embedded, numbered, one transaction each, one starter at a time.
+//! Migrations: embedded, numbered, one transaction each, run by one process at a time.
 
 use async_trait::async_trait;
 use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered};
@@ -17,8 +17,8 @@ pub(crate) struct Migration {
 
 pub(crate) const MIGRATIONS: [Migration; 1] = [Migration { version: 1, name: "0001_spine", sql: MIGRATION }];
 
-/// The timeouts are lifted because rebuilding a large table may take long; string literals mean
-/// what they say.
+/// Begins a migration. Timeouts are lifted, because rebuilding a large table may take long. String
+/// literals are read literally.
 const MIGRATION_BEGIN: &str = "
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
 SET LOCAL statement_timeout = 0;
@@ -28,28 +28,29 @@ SET LOCAL standard_conforming_strings = on;
 SET LOCAL client_min_messages = warning;
 SET LOCAL check_function_bodies = off;";
 
-/// Two starters wait for each other here; the lock ends with the transaction, so that it is right
-/// behind a pooler. Index: none.
+/// Makes concurrent migrations wait for each other. The lock ends with the transaction, so that it
+/// works behind a pooler. Index: none.
 pub(crate) const MIGRATION_LOCK: &str = "SELECT pg_advisory_xact_lock(hashtextextended('postbox migrate', 0));";
 
-/// How long `down` waits for the tables: far longer than a relay's transaction, shorter than a
-/// person's patience.
+/// How long `down` waits for the tables: far longer than a relay's transaction, shorter than an
+/// operator's patience.
 pub(crate) const DOWN_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '5s';";
 
-/// What the owner looks at is everything, also where tenants are kept apart (`row_security.rs`).
-/// The tables are the owner's; locks them.
+/// Lets the owner read all rows, even if row-level security applies to it (`row_security.rs`). The
+/// tables belong to the owner; locks them.
 const OWNER_SEES_ALL: &str = "
 SELECT format('ALTER TABLE %s NO FORCE ROW LEVEL SECURITY', c.oid::regclass), format('ALTER TABLE %s FORCE ROW LEVEL SECURITY', c.oid::regclass)
 FROM pg_class AS c WHERE c.relnamespace = {schema_literal}::regnamespace AND c.relforcerowsecurity ORDER BY c.oid";
 
-/// Nobody appends or delivers between the look and the end. Waits for writers and relays.
+/// Keeps everyone from appending and delivering until the end of the transaction. Waits for writers
+/// and relays.
 pub(crate) const DOWN_LOCK_TABLES: &str =
     "LOCK TABLE {s}.subscription, {s}.lane, {s}.delivery, {s}.receipt IN ACCESS EXCLUSIVE MODE";
 /// See [`DOWN_LOCK_TABLES`].
 const DOWN_LOCK_LOG: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
-/// Whether a log holds an event that a subscription has still to deliver, or that no subscription
-/// reads. Indexes: `delivery_state`, then `(xid, seq)` of the log from the oldest window on.
+/// Whether a log holds an event that a subscription has still to deliver, or events and no
+/// subscription. Indexes: `delivery_state`, then `(xid, seq)` of the log from the oldest window on.
 pub(crate) const LOG_UNDELIVERED: &str = "
 SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id
     WHERE s.log = $1 AND d.state IN ('retrying', 'blocked', 'scheduled'))
@@ -59,7 +60,7 @@ SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.sub
     JOIN {log} AS l ON l.xid >= pg_snapshot_xmin(n.from_snap) AND l.slot % s.lanes = n.lane
     WHERE s.log = $1 AND {is_wanted} AND {is_unread} AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = s.id AND d.seq = l.seq))";
 
-/// Where it is written down what was applied.
+/// The table that records the applied migrations.
 pub(crate) const MIGRATION_TABLE: &str = "
 CREATE SCHEMA IF NOT EXISTS {s};
 CREATE TABLE IF NOT EXISTS {s}.migration (
@@ -68,14 +69,15 @@ CREATE TABLE IF NOT EXISTS {s}.migration (
   applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );";
 
-/// What was applied. Reads the whole (tiny) table.
+/// The applied migrations. Reads the whole (tiny) table.
 const MIGRATION_LIST: &str = "SELECT version, name FROM {s}.migration ORDER BY version";
 
-/// In which encoding the database keeps text.
+/// The encoding in which the database stores text.
 const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text";
 
-/// Everything we made, and nothing else: the schema may hold tables of its owner. Takes exclusive
-/// locks on what it drops. After the views, and before the logs, what a policy ties to both.
+/// Drops everything we made, and nothing else: the schema may hold tables of its owner. Takes
+/// exclusive locks on what it drops. `unrouted` is dropped after the views and before the logs,
+/// because a policy depends on both.
 pub(crate) const MIGRATION_DOWN: &str = "
 DO ${tag}$
 DECLARE
@@ -158,7 +160,7 @@ impl Migrate for PostgresStore {
 }
 
 impl PostgresStore {
-    /// Applies one migration unless it is there; says whether it did.
+    /// Applies one migration unless it was applied before. Returns whether it did.
     async fn apply_migration(&self, migration: &Migration) -> Result<bool> {
         let session = self.session("migrate").await?;
         let apply = async |session: &Session| {
@@ -176,13 +178,14 @@ impl PostgresStore {
     }
 }
 
-/// Writes down that a migration was applied.
+/// The statement that records an applied migration.
 pub(crate) fn record(version: i32, name: &str) -> String {
     format!("INSERT INTO {{s}}.migration (version, name) VALUES ({version}, '{name}');\n")
 }
 
-/// Removes everything. Each step is answered before the next is sent, the end last of all: whoever
-/// stops this command while it waits has removed nothing, however late its locks come free.
+/// Removes everything. Each step waits for its answer before the next is sent, and the commit comes
+/// last. If the command is interrupted while it waits for locks, nothing is removed, however late
+/// the locks become free.
 async fn remove(session: &Session, discard_events: bool) -> Result<()> {
     let logs = session.rows(&session.sql(LOG_NAMES), &[]).await?;
     let logs: Vec<LogName> = logs.iter().map(|row| LogName::from_stored(row.get::<_, String>(0))).collect();
@@ -200,7 +203,8 @@ async fn remove(session: &Session, discard_events: bool) -> Result<()> {
     session.run(&session.schema().migration_sql(MIGRATION_DOWN)).await
 }
 
-/// For the rest of the transaction. Gives the statements that put it back.
+/// Lets the owner read all rows for the rest of the transaction. Returns the statements that undo
+/// it.
 pub(crate) async fn owner_sees_all(session: &Session) -> Result<Vec<String>> {
     let rows = session.rows(&session.schema().migration_sql(OWNER_SEES_ALL), &[]).await?;
     for row in &rows {
@@ -217,7 +221,7 @@ async fn known_migrations(session: &Session) -> Result<Vec<(i32, String)>> {
     Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// An error of `down`; somebody who keeps the tables is named with the cure.
+/// Explains an error of `down`. If the tables are in use, the message names the cure.
 fn in_use(error: Error) -> Error {
     if error.code() != "store_contention" {
         return error;
@@ -226,8 +230,8 @@ fn in_use(error: Error) -> Error {
     Error::new(ErrorKind::Conflict, "migrate", "schema_in_use", message)
 }
 
-/// Text is kept byte for byte, and its length is asked for in bytes: in another encoding neither
-/// would be what was sent.
+/// Text is stored byte for byte, and its length is measured in bytes. In another encoding both
+/// would differ from what was sent.
 async fn check_encoding(session: &Session) -> Result<()> {
     let row = session.row(DATABASE_ENCODING, &[]).await?;
     let encoding: &str = row.get(0);

@@ -1,4 +1,4 @@
-//! `once`: for consumers with a loop of their own.
+//! `once`: deduplication for consumers with their own receive loop.
 
 use postbox_core::kit::check_message_id;
 use postbox_core::{Result, SourceName};
@@ -11,18 +11,18 @@ use crate::schema::SchemaName;
 /// Remembers a message: see `0001_operate.sql`.
 pub(crate) const ONCE: &str = "SELECT {s}.once($1, $2)";
 
-/// Whether this is the first time that `message_id` of `source` is seen, decided in your
-/// transaction: do the message's work in it only if `true`, and both commit together or neither. A
-/// second transaction with the same id waits for the first one's end.
+/// Returns whether `message_id` of `source` is seen for the first time, decided in your
+/// transaction. Do the message's work in it only if `true`: then both commit together or not at
+/// all. A second transaction with the same id waits for the first to end.
 ///
-/// Where the transaction names a tenant (`set_config('postbox.tenant', …, true)`), ids are known by
+/// If the transaction names a tenant (`set_config('postbox.tenant', …, true)`), ids are known per
 /// tenant.
 ///
-/// These ids are kept apart from those of [`postbox_core::Receive`]: a message that was received is
+/// These ids are separate from those of [`postbox_core::Receive`]: a message that was received is
 /// not applied yet.
 ///
-/// Cancel-safety: dropped before it is done, the id may or may not be remembered by your
-/// transaction; roll it back.
+/// Cancel-safety: if this future is dropped before it is done, your transaction may or may not
+/// remember the id; roll it back.
 pub async fn once_in(tx: &Transaction<'_>, schema: &SchemaName, source: &SourceName, message_id: &str) -> Result<bool> {
     check_message_id("once", message_id)?;
     let claimed = tx.client().query_typed_one(&schema.sql(ONCE), &params![source.as_str(), message_id]).await;

@@ -1,5 +1,5 @@
-//! Parameters of statements, each as the type that its Rust type stands for. Statements are unnamed
-//! and typed: nothing is prepared, so that a transaction-mode pooler may sit in between.
+//! Parameters of statements, each with the Postgres type of its Rust type. Statements are unnamed
+//! and typed: nothing is prepared, so that a pooler in transaction mode works.
 
 use std::borrow::Cow;
 
@@ -12,7 +12,7 @@ use crate::text::AsText;
 /// A value and its type.
 pub(crate) type Param<'a> = (&'a (dyn ToSql + Sync), Type);
 
-/// A Rust type that stands for one of Postgres's.
+/// A Rust type with a corresponding Postgres type.
 pub(crate) trait Typed: ToSql + Sync {
     const TYPE: Type;
     /// An array of it.
@@ -67,7 +67,7 @@ macro_rules! params {
 }
 pub(crate) use params;
 
-/// A value and its type, for whatever driver binds it.
+/// A value and its type, for any driver.
 #[derive(Clone)]
 pub(crate) struct Bound<'a> {
     value: &'a dyn Value,
@@ -91,23 +91,23 @@ impl<'a> Bound<'a> {
         Self { value, of: T::TYPE }
     }
 
-    /// For the driver of the store.
+    /// The parameter for the store's driver.
     pub(crate) fn param(&self) -> Param<'a> {
         (self.value.typed(), self.of.clone())
     }
 
-    /// For a driver that binds texts.
+    /// The parameter for a driver that binds texts.
     pub(crate) fn text(&self) -> Option<String> {
         self.value.text()
     }
 
-    /// What such a text is cast to.
+    /// The type that such a text is cast to.
     pub(crate) fn type_name(&self) -> &str {
         self.of.name()
     }
 }
 
-/// As `params!`, for whatever driver.
+/// Like `params!`, for any driver.
 macro_rules! bound {
     ($($value:expr),* $(,)?) => { [$($crate::params::Bound::new(&$value)),*] };
 }

@@ -1,4 +1,4 @@
-//! Payloads that did not come with their rows, and how many rows fit into a batch.
+//! Payloads that were not read with their rows, and how many rows fit into a batch.
 
 use std::pin::pin;
 
@@ -12,30 +12,30 @@ use crate::decode::{Raw, Stored};
 use crate::params::params;
 use crate::session::Session;
 
-/// Larger payloads than this are fetched piece by piece, so that the driver's buffers stay small
-/// beside a payload of 16 MiB.
+/// Larger payloads than this are fetched in pieces of this size. 1 MiB keeps the driver's buffers
+/// small beside a payload of 16 MiB.
 const SLICE_BYTES: usize = 1024 * 1024;
 
-/// The payloads that stayed behind. Index: primary key of the log.
+/// The payloads that were left out. Index: primary key of the log.
 const PAYLOAD_READ: &str = "SELECT seq, payload, payload_bytes FROM {log} WHERE seq {=} ANY ($1)";
 
 /// A piece of one payload. Index: primary key of the log.
 const PAYLOAD_SLICE: &str = "SELECT pg_catalog.substr(coalesce(payload_bytes, pg_catalog.textsend(payload)), $2, $3) FROM {log} WHERE seq {=} $1";
 
-/// How many rows, in their order, a caller can hold.
+/// Returns how many of the rows, in order, the caller can hold.
 pub(crate) fn fitting(rows: &[Stored], limit: BatchLimit) -> usize {
     let mut limiter = BatchLimiter::new(limit);
     rows.iter().take_while(|row| limiter.take(row.size())).count()
 }
 
-/// Fetches the payloads that stayed behind. One that is gone by now, or that the server cannot
-/// give, makes its own event unreadable.
+/// Fetches the payloads that were left out. If one is gone by now, or the server cannot return it,
+/// only its own event becomes unreadable.
 pub(crate) async fn fill_payloads(session: &Session, log: &LogName, rows: &mut [Stored]) -> Result<()> {
     let whole: Vec<i64> =
         rows.iter().filter(|row| row.is_behind() && row.behind <= SLICE_BYTES).map(Stored::seq).collect();
     if !whole.is_empty() {
         match fetch_whole(session, log, rows, &whole).await {
-            // Which of them it is, only each alone can tell.
+            // Fetch each alone, to find out which of them is damaged.
             Err(error) if is_damage(&error) => {
                 for seq in whole {
                     if let Err(error) = fetch_whole(session, log, rows, &[seq]).await {
@@ -57,7 +57,7 @@ pub(crate) async fn fill_payloads(session: &Session, log: &LogName, rows: &mut [
     Ok(())
 }
 
-/// The server cannot give this payload, or the error is of something else.
+/// Marks the event unreadable if the error is damage; returns any other error.
 fn give_up(row: &mut Stored, error: Error) -> Result<()> {
     if !is_damage(&error) {
         return Err(error);
@@ -81,7 +81,7 @@ async fn fetch_whole(session: &Session, log: &LogName, rows: &mut [Stored], seqs
     session.answer(fetch).await
 }
 
-/// `None`: the row is gone, or holds less than it did.
+/// `None` if the row is gone, or its payload has become shorter.
 async fn fetch_sliced(session: &Session, log: &LogName, row: &Stored) -> Result<Option<Bytes>> {
     let sql = session.log_sql(PAYLOAD_SLICE, log);
     let (seq, slice) = (row.seq(), SLICE_BYTES as i32);

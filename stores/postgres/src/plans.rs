@@ -1,8 +1,8 @@
-//! What the planner makes of our statements. Each trap here was hit: a walk of the whole table
-//! instead of an index, 3 to 250 times slower.
+//! Tests of the query plans of our statements. Every case here was once wrong: a scan of the whole
+//! table instead of an index, 3 to 250 times slower.
 //!
-//! The log is asked twice, before and after its first ANALYZE, because the planner errs differently
-//! without statistics.
+//! Each case runs before and after the log's first ANALYZE, because the planner goes wrong
+//! differently without statistics.
 
 use std::time::Duration;
 
@@ -16,11 +16,11 @@ use postbox_core::kit::{LOOK_EVENTS_MAX, PRUNE_ROWS_MAX};
 use postbox_core::{LogName, Migrate as _, Prune};
 use postbox_testkit::servers::{Postgres, Version};
 
-/// Rows in the log. Large enough that a walk costs more than any index.
+/// Rows in the log. Enough that a full scan costs more than any index scan.
 const ROWS: u32 = 100_000;
 
-/// Retention looks at each event once in a run, however many have to stay, and stops where the
-/// young ones begin: what it reads for each event does not grow with the log.
+/// Retention reads each event once in a run, however many have to stay, and stops at the first
+/// young events. What it reads per event does not grow with the log.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn retention_reads_each_event_once() {
     for version in Version::ALL {
@@ -34,7 +34,8 @@ async fn retention_reads_each_event_once() {
             )
             .await;
             let session = store.session("test").await.expect("a session");
-            // All are passed. The first are dead and stay, then some are discarded, then young.
+            // All events are passed. The first are dead and stay, the next are discarded, the last
+            // are young.
             let pass = format!(
                 "ALTER TABLE postbox.delivery SET (autovacuum_enabled = false);
                  INSERT INTO postbox.subscription (name, log, topics, ordering, lanes) VALUES ('s', 'outbox', '{{}}', 'key', 2);
@@ -62,7 +63,8 @@ async fn retention_reads_each_event_once() {
             let context = format!("(Postgres {}, {stay} stay, {steps} steps)", version.number());
             assert_eq!(deleted, 15_000, "{context}");
             let looked = stay + 15_000 + PRUNE_ROWS_MAX as i64;
-            // The end of the step, the delete, what is young: each is one look.
+            // Three reads of each event: to find the end of the step, to delete, and to find young
+            // events.
             assert!(events <= 3 * looked, "{events} events read {context}");
             assert!(rows <= 2 * (stay + 1_000) + looked, "{rows} delivery rows read {context}");
             let left = session.row("SELECT count(*) FROM postbox.delivery", &[]).await.expect("counted");
@@ -71,7 +73,7 @@ async fn retention_reads_each_event_once() {
     }
 }
 
-/// A scrape costs the same however much is in the log, unread or dead.
+/// A metrics scrape costs the same however many events the log holds, unread or dead.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn counts_look_at_a_bounded_number_of_rows() {
     const LOOK: i64 = LOOK_EVENTS_MAX as i64 + 1;
@@ -91,7 +93,7 @@ async fn counts_look_at_a_bounded_number_of_rows() {
              SELECT s.id, 0, l.seq, CASE l.seq % 2 WHEN 0 THEN 'dead' ELSE 'retrying' END, true
              FROM postbox.outbox AS l, postbox.subscription AS s WHERE l.seq <= 40000";
         session.client().batch_execute(fill).await.expect("filled");
-        // Where all rows are of one state, the others look as if any index would do.
+        // If all rows have one state, statistics make any index look good for the other states.
         for analysed in [
             "",
             "ANALYZE postbox.outbox; ANALYZE postbox.delivery",
@@ -137,7 +139,7 @@ async fn counts_look_at_a_bounded_number_of_rows() {
                 };
                 assert!((found as f64 - f64::from(pending)).abs() <= within, "{context}");
                 assert!((passed_over - skipped).abs() <= skipped / 10, "{context}");
-                // What is unread, what waits, the samples, and the probes of edges.
+                // Unread events, waiting rows, the samples, and the probes at their edges.
                 assert!(events <= 2 * LOOK + SAMPLE + 100, "{context}");
                 assert!(rows <= 3 * LOOK + SAMPLE, "{context}");
             }
@@ -151,13 +153,13 @@ async fn counts_look_at_a_bounded_number_of_rows() {
     }
 }
 
-/// How many rows of the log and of its delivery rows were read.
+/// The number of rows of the log and of its delivery rows read since `before`.
 async fn rows_read_since(session: &Session, before: [i64; 2]) -> [i64; 2] {
     let now = rows_read(session).await;
     [now[0] - before[0], now[1] - before[1]]
 }
 
-/// The same since the server last wrote its statistics down, transactions before this one included.
+/// The number read since the server last flushed its statistics, earlier transactions included.
 async fn rows_read(session: &Session) -> [i64; 2] {
     let reads = "SELECT (seq_tup_read + idx_tup_fetch)::bigint FROM pg_stat_xact_user_tables
                  WHERE schemaname = 'postbox' AND relname IN ('outbox', 'delivery') ORDER BY relname DESC";
@@ -165,9 +167,8 @@ async fn rows_read(session: &Session) -> [i64; 2] {
     [0, 1].map(|at| reads[at].get(0))
 }
 
-/// A person sends many dead events again. Statistics taken before know of no row that holds its
-/// key; comparing all those that do with each of the keys took seconds a step, under the lanes'
-/// locks.
+/// An operator retries many dead events. Statistics taken before know of no row that holds its key.
+/// Comparing all such rows with each of the keys took seconds a step, under the lanes' locks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
     for version in Version::ALL {
@@ -197,8 +198,8 @@ async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
             assert!(by_key.iter().all(|look| plan.matches(look).count() == 2), "not twice {by_key:?} {context}");
             let wrong = [" delivery_due ", " delivery_state ", "Seq Scan", "Sort"];
             assert!(!wrong.iter().any(|wrong| plan.contains(wrong)), "{context}");
-            // A step walks to its end and no further, then writes by place; the last is the most
-            // that a person can name.
+            // A step reads up to its end and no further, then writes by `seq`. The last call names
+            // the most ids that an operator can name.
             let ids = "ARRAY(SELECT id FROM postbox.outbox WHERE seq % 100 = 0 LIMIT 1000)";
             for call in [
                 "'retry', 's', NULL, topic_like => 't%'".to_owned(),
@@ -230,8 +231,8 @@ async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
     }
 }
 
-/// The table of delivery rows is nearly empty most of the time, and that is what its statistics say
-/// when a destination refuses everything at once: a settlement looks at its own rows all the same.
+/// The table of delivery rows is nearly empty most of the time. Its statistics still say so when a
+/// destination suddenly refuses everything. A settlement must read only its own rows even then.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_settlement_reads_its_own_rows_whatever_the_statistics_say() {
     const SETTLED: i64 = 500;
@@ -286,8 +287,8 @@ async fn a_settlement_reads_its_own_rows_whatever_the_statistics_say() {
     }
 }
 
-/// A store whose outbox has a row for each `n` up to [`ROWS`], and nobody else to analyse it
-/// meanwhile.
+/// Returns a store whose outbox has a row for each `n` up to [`ROWS`]. Autovacuum is off, so that
+/// only the test analyses it.
 async fn filled(version: Version, insert: &str) -> PostgresStore {
     let url = Postgres::shared(version).await.fresh_database().await;
     let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
@@ -303,7 +304,8 @@ async fn filled(version: Version, insert: &str) -> PostgresStore {
 fn judge(plan: &str, indexes: &[&str], rows_max: u64, context: &str) {
     assert!(!plan.contains("Seq Scan on outbox"), "{context}");
     assert!(!plan.contains("Hash Join") && !plan.contains("Merge Join"), "{context}");
-    // Not by key, past every old version, while somebody holds a snapshot.
+    // Not through the primary key, which leads past every old row version while anyone holds a
+    // snapshot.
     assert!(!plan.contains("lane_pkey") && plan.contains("Tid Scan on lane"), "{context}");
     for index in indexes {
         assert!(plan.contains(&format!(" {index} ")), "not through {index}: {context}");
@@ -312,19 +314,20 @@ fn judge(plan: &str, indexes: &[&str], rows_max: u64, context: &str) {
     assert!(touched <= rows_max, "{touched} rows touched: {context}");
 }
 
-/// A lane in a log of 100,000 rows: 166 of each of the ids 101 to 600, the others of id 650.
+/// A lane in a log of 100,000 rows: 166 rows of each of the transaction ids 101 to 600, the others
+/// of id 650.
 struct LaneCase {
     name: &'static str,
-    /// From, to, low and high.
+    /// `from_snap`, `to_snap`, `low` and `high`.
     window: (&'static str, &'static str, i64, i64),
-    /// What is asked of the lane at `$place`.
+    /// The call, for the lane whose row is at `$place`.
     call: &'static str,
     indexes: &'static [&'static str],
     rows_max: u64,
 }
 
-/// The most rows, the lane, lanes, topics and the tenant; then where the lane stands; then after
-/// which place.
+/// Calls the window function: most rows, lane, lanes, topics and tenant; then where the lane
+/// stands; then the place to continue after.
 macro_rules! window {
     ($lanes:literal, $topics:literal, $to:literal, $after:literal) => {
         concat!(
@@ -361,8 +364,8 @@ const LANE_CASES: [LaneCase; 8] = [
         window: ("1:1:", "601:601:", 0, 0),
         call: window!("1", "NULL", "601:601:", "NULL"),
         indexes: &["outbox_xid_seq", "outbox_pkey"],
-        // The bounds look at each of the window's 16,666 rows once, in the index; then the page
-        // passes five rows for each of its own.
+        // The bounds read each of the window's 16,666 rows once, in the index. Then the page passes
+        // five rows for each of its own.
         rows_max: 20_000,
     },
     LaneCase {
@@ -402,8 +405,8 @@ const LANE_CASES: [LaneCase; 8] = [
     },
 ];
 
-/// The statements inside the functions are planned once for all parameters, so they are watched
-/// where they run.
+/// Statements inside functions are planned once for all parameters, so their plans are observed
+/// while the functions run.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_read_of_a_lane_walks_the_log() {
     for version in Version::ALL {
@@ -461,7 +464,7 @@ async fn no_read_of_a_lane_walks_the_log() {
     }
 }
 
-/// Rows that scans of the log gave or threw away.
+/// The number of rows that scans of the log returned or removed.
 fn rows_touched(plan: &str) -> u64 {
     let mut touched = 0.0;
     let mut in_log = false;

@@ -1,7 +1,7 @@
-//! Retention: old events go by ranges of `seq`, one bounded step a call.
+//! Retention: old events are deleted by ranges of `seq`, one bounded step per call.
 //!
-//! Each step begins where its caller says the one before ended, and looks at nothing twice: what
-//! has to stay costs a run once, and what is young costs it one step
+//! Each step begins where the one before ended, as the caller passes it in. Nothing is read twice:
+//! events that have to stay cost a run one read, and young events cost it one step
 //! (`docs/decisions/retention-by-range.md` has the measurements).
 
 use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX};
@@ -13,32 +13,33 @@ use crate::params::params;
 use crate::row_security::log_not_locked;
 use crate::session::Session;
 
-/// Whether a log exists, has readers (one without any is not pruned, because nobody has passed it),
-/// and whether one of them takes everything. Reads small tables. Locks the log's row: no filter
-/// changes meanwhile. Waits for another step on the same log, whose lock ends with its
-/// transaction: two at once would wait for each other's rows. A dry run takes no turn and
-/// locks nothing.
+/// Whether a log exists, whether it has readers, and whether one of them takes everything. A log
+/// without readers is not pruned, because nobody has passed its events. Reads small tables. Locks
+/// the log's row, so that no filter changes meanwhile. Waits for another step on the same log,
+/// whose advisory lock ends with its transaction: two at once would wait for each other's rows. A
+/// dry run neither waits nor locks.
 const PRUNE_BEGIN: &str = "
 SELECT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name), {takes_everything}{turn}
 FROM {s}.log AS g WHERE g.name = $1{lock}";
 
-/// Finds, of the next events in `seq` order, those that every subscription of the log has passed
-/// and nobody needs any more, and does with them what `{gone}` says. `$1` age, `$2` log, `$3` the
-/// place after which the step begins, `$5` to `$8` and `$10` what is meant, `$9` whether what
-/// nobody wants is, and nothing else, `$11` the code of what was taken out, if that is. Gives how
-/// many, where the step ended if there are more, and whether so many were young that nothing beyond
-/// is to be looked at. Indexes: primary keys.
+/// Of the next events in `seq` order, finds those that every subscription of the log has passed and
+/// that nobody needs any more, and handles them as `{gone}` says. `$1` is the age, `$2` the log,
+/// `$3` the place after which the step begins, `$5` to `$8` and `$10` the criteria. `$9` limits it
+/// to unrouted events, `$11` to discarded ones with this code. Returns their number, where the step
+/// ended if there are more, and whether so many were young that later events need not be read.
+/// Indexes: primary keys.
 ///
 /// An event below `horizon` is visible in every snapshot that a reader began its window with, so
-/// all have passed it. Only the others are compared with each lane. A row that a subscription does
-/// not want is passed whatever its cursor says. One that nobody wants is kept, and so is what was
-/// not looked at yet, unless somebody takes everything (`$4`): it may be one (`unrouted.rs`). One
-/// that nobody wanted and a filter wants now is about to be handed over: it stays.
+/// all have passed it. Only other events are compared with each lane. An event that a subscription
+/// does not want counts as passed, wherever its cursor stands. An unrouted event is kept. So is an
+/// event that was not checked for routing yet, because it may be unrouted (`unrouted.rs`), unless a
+/// subscription takes everything (`$4`). An unrouted event that a filter wants by now is about to
+/// be handed over, so it stays too.
 ///
-/// The three lists are small and read once: `lane` has an old version for each batch while anybody
-/// holds a snapshot, and an index of `delivery` probed for each event and subscription costs more
-/// than the delete. `NOT IN` and `IN … IS TRUE` are looked up in a hash whatever the statistics
-/// say; as joins they become nested loops over both lists (5 s a step, measured).
+/// The three lists are small and read once. `lane` has an old version for each batch while anyone
+/// holds a snapshot, and probing an index of `delivery` for each event and subscription costs more
+/// than the delete. `NOT IN` and `IN … IS TRUE` use a hash table whatever the statistics say. As
+/// joins they become nested loops over both lists (measured: 5 s a step).
 const LOG_PRUNE: &str = "
 WITH reader AS MATERIALIZED (
   SELECT s.topics, s.tenant, s.kinds, s.aggregates, s.headers, s.lanes, n.lane, n.from_snap, n.to_snap, n.last_seq
@@ -59,7 +60,7 @@ SELECT (SELECT count(*) FROM gone), (SELECT last FROM step),
     SELECT FROM {log} AS l WHERE l.seq > $3 AND l.seq <= (SELECT last FROM step)
       AND l.created_at > statement_timestamp() - $1 * interval '1 microsecond' LIMIT {young_max}) AS young)";
 
-/// What may go.
+/// The events that may be deleted.
 const MAY_GO: &str = "
   l.seq > $3 AND l.seq <= coalesce((SELECT last FROM step), 9223372036854775807)
     AND l.created_at <= statement_timestamp() - $1 * interval '1 microsecond'
@@ -81,11 +82,12 @@ const MAY_GO: &str = "
     AND ($4 OR (l.xid, l.seq) <= (SELECT g.routed_xid, g.routed_seq FROM {s}.log AS g WHERE g.name = $2))
     AND {is_meant}";
 
-/// Of what may go, the oldest so many. A step without a limit has no need to find them first.
+/// The oldest `{limit}` events that may be deleted. A step without a limit need not find them
+/// first.
 const OLDEST_GO: &str = "
   l.seq IN (SELECT l.seq FROM {log} AS l WHERE {may_go} ORDER BY l.seq LIMIT {limit})";
 
-/// Deletes it, and what is known of it. Locks the rows.
+/// Deletes them and what is recorded of them. Locks the rows.
 const GONE: &str = "
 gone AS (DELETE FROM {log} AS l WHERE {goes} RETURNING l.seq),
 unwanted AS (
@@ -103,23 +105,23 @@ sent AS (
     AND t.seq > $3 AND t.seq <= coalesce((SELECT last FROM step), 9223372036854775807)
     AND (t.seq IN (SELECT seq FROM gone)) IS TRUE)";
 
-/// Only looks at it. Locks nothing.
+/// Only reads them. Locks nothing.
 const WOULD_GO: &str = "gone AS MATERIALIZED (SELECT l.seq FROM {log} AS l WHERE {goes})";
 
-/// Rows of events that somebody deleted from the log, once they are closed and as old as the events
-/// to be pruned. Indexes: `delivery_missing`, the log's primary key. No lock.
+/// Delivery rows whose events were deleted from the log by hand, if they are closed and as old as
+/// the events to be pruned. Indexes: `delivery_missing`, the log's primary key. No lock.
 const MISSING_CHOOSE: &str = "
   SELECT m.subscription, m.seq FROM {s}.subscription AS s JOIN {s}.delivery AS m ON m.subscription = s.id
   WHERE s.log = $2 AND m.code = 'event_missing' AND m.state IN ('dead', 'discarded')
     AND m.updated_at <= statement_timestamp() - $1 * interval '1 microsecond'
     AND NOT EXISTS (SELECT FROM {log} AS l WHERE l.seq = m.seq)";
 
-/// Deletes a step of them. Locks the rows.
+/// Deletes up to 1000 of these rows. Locks them.
 const DELIVERY_PRUNE_MISSING: &str = "
 DELETE FROM {s}.delivery AS d USING ({missing} LIMIT 1000 FOR UPDATE OF m SKIP LOCKED) AS gone
 WHERE d.subscription = gone.subscription AND d.seq = gone.seq";
 
-/// One step, in the transaction of the session.
+/// Runs one step, in the transaction of the session.
 pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Result<Changed> {
     let sql = |template: &str, values: &[(&str, &str)]| session.schema().log_sql_with(template, log, values);
     let (name, turn) = (log.as_str(), format!("postbox prune {}.{log}", session.schema().quoted()));
@@ -139,7 +141,7 @@ pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Re
     let (age_micros, after) = (micros(prune.older_than), prune.after.map_or(0, |after| after.0));
     let (rows_max, young_max) = (PRUNE_ROWS_MAX.to_string(), PRUNE_YOUNG_MAX.to_string());
     let gone = if prune.dry_run { WOULD_GO } else { GONE };
-    // No step deletes more than it looks at.
+    // A step deletes no more than it reads, so a larger limit changes nothing in it.
     let limit = prune.limit.filter(|limit| *limit <= PRUNE_ROWS_MAX);
     let goes = if limit.is_some() { OLDEST_GO } else { MAY_GO };
     let template = LOG_PRUNE.replace("{gone}", gone).replace("{goes}", goes).replace("{may_go}", MAY_GO);

@@ -1,8 +1,8 @@
-//! Rebasing: making a restored dump's rows and cursors fit the cluster they are in now.
+//! Rebasing: adapts the rows and cursors of a restored dump to the cluster they are in now.
 //!
-//! Rows carry the ids of the transactions that wrote them, and cursors are made of such ids. In
+//! Rows carry the ids of the transactions that wrote them, and cursors consist of such ids. In
 //! another cluster these numbers mean nothing: a cursor beyond the new cluster's counter would wait
-//! for years, in silence.
+//! for years without an error.
 
 use postbox_core::{Error, ErrorKind, LogName, Migrate as _, Result};
 
@@ -11,11 +11,11 @@ use crate::migrate::owner_sees_all;
 use crate::schema::LOG_NAMES;
 use crate::session::Session;
 
-/// Locks every lane and says whether one is held. Locks the rows.
+/// Locks every lane, and returns whether it is leased. Locks the rows.
 const LANE_LOCK_ALL: &str =
     "SELECT lease_until > clock_timestamp() FROM {s}.lane ORDER BY subscription, lane FOR UPDATE";
 
-/// Nobody may append meanwhile. Waits for writers.
+/// Keeps everyone from appending meanwhile. Waits for writers.
 const LOG_TABLE_LOCK: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
 /// The last row each lane has passed. Walks the log.
@@ -26,8 +26,9 @@ FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
 LEFT JOIN {log} AS l ON l.slot % s.lanes = n.lane
 WHERE s.log = '{name}' GROUP BY n.subscription, n.lane";
 
-/// Unread rows before it that the subscription wants leave the stream: due now, or at their later
-/// time as if they had been read. With delivery rows they keep their key's order. Walks the log.
+/// Adds delivery rows for unread events before that row that the subscription wants, due now or at
+/// their later time, as if they had been read. Having delivery rows, they keep the order of their
+/// key. Walks the log.
 const DELIVERY_OF_STRAGGLERS: &str = "
 INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, due_at)
 SELECT s.id, n.lane, l.seq, l.key, CASE WHEN l.deliver_at > l.created_at AND isfinite(l.deliver_at) THEN 'scheduled' ELSE 'retrying' END, s.ordering = 'key',
@@ -39,7 +40,8 @@ JOIN {log} AS l ON l.slot % s.lanes = n.lane AND l.seq < p.seq
 WHERE s.log = '{name}' AND {is_wanted} AND {is_unread}
 ON CONFLICT DO NOTHING";
 
-/// How far each lane came by a former filter, as the same kind of cursor. Walks the log.
+/// Converts how far each lane came with a former filter into the same kind of cursor. Walks the
+/// log.
 const PASSAGE_REBASE: &str = "
 UPDATE {s}.passage AS p SET from_snap = '1:1:', to_snap = '4:4:', last_seq = passed.seq
 FROM (SELECT p.subscription, p.revision, p.lanes, p.lane, coalesce(max(l.seq), 0) AS seq
@@ -49,30 +51,30 @@ FROM (SELECT p.subscription, p.revision, p.lanes, p.lane, coalesce(max(l.seq), 0
   WHERE s.log = '{name}' GROUP BY p.subscription, p.revision, p.lanes, p.lane) AS passed
 WHERE (p.subscription, p.revision, p.lanes, p.lane) = (passed.subscription, passed.revision, passed.lanes, passed.lane)";
 
-/// What nobody wants is looked for again from the beginning.
+/// Makes the search for unrouted events start again from the beginning.
 const LOG_ROUTE_ANEW: &str = "
 UPDATE {s}.log SET routed_xid = '0', routed_seq = 0,
   taken_snap = CASE WHEN pg_snapshot_xmax(taken_snap) > '1' THEN '4:4:' ELSE taken_snap END WHERE name = '{name}'";
 
-/// Every row becomes as old as can be: id 3, the first of any cluster. Rewrites the table, without
-/// its rules: they want the id of this very transaction.
+/// Gives every row the oldest possible id: 3, the first of any cluster. Rewrites the table, with
+/// its CHECK dropped meanwhile, because that requires the id of the current transaction.
 const LOG_RESTAMP: &str = "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS event_invalid; UPDATE {log} SET xid = '3'; SELECT {s}.guard_log('{name}')";
 
-/// The cursors: a window of everything with id 3, passed up to where each lane was. The epoch
-/// rises, so that no old lease can write.
+/// Sets the cursors to a window of everything with id 3, passed up to where each lane was. The
+/// epoch rises, so that no old lease can write.
 const LANE_REBASE: &str = "
 UPDATE {s}.lane AS n SET from_snap = '1:1:', to_snap = '4:4:', low = 0, high = 9223372036854775807, last_seq = p.seq,
   epoch = epoch + 1, lease_until = NULL, cluster = {s}.cluster_id()
 FROM postbox_passed AS p WHERE p.subscription = n.subscription AND p.lane = n.lane";
 
-/// Nothing bounds it: it takes as long as it takes.
+/// Begins without timeouts: rewriting the logs takes as long as it takes.
 const REBASE_BEGIN: &str = "
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
 SET LOCAL statement_timeout = 0;
 SET LOCAL lock_timeout = 0;
 SET LOCAL search_path = pg_catalog";
 
-/// One transaction; dropped, nothing has changed.
+/// Runs in one transaction. If dropped, nothing has changed.
 pub(crate) async fn rebase(store: &PostgresStore) -> Result<()> {
     store.validate().await?;
     let session = store.session("rebase").await?;
@@ -99,7 +101,7 @@ async fn rebase_all(session: &Session) -> Result<()> {
             LOG_ROUTE_ANEW,
             "DROP TABLE postbox_passed",
         ] {
-            // A log's name has no quote in it; DDL takes no parameters.
+            // DDL takes no parameters. The name of a log never contains a quote.
             session.run(&session.log_sql(template, &log)).await?;
         }
     }

@@ -1,4 +1,4 @@
-//! The inbox's write side: a message from outside is stored once.
+//! The inbox's write side: stores each message from outside once.
 
 use std::time::Duration;
 
@@ -11,32 +11,32 @@ use crate::log::micros;
 use crate::params::{Param, params};
 use crate::session::Session;
 
-/// Remembers a message and stores its event, or says what is known of it: see `0001_receive.sql`.
-/// Index: primary key of `receipt`. Locks its row.
+/// Stores the event of a message with its receipt, or returns what is known of the message: see
+/// `0001_receive.sql`. Index: primary key of `receipt`. Locks its row.
 const LOG_RECEIVE: &str =
     "SELECT {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)";
 
 /// The same for several messages.
 const LOG_RECEIVE_MANY: &str = "SELECT {s}.{name}_receive_many($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)";
 
-/// Forgets old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows;
-/// those of a running receiver are passed over.
+/// Deletes old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows,
+/// and skips those of a running receiver.
 const CONFLICT_FORGET: &str = "
 DELETE FROM {s}.conflict AS c
 USING (SELECT source, tenant, message_id, digest_refused FROM {s}.conflict
   WHERE last_at <= statement_timestamp() - $1 * interval '1 microsecond' ORDER BY last_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
 WHERE c.source = old.source AND c.tenant = old.tenant AND c.message_id = old.message_id AND c.digest_refused = old.digest_refused";
 
-/// Forgets old ids of `once`, a thousand at a time. Index: `once_seen`. Locks the rows; those of a
-/// running consumer are passed over.
+/// Deletes old ids of `once`, a thousand at a time. Index: `once_seen`. Locks the rows, and skips
+/// those of a running consumer.
 const ONCE_FORGET: &str = "
 DELETE FROM {s}.once AS o
 USING (SELECT source, tenant, message_id FROM {s}.once
   WHERE seen_at <= statement_timestamp() - $1 * interval '1 microsecond' ORDER BY seen_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
 WHERE o.source = old.source AND o.tenant = old.tenant AND o.message_id = old.message_id";
 
-/// Forgets old ids, a thousand at a time. Index: `receipt_received`. Locks the rows; those of a
-/// running receiver are passed over.
+/// Deletes old receipts, a thousand at a time. Index: `receipt_received`. Locks the rows, and skips
+/// those of a running receiver.
 const RECEIPT_FORGET: &str = "
 DELETE FROM {s}.receipt AS r
 USING (SELECT source, tenant, message_id FROM {s}.receipt
@@ -50,8 +50,8 @@ impl Receive for PostgresStore {
         let Some(events) = Columns::of(log, inbound.iter().map(|inbound| &inbound.event))? else {
             return Ok(Vec::new());
         };
-        // One statement, which is its own transaction: a webhook waits for one answer, not for
-        // those of BEGIN and COMMIT too.
+        // A single statement is its own transaction: a webhook waits for one answer, not also for
+        // those of BEGIN and COMMIT.
         let receive = async |session: &Session| match inbound {
             [only] => receive_one(session, log, only, &events).await,
             several => receive_several(session, log, several, &events).await,
@@ -75,8 +75,8 @@ impl Receive for PostgresStore {
             let [receipts, onces, conflicts] =
                 [RECEIPT_FORGET, ONCE_FORGET, CONFLICT_FORGET].map(|template| session.sql(template));
             let forget = async |session: &Session| {
-                // Records of conflicts age like the ids they are about; they are no ids and do not
-                // count.
+                // Records of conflicts expire like the ids they belong to. They are not ids, so
+                // they are not counted.
                 let (receipts, onces, conflicts) = futures::join!(
                     session.execute(&receipts, &params),
                     session.execute(&onces, &params),
@@ -113,9 +113,9 @@ async fn receive_several(
     Ok(session.row(&session.log_sql(LOG_RECEIVE_MANY, log), &params).await?.get(0))
 }
 
-/// The rank of each message by its identity, and whether its identity stands further ahead too. In
-/// the order of ranks every call locks: two calls that bring the same messages wait for each other,
-/// and never each for the other.
+/// Returns the rank of each message by its identity, and whether the same identity occurs earlier
+/// in `inbound`. Every call locks in the order of ranks. Two calls with the same messages then wait
+/// one for the other, and never deadlock.
 fn by_identity(inbound: &[Inbound]) -> (Vec<i32>, Vec<bool>) {
     let identity = |place: usize| {
         let message = &inbound[place];

@@ -1,5 +1,5 @@
-//! Sending events again: what went out or was skipped leaves the stream once more, with rows that
-//! are due now.
+//! Replay: sends events again that were delivered or skipped. They get delivery rows that are due
+//! now.
 
 use std::collections::BTreeSet;
 
@@ -13,21 +13,21 @@ use crate::params::params;
 use crate::session::Session;
 use crate::subscription::{SubscriptionRow, look_up};
 
-/// Places of the log that one step looks at: some tens of milliseconds under the lanes' locks,
-/// however few of them are meant.
+/// How many places of the log one step reads: some tens of milliseconds under the lanes' locks,
+/// however few events match.
 const STEP_LOOK_MAX: i64 = 20_000;
 
 /// The first and the last place of a log. Index: its primary key, from both ends.
 const LOG_ENDS: &str = "SELECT coalesce(min(l.seq), 0), coalesce(max(l.seq), 0) FROM {log} AS l";
 
-/// The replay of this step: a number that no event of the subscription had before. Index: primary
-/// key. Locks the row.
+/// The replay number of this step, which no event of the subscription has had before. Index:
+/// primary key. Locks the row.
 pub(crate) const REPLAY_NEXT: &str =
     "UPDATE {s}.subscription SET replays = replays + 1 WHERE id = $1 RETURNING replays";
 
-/// Events between two places that are to go out again, oldest first; not those that have their end
-/// behind them. Index: the log's primary key, walked between the two; of ids, its unique one. No
-/// lock.
+/// Events between two places that are to be sent again, oldest first, without those that have
+/// expired. Index: the log's primary key, walked between the two places; for ids, its unique one.
+/// No lock.
 const REPLAY_CHOOSE: &str = "
   SELECT n.lane, l.seq, l.key, o.ordering, {is_taken} AS taken,
     {later} AS later
@@ -40,7 +40,7 @@ const REPLAY_CHOOSE: &str = "
     AND NOT ({is_unread} AND {is_taken}) AND (l.expires_at IS NULL OR l.expires_at > statement_timestamp())
   ORDER BY l.seq LIMIT $10";
 
-/// Makes rows of them. Locks nothing but the new rows.
+/// Adds their delivery rows. Locks only the new rows.
 const DELIVERY_REPLAY: &str = "
 WITH chosen AS MATERIALIZED ({chosen}),
 noted AS (INSERT INTO {s}.sent (subscription, seq) SELECT $1, c.seq FROM chosen AS c WHERE NOT c.taken ON CONFLICT DO NOTHING)
@@ -49,10 +49,10 @@ SELECT $1, c.lane, c.seq, c.key, CASE WHEN c.later IS NULL THEN 'retrying' ELSE 
   coalesce(c.later, statement_timestamp()) FROM chosen AS c ORDER BY c.seq
 ON CONFLICT DO NOTHING RETURNING seq, key";
 
-/// They are on their way now. Index: primary key.
+/// Removes them from `unrouted`, because they are being delivered now. Index: primary key.
 const UNROUTED_FORGET: &str = "DELETE FROM {s}.unrouted AS u WHERE u.log = $1 AND u.seq = ANY ($2::bigint[])";
 
-/// One step.
+/// Runs one step.
 pub(crate) async fn replay(session: &Session, name: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
     let subscription = look_up(session, name).await?;
     let ends = session.row(&session.log_sql(LOG_ENDS, &subscription.log), &[]).await?;
@@ -92,7 +92,7 @@ pub(crate) async fn replay(session: &Session, name: &SubscriptionName, replay: &
     Ok(Replayed { count: seqs.len() as u64, next: next(&seqs).map(Seq), through: Seq(through) })
 }
 
-/// What follows from rows that were made, given as `seq` and key: their places, in order.
+/// Does what follows from new delivery rows, given as `seq` and key. Returns each `seq`, sorted.
 pub(crate) async fn made(session: &Session, subscription: &SubscriptionRow, rows: &[Row]) -> Result<Vec<i64>> {
     let mut seqs: Vec<i64> = rows.iter().map(|row| row.get(0)).collect();
     seqs.sort_unstable();

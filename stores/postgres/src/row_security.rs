@@ -1,5 +1,5 @@
-//! Tenants kept apart by the database: policies that show a transaction the rows of the tenant it
-//! names, as SQL. `docs/decisions/tenants-are-kept-apart-by-policies.md` has the reasons.
+//! Row-level security, as SQL: policies that show each transaction only the rows of the tenant it
+//! names. `docs/decisions/tenants-are-kept-apart-by-policies.md` has the reasons.
 
 use postbox_core::{Error, ErrorKind, LogName, Result};
 
@@ -10,16 +10,17 @@ use crate::schema::SchemaName;
 use crate::session::Session;
 use crate::unrouted::LOG_EXISTS;
 
-/// The tenant of the transaction. Empty is none: so a setting reads once it was set in an earlier
-/// transaction of its session.
+/// The tenant of the transaction. The empty string means none: a setting reads as empty if it was
+/// set in an earlier transaction of the session.
 const NAMED: &str = "nullif(current_setting('postbox.tenant', true), '')";
 
-/// The same, asked for once a statement: a look at many rows takes half the time, an append of one
-/// a sixth more (measured).
+/// The same, evaluated once per statement. Reading many rows takes half the time, appending one a
+/// sixth more (measured).
 const NAMED_ONCE: &str = "(SELECT nullif(current_setting('postbox.tenant', true), ''))";
 
-/// What belongs to a subscription is its tenant's; a subscription is, if it never was another's.
-/// The subqueries see what the policies of their tables show.
+/// What belongs to a subscription belongs to its tenant. A subscription belongs to a tenant unless
+/// it once belonged to another (`mixed`). The subqueries see what the policies of their own tables
+/// show.
 const TABLES: [(&str, &str); 10] = [
     ("subscription", "tenant = {named_once} AND NOT mixed"),
     ("lane", OF_SUBSCRIPTION),
@@ -35,21 +36,21 @@ const TABLES: [(&str, &str); 10] = [
 
 const OF_SUBSCRIPTION: &str = "subscription IN (SELECT s.id FROM {s}.subscription AS s)";
 
-/// Nothing of a log is changed or deleted by one tenant: others read it too.
+/// A tenant cannot change or delete anything in a log, because others read it too.
 const OF_LOG: &str = "
 CREATE POLICY tenant_reads ON {log} FOR SELECT USING (tenant = {named_once});
 CREATE POLICY tenant_appends ON {log} FOR INSERT WITH CHECK (tenant = {named});
 ";
 
-/// Names of logs are everybody's; how far each was looked through is written for all tenants. Not
-/// forced: the owner makes logs.
+/// Every role may read the names of logs. How far each log was checked for routing is written for
+/// all tenants. Not forced, because the owner creates logs.
 const OF_LOGS: &str = "
 CREATE POLICY everybody_reads ON {log} FOR SELECT USING (true);
 ";
 
-/// Takes every table before anything changes. Relays and writers go on meanwhile and lock in orders
-/// of their own, so each wait is shorter than the server's look for deadlocks, and what was taken
-/// is given back before the next try: nobody is the victim of a deadlock.
+/// Locks every table before anything changes. Relays and writers go on meanwhile and lock in their
+/// own orders. Each wait is therefore shorter than the server's deadlock timeout, and the locks are
+/// released before the next try, so that nobody becomes the victim of a deadlock.
 const LOCK_ALL: &str = "
 DO ${tag}$ BEGIN
   FOR try IN 1..100 LOOP
@@ -66,10 +67,10 @@ DO ${tag}$ BEGIN
 END ${tag}$;
 ";
 
-/// Puts the policies on every table that holds what is a tenant's, instead of those that are there.
-/// `everyone` are the roles that work for all tenants, quoted.
+/// Returns SQL that replaces the policies on every table with data of tenants. `everyone` are the
+/// roles that work for all tenants, quoted.
 pub(crate) fn policies(schema: &SchemaName, logs: &[LogName], everyone: &str) -> String {
-    // A name in a policy means what it means when the policy is made.
+    // Names in a policy are resolved when the policy is created.
     let mut sql = "BEGIN;\nSET LOCAL search_path = pg_catalog;\nSET LOCAL client_min_messages = warning;\n".to_owned();
     let own = TABLES.iter().map(|(table, _)| *table).chain(["unrouted", "log"]).map(|table| format!("{{s}}.{table}"));
     let tables = own.chain(logs.iter().map(|log| format!("{{s}}.\"{log}\""))).collect::<Vec<_>>().join(", ");
@@ -104,8 +105,8 @@ pub(crate) fn policies(schema: &SchemaName, logs: &[LogName], everyone: &str) ->
 }
 
 impl PostgresStore {
-    /// Refuses what is about the rows of all tenants at once: done with those of one, it would pass
-    /// over the others' or lose them.
+    /// Refuses an operation on the rows of all tenants if the store works for one: it would miss or
+    /// lose the rows of the others.
     pub(crate) fn for_all_tenants(&self, operation: &'static str) -> Result<()> {
         match self.inner.config.tenant {
             Some(_) => Err(tenant_limited(operation)),
@@ -114,8 +115,8 @@ impl PostgresStore {
     }
 }
 
-/// Whether this role sees no subscription, because the policies name another for all tenants and
-/// nobody named a tenant. By the catalog; no lock.
+/// Whether this role sees no subscription: the policies let other roles work for all tenants, and
+/// no tenant was named. Reads the catalog; no lock.
 const SEES_NONE: &str = "
 SELECT row_security_active(c.oid) AND nullif(current_setting('postbox.tenant', true), '') IS NULL
   AND NOT EXISTS (SELECT FROM pg_policy AS p, unnest(p.polroles) AS role
@@ -123,8 +124,8 @@ SELECT row_security_active(c.oid) AND nullif(current_setting('postbox.tenant', t
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE c.relname = 'subscription' AND n.nspname = $1";
 
-/// Why there is no subscription of a name: it was never made or is gone (`unknown`), or the role
-/// sees none. Then all of them are there, and a relay must not take them for removed.
+/// Returns why no subscription of a name was found. Either it does not exist (`unknown`), or the
+/// role sees none. In the second case they all exist, and a relay must not treat them as removed.
 pub(crate) async fn subscription_not_seen(session: &Session, unknown: Error) -> Error {
     match session.rows(SEES_NONE, &params![session.schema().as_str()]).await {
         Ok(rows) if rows.first().is_some_and(|row| row.get(0)) => tenant_limited(session.operation()),
@@ -133,7 +134,8 @@ pub(crate) async fn subscription_not_seen(session: &Session, unknown: Error) -> 
     }
 }
 
-/// Why the row of a log cannot be locked: there is none, or the role works for one tenant.
+/// Returns why the row of a log could not be locked: it does not exist, or the role works for one
+/// tenant.
 pub(crate) async fn log_not_locked(session: &Session, log: &LogName) -> Error {
     match session.rows(&session.sql(LOG_EXISTS), &params![log.as_str()]).await {
         Ok(known) if known.is_empty() => log_unknown(session.operation(), log.as_str()),

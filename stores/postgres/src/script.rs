@@ -1,4 +1,4 @@
-//! The schema as SQL, for tools that apply it. What they applied is recognised by `validate`.
+//! The schema as SQL for other migration tools. `validate` recognises what they applied.
 
 use crate::PostgresStore;
 use crate::migrate::{
@@ -7,12 +7,12 @@ use crate::migrate::{
 };
 use crate::schema::SchemaName;
 
-/// What the scripts need to mean the same everywhere, for their own time only.
+/// Settings that make the scripts mean the same everywhere, for their duration only.
 const SETTINGS: [(&str, &str); 3] =
     [("search_path", "pg_catalog"), ("standard_conforming_strings", "on"), ("check_function_bodies", "off")];
 
-/// What `up` looks at first, for a script that other tools apply: the encoding, and whether
-/// everything is there already. Without it the first table that is would be complained of.
+/// The checks that `up` makes first, for a script that other tools apply: the encoding, and whether
+/// the schema exists already. Without it, the tool would fail on the first table that exists.
 const GUARD: &str = "DO ${tag}$
 BEGIN
   IF to_regclass({schema_literal} || '.migration') IS NOT NULL THEN
@@ -26,8 +26,8 @@ END
 ${tag}$;
 ";
 
-/// Before a tool removes the schema: as `down`, it waits for writers and relays, looks at the rows
-/// of every tenant, and refuses while an event is not delivered.
+/// The checks before a tool removes the schema. Like `down`, it waits for writers and relays, reads
+/// the rows of every tenant, and fails if an event is not delivered.
 const DOWN_GUARD: &str = "DO ${tag}$
 DECLARE
   of_log text;
@@ -52,19 +52,19 @@ END
 ${tag}$;
 ";
 
-/// The schema for a tool that runs a migration in a transaction of its own, where it also writes
-/// down that it did: neither script begins or ends one, and both leave the settings as they were.
+/// The schema for a tool that runs a migration in its own transaction, where it also records the
+/// migration. Neither script begins or ends a transaction, and both restore the settings.
 #[derive(Debug, Clone)]
 pub struct ToolScripts {
-    /// Makes the schema.
+    /// Creates the schema.
     pub up: String,
-    /// Removes it, as [`down`](postbox_core::Migrate::down) does: refused while events are not
+    /// Removes it, as [`down`](postbox_core::Migrate::down) does. Fails if events are not
     /// delivered.
     pub down: String,
 }
 
 impl PostgresStore {
-    /// The schema, for tools with transactions of their own.
+    /// Returns the schema for tools that run it in their own transactions.
     pub fn tool_scripts(&self) -> ToolScripts {
         let schema = self.schema();
         let guard = DOWN_GUARD.replace("{lock_tables}", DOWN_LOCK_TABLES).replace("{look}", LOG_UNDELIVERED);
@@ -77,7 +77,7 @@ impl PostgresStore {
     }
 }
 
-/// All migrations as one SQL script with a transaction of its own.
+/// Returns all migrations as one SQL script with its own transaction.
 pub(crate) fn script(schema: &SchemaName) -> String {
     let head = format!("-- Postbox schema {}; apply once, in one session.\nBEGIN;\n", in_a_comment(schema));
     format!("{head}{}{}COMMIT;\n", settings(), migrations(schema))
@@ -97,8 +97,9 @@ fn settings() -> String {
     SETTINGS.iter().map(|(name, value)| format!("SET LOCAL {name} = {value};\n")).collect()
 }
 
-/// In a transaction that is not ours: others may work in it afterwards, so the settings are put
-/// back. A setting with a dot in its name is anybody's, and is kept until the transaction ends.
+/// Wraps a script for a transaction that is not ours. Others may work in it afterwards, so the
+/// settings are restored. Their old values are kept in settings with a dot in the name, which any
+/// session may set and which end with the transaction.
 fn lent(head: &str, sql: &str) -> String {
     let all = || SETTINGS.iter().map(|(name, _)| *name).chain(["lock_timeout"]);
     let copy = |from: String, to: String| {
@@ -109,7 +110,7 @@ fn lent(head: &str, sql: &str) -> String {
     format!("{head}{keep}{}{sql}{restore}", settings())
 }
 
-/// A line break in the name would end the comment.
+/// Removes line breaks from the name, which would end the comment.
 fn in_a_comment(schema: &SchemaName) -> String {
     schema.quoted().replace(['\n', '\r'], " ")
 }

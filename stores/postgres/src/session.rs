@@ -1,8 +1,8 @@
-//! One borrowed connection and the transactions we run on it.
+//! A borrowed connection and the transactions that run on it.
 //!
-//! Everything is transaction-scoped, so that a transaction-mode pooler may sit in between: settings
-//! are `SET LOCAL`, and the statements of one transaction are sent together, without waiting for
-//! each other's answers, where they need not know them.
+//! Everything is scoped to a transaction, so that a pooler in transaction mode works. Settings are
+//! `SET LOCAL`. The statements of one transaction are sent together, without waiting for answers
+//! that later statements do not need.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,54 +17,54 @@ use crate::classify::classify;
 use crate::params::Param;
 use crate::schema::SchemaName;
 
-/// What a call may take on our side beyond the server's own statement timeout, before the
-/// connection is given up.
+/// How much longer than the server's statement timeout a call may take before its connection is
+/// given up. It covers round trips, which take far less.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long the server keeps a transaction open whose next statement does not come: far longer than
-/// a round trip, shorter than any lease. A host that vanishes in the middle of a settlement would
-/// otherwise hold the lane's lock, and with it the take-over.
+/// How long the server keeps a transaction open that sends no next statement: far longer than a
+/// round trip, shorter than any lease. Otherwise a host that vanishes during a settlement would
+/// hold the lane's lock and prevent a take-over.
 const IDLE_IN_TRANSACTION: Duration = Duration::from_secs(3);
 
-/// The longest wait of a look for a lock: whoever looks wants to hear of the lock, and soon.
+/// The longest that a read waits for a lock: an operator wants to be shown the lock, and soon.
 const LOOK_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The longest statement of a count. Each takes milliseconds.
+/// The longest that a count may take. Each normally takes milliseconds.
 const COUNT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A connection, lent for one operation.
+/// A connection, borrowed for one operation.
 ///
-/// It goes back to the pool when it is dropped, unless a transaction may be open on it or an answer
-/// is still to come: a future dropped half-way would otherwise hand an open transaction, and its
-/// locks, to the next borrower.
+/// On drop it goes back to the pool, unless a transaction may be open on it or an answer is
+/// outstanding. Otherwise a future dropped halfway would pass an open transaction, with its locks,
+/// to the next borrower.
 pub(crate) struct Session {
     object: Option<Object>,
     store: PostgresStore,
     operation: &'static str,
-    /// Statements whose answer is still to come.
+    /// The number of statements whose answer is outstanding.
     unanswered: AtomicUsize,
     in_transaction: AtomicBool,
 }
 
 impl Session {
-    /// The client, for what has no method here.
+    /// The client, for calls that have no method here.
     pub(crate) fn client(&self) -> &Client {
         self.object.as_ref().expect("only drop takes the connection")
     }
 
-    /// The client, for a transaction of the driver's own: the connection goes back to the pool only
-    /// if [`Self::ended`] is called.
+    /// The client, for a transaction that the driver begins. The connection goes back to the pool
+    /// only if [`Self::ended`] is called.
     pub(crate) fn client_mut(&mut self) -> &mut Client {
         self.in_transaction.store(true, Ordering::Relaxed);
         self.object.as_mut().expect("only drop takes the connection")
     }
 
-    /// No transaction is open any more.
+    /// Notes that no transaction is open any more.
     pub(crate) fn ended(&self) {
         self.in_transaction.store(false, Ordering::Relaxed);
     }
 
-    /// What is being done.
+    /// The name of the operation that borrowed the connection.
     pub(crate) fn operation(&self) -> &'static str {
         self.operation
     }
@@ -78,12 +78,12 @@ impl Session {
         self.schema().sql(template)
     }
 
-    /// The same for a template of a log's.
+    /// The same for a template that names a log.
     pub(crate) fn log_sql(&self, template: &str, log: &LogName) -> String {
         self.schema().log_sql(template, log)
     }
 
-    /// Waits for the answer to a statement.
+    /// Waits for the answer of a statement.
     pub(crate) async fn answer<T>(&self, answer: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T> {
         self.unanswered.fetch_add(1, Ordering::Relaxed);
         let answer = answer.await;
@@ -96,23 +96,23 @@ impl Session {
         self.answer(self.client().batch_execute(sql)).await
     }
 
-    /// Runs a statement and gives its rows.
+    /// Runs a statement and returns its rows.
     pub(crate) async fn rows(&self, sql: &str, params: &[Param<'_>]) -> Result<Vec<Row>> {
         self.alone_or_within(self.client().query_typed(sql, params)).await
     }
 
-    /// Runs a statement that gives one row.
+    /// Runs a statement that returns one row.
     pub(crate) async fn row(&self, sql: &str, params: &[Param<'_>]) -> Result<Row> {
         self.alone_or_within(self.client().query_typed_one(sql, params)).await
     }
 
-    /// Runs a statement and gives the number of rows it changed.
+    /// Runs a statement and returns the number of rows it changed.
     pub(crate) async fn execute(&self, sql: &str, params: &[Param<'_>]) -> Result<u64> {
         self.alone_or_within(self.client().execute_typed(sql, params)).await
     }
 
-    /// Waits for the answer to a statement, which names the tenant first if it is a transaction of
-    /// its own.
+    /// Waits for the answer of a statement. A statement outside of a transaction gets one that
+    /// names the tenant first, if the store works for one.
     async fn alone_or_within<T>(&self, answer: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T> {
         match &self.store.inner.modes.alone {
             Some(begin) if !self.in_transaction.load(Ordering::Relaxed) => {
@@ -126,20 +126,20 @@ impl Session {
         }
     }
 
-    /// Begins a transaction, as one of [`TransactionModes`].
+    /// Begins a transaction in one of the [`TransactionModes`].
     pub(crate) async fn begin(&self, mode: &str) -> Result<()> {
         self.in_transaction.store(true, Ordering::Relaxed);
         self.run(mode).await
     }
 
-    /// Ends a transaction. After an error in it, Postgres turns this into a rollback.
+    /// Commits a transaction. After an error in it, Postgres rolls back instead.
     pub(crate) async fn commit(&self) -> Result<()> {
         self.run("COMMIT").await.map(|()| self.ended())
     }
 
-    /// Runs a transaction that is sent as a whole: `work` sends statements that need not know each
-    /// other's answers, and those of BEGIN and COMMIT are not waited for either. Gives the first
-    /// error in the order sent.
+    /// Runs a transaction that is sent as a whole. `work` sends statements that do not need each
+    /// other's answers, and BEGIN and COMMIT are not waited for either. Returns the first error in
+    /// the order sent.
     pub(crate) async fn at_once<T>(&self, mode: &str, work: impl AsyncFnOnce(&Self) -> Result<T>) -> Result<T> {
         let (begun, worked, committed) = futures::join!(self.begin(mode), work(self), self.commit());
         begun?;
@@ -147,7 +147,7 @@ impl Session {
         committed.map(|()| worked)
     }
 
-    /// Runs a transaction step by step, committed if `work` succeeds.
+    /// Runs a transaction step by step, and commits it if `work` succeeds.
     pub(crate) async fn step_by_step<T>(&self, mode: &str, work: impl AsyncFnOnce(&Self) -> Result<T>) -> Result<T> {
         self.begin(mode).await?;
         let worked = work(self).await;
@@ -163,7 +163,7 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         if *self.in_transaction.get_mut() || *self.unanswered.get_mut() > 0 {
-            // Taken out of the pool and closed: the server rolls back.
+            // Taken out of the pool and closed, so that the server rolls back.
             drop(self.object.take().map(Object::take));
         }
     }
@@ -175,7 +175,7 @@ impl PostgresStore {
         self.borrow(&self.inner.pool, operation).await
     }
 
-    /// The same for a look.
+    /// The same for status queries.
     pub(crate) async fn look_session(&self, operation: &'static str) -> Result<Session> {
         self.borrow(&self.inner.look_pool, operation).await
     }
@@ -197,7 +197,7 @@ impl PostgresStore {
         Ok(Session { object: Some(object), store: self.clone(), operation, unanswered, in_transaction })
     }
 
-    /// The error of a connection that could not be made, with what was to be connected to.
+    /// Adds the address to the error of a connection that could not be opened.
     fn not_connected(&self, error: Error) -> Error {
         let Some(address) = &self.inner.address else { return error };
         let message = format!("{} ({address})", error.message());
@@ -213,7 +213,7 @@ impl PostgresStore {
         self.bounded(operation, async { work(&self.session(operation).await?).await }).await
     }
 
-    /// The same for a look.
+    /// The same for status queries.
     pub(crate) async fn call_to_look<T>(
         &self,
         operation: &'static str,
@@ -222,7 +222,8 @@ impl PostgresStore {
         self.bounded(operation, async { work(&self.look_session(operation).await?).await }).await
     }
 
-    /// Bounds a call in time, whatever the network does. The dropped session closes its connection.
+    /// Bounds a call in time, whatever the network does. The session is dropped with the call,
+    /// which closes its connection.
     pub(crate) async fn bounded<T>(&self, operation: &'static str, call: impl Future<Output = Result<T>>) -> Result<T> {
         let limit = self.inner.config.statement_timeout + self.inner.config.pool_timeout + PATIENCE;
         tokio::time::timeout(limit, call).await.unwrap_or_else(|_| {
@@ -232,41 +233,42 @@ impl PostgresStore {
     }
 }
 
-/// The statements that begin our transactions, made once per store. Each is one message.
+/// The statements that begin our transactions, built once per store. Each is sent as one message.
 ///
-/// Names mean Postgres's own in all of them: an object that somebody planted in a schema of the
-/// role's search_path would run with our rights. A statement outside of such a transaction names
-/// everything in full instead.
+/// All of them set the search_path to Postgres's own schema. Otherwise an object planted in a
+/// schema of the role's search_path would run with our rights. A statement outside of such a
+/// transaction qualifies every name instead.
 pub(crate) struct TransactionModes {
     /// For reading: the planner is pinned to nested loops over indexes.
     ///
-    /// The planner believes that a LIMIT without statistics is cheap to reach by a sequential scan,
-    /// a hash join or a sort; each of these walks the whole table (3 to 250 times slower,
-    /// measured). `enable_sort` keeps the rows coming from the index in `seq` order.
+    /// Without statistics the planner believes that a LIMIT is cheap to reach by a sequential scan,
+    /// a hash join or a sort. Each of these reads the whole table (measured: 3 to 250 times
+    /// slower). `enable_sort` makes rows come from the index in `seq` order.
     pub(crate) read: String,
-    /// For writing: durable even where the role or database says `synchronous_commit = off`, and
-    /// never left open by a stopped process.
+    /// For writing: durable even if the role or database sets `synchronous_commit = off`, and never
+    /// left open by a stopped process.
     pub(crate) write: String,
-    /// For a function of ours that only reads, and sets the planner itself.
+    /// For a function of ours that only reads and sets the planner options itself.
     pub(crate) look: String,
-    /// For a function of ours that writes, and sets the planner itself.
+    /// For a function of ours that writes and sets the planner options itself.
     pub(crate) call: String,
-    /// For an operator's queries, which may walk a table. They wait for no lock for long.
+    /// For an operator's queries, which may scan a table. They never wait long for a lock.
     pub(crate) report: String,
-    /// For what of a change only looks: as a report, by the indexes that the change itself takes.
+    /// For a dry run: as a report, but through the indexes that the change itself uses.
     pub(crate) dry_run: String,
-    /// For counts, which are asked for again and again: never slow, whatever the reason.
+    /// For counts, which are polled: never slow, whatever the reason.
     pub(crate) count: String,
-    /// For an operator's changes: as durable as a relay's, planned as the planner likes.
+    /// For an operator's changes: as durable as a relay's, without planner options.
     pub(crate) change: String,
-    /// For a change that locks a table: whoever comes later waits behind it.
+    /// For a change that locks a table. Its lock timeout is short, because later sessions queue
+    /// behind it.
     pub(crate) enable: String,
-    /// For a step of retention. What it reads has indexes, and its lists fit into a hash whatever
-    /// the planner thinks of their length.
+    /// For a step of retention. What it reads has indexes, and its lists fit into a hash table
+    /// whatever the planner estimates.
     pub(crate) prune: String,
-    /// Begins a transaction of one statement, where a tenant has to be named for it.
+    /// Begins a transaction for a single statement, if it has to name a tenant.
     pub(crate) alone: Option<String>,
-    /// Not a beginning: what a transaction of handlers says before it locks the lane.
+    /// Does not begin a transaction: what a transaction of handlers sets before it locks the lane.
     pub(crate) soon_over: String,
 }
 
@@ -286,14 +288,15 @@ impl TransactionModes {
         let planner = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_hashjoin = off; \
                        SET LOCAL enable_mergejoin = off; SET LOCAL enable_sort = off; SET LOCAL enable_incremental_sort = off; \
                        SET LOCAL enable_material = off; SET LOCAL max_parallel_workers_per_gather = 0";
-        // Raised only where it is `off`: a stricter setting than `on` stays.
+        // Raised only if it is `off`: a setting stricter than `on` is kept.
         let durable = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') = 'off'";
-        // A step that a crash undoes is done again. What it makes other pages leave the cache for
-        // goes to disk at once: gigabytes of it, written all together by the kernel, make the
-        // commits of others wait (p99 99 ms at 10 million events, 6.6 so; measured).
+        // A step that a crash undoes is simply repeated, so it need not wait for the disk. Pages
+        // that it evicts from the cache are flushed at once. Gigabytes of them, written by the
+        // kernel all together, make other commits wait (measured at 10 million events: p99 99 ms,
+        // 6.6 ms with this setting).
         let paced = "SET LOCAL synchronous_commit = off; SET LOCAL backend_flush_after = '256kB'";
-        // Named because the database's default may be another, under which our guarded updates
-        // would fail.
+        // Set explicitly, because the database's default may be another level, under which our
+        // guarded updates would fail.
         let (reading, writing) =
             ("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY", "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE");
         let lock_ms = LOOK_LOCK_TIMEOUT.as_millis();

@@ -1,5 +1,5 @@
-//! `settle`: writing down what became of a batch: the position, the exceptions, and the next of
-//! each key, in one transaction.
+//! `settle`: writes the position, the delivery rows, and what is next of each key, in one
+//! transaction.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
@@ -17,23 +17,23 @@ use crate::session::Session;
 use crate::subscription::SubscriptionRow;
 
 /// Locks the lane and moves its position: see `0001_settle.sql`. Index: primary key of `lane`.
-/// Locks the row until the transaction ends; the lease may run out meanwhile, but nobody else gets
-/// the lane.
+/// Locks the row until the transaction ends. If the lease expires meanwhile, the lane still cannot
+/// be granted to anyone else.
 pub(crate) const LANE_SETTLE: &str = "SELECT verdict, place FROM {s}.settle_lane($1, $2, $3, $4, $5, $6, $7, $8, $9)";
 
-/// Rows of events that leave the stream. Index: all of `delivery`. Locks the rows. A row that is
-/// there stays: a person discarded the event before it was read.
+/// Adds rows of events that leave the stream. Index: all of `delivery`. Locks the rows. An existing
+/// row is kept: an operator discarded the event before it was read.
 const DELIVERY_INSERT: &str = "
 INSERT INTO {s}.delivery AS d (subscription, lane, ordered, seq, key, state, halt, attempts, replays, code, error, due_at, last_attempts)
 SELECT $1, $2, $3, e.seq, e.key, e.state, e.halt, e.attempts, e.replays, e.code, e.error, e.due_at,
   CASE WHEN e.took IS NULL THEN '[]' ELSE {attempt} END FROM {entries}
 ON CONFLICT (subscription, seq) DO NOTHING";
 
-/// Rows that are there already; one that vanished stays away. Index: primary key of `delivery`.
+/// Updates existing rows; a row that vanished is not added again. Index: primary key of `delivery`.
 /// Locks the rows.
 ///
-/// A row that was blocked and stays so is not rewritten: a poison key's followers come along at
-/// every attempt of its head.
+/// A row that was blocked and stays blocked is not rewritten: every attempt of a failing event also
+/// reports the events behind it.
 pub(crate) const DELIVERY_UPDATE: &str = "
 UPDATE {s}.delivery AS d SET state = e.state, halt = e.halt, ordered = $3, attempts = e.attempts, code = coalesce(e.code, d.code),
   error = coalesce(e.error, d.error), due_at = e.due_at, updated_at = clock_timestamp(),
@@ -42,8 +42,8 @@ UPDATE {s}.delivery AS d SET state = e.state, halt = e.halt, ordered = $3, attem
 FROM {entries} CROSS JOIN LATERAL {row_of_entry}
 WHERE d.ctid = found.place AND d.lane = $2 AND {is_as_read} AND NOT (d.state = 'blocked' AND e.state = 'blocked')";
 
-/// Rows of events that arrived go, and are counted. Index: primary key of `delivery`; the lane by
-/// its place, where it was just locked. Locks the rows.
+/// Deletes the rows of delivered events, and counts them. Index: primary key of `delivery`; the
+/// lane by its `ctid`, where it was just locked. Locks the rows.
 pub(crate) const DELIVERY_DELETE: &str = "
 WITH gone AS (
   DELETE FROM {s}.delivery AS d
@@ -52,19 +52,19 @@ WITH gone AS (
 UPDATE {s}.lane AS l SET delivered = l.delivered + (SELECT count(*) FROM gone)
 WHERE l.ctid = $6::tid AND l.subscription = $1 AND l.lane = $5 AND EXISTS (SELECT FROM gone) RETURNING l.ctid::text";
 
-/// How many rows are as they were read. Index: primary key of `delivery`. The lane's lock keeps
-/// them so.
+/// The number of rows that still are as they were read. Index: primary key of `delivery`. The
+/// lane's lock keeps them so.
 pub(crate) const DELIVERY_COUNT: &str = "
 SELECT count(*)::text FROM unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
 CROSS JOIN LATERAL {row_of_entry} JOIN {s}.delivery AS d ON d.ctid = found.place WHERE {is_as_read}";
 
-/// The next of each key becomes due, if it was only waiting for its turn. Index: `delivery_held`,
+/// Makes the next row of each key due, if it was only waiting for its turn. Index: `delivery_held`,
 /// then the primary key. Locks the rows.
 ///
-/// By their places, for the reason of `{row_of_entry}`.
+/// Updates by `ctid`, for the reason given at `{row_of_entry}`.
 pub(crate) const DELIVERY_RELEASE: &str = "{delivery_release}";
 
-/// A settlement, sorted by what has to be written.
+/// A settlement, grouped by what has to be written.
 #[derive(Debug, Default)]
 struct Writes<'a> {
     kept: AsRead,
@@ -81,7 +81,7 @@ struct Writes<'a> {
     touched: Vec<&'a str>,
 }
 
-/// Rows, and what was read of them.
+/// Rows, and the attempts and replays they were read with.
 #[derive(Debug, Default)]
 struct AsRead {
     seqs: Vec<i64>,
@@ -109,12 +109,12 @@ impl<'a> Writes<'a> {
     fn of(settlement: &'a Settlement<'_>) -> Self {
         let mut writes = Self::default();
         let mut touched = HashSet::new();
-        // The last word on an event counts; two rows of one in a statement would be an error.
+        // The last entry of an event counts; a statement with two rows for one event would fail.
         let entries: BTreeMap<i64, &Entry<'_>> =
             settlement.entries.iter().map(|entry| (entry.delivery.seq.0, entry)).collect();
         for entry in entries.into_values() {
             let key = entry.delivery.event.key.as_ref().map(|key| key.as_str());
-            // Without order too: rows from when there was one may be behind it.
+            // Also without order: rows from a time with order may be behind it.
             touched.extend(key);
             writes.add(key, entry, settlement.hold_keys);
         }
@@ -155,22 +155,23 @@ pub(crate) async fn settle(
     let call = SettleCall { store, on: session.client(), lease, subscription: &subscription, settlement };
     let modes = &store.inner.modes;
     let settled = match settlement.entries.is_empty() {
-        // All went well: one update, sent with the transaction's ends in one round trip.
+        // Everything was delivered: one update, sent together with BEGIN and COMMIT in one round
+        // trip.
         true => session.at_once(&modes.change, async |_: &Session| call.move_position().await).await.map(drop),
         false => call.write_all(session).await,
     };
     let lane = store.lane(lease);
     match &settled {
         Ok(()) => lane.settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind),
-        // Of a lost window everything stays refused until the lane is given back: what else of it
-        // was given out must not be settled either.
+        // After a lost window every settlement is refused until the lane is given back: nothing
+        // else that was handed out from it may be settled either.
         Err(error) if error.is_lease_lost() => lane.forget(lease.epoch),
         Err(_) => {}
     }
     settled
 }
 
-/// Settles inside somebody else's transaction: what a handler did and its position become one fact.
+/// Settles inside a handler's transaction: its effect and the position commit together.
 pub(crate) async fn settle_in(
     store: &PostgresStore,
     on: &impl Execute,
@@ -185,12 +186,12 @@ pub(crate) async fn settle_in(
     call.write_rows().await
 }
 
-/// What the lane's row says to a settlement.
+/// The answer of the lane's row to a settlement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Position {
     /// The lane is locked, and its position is the settlement's.
     Moved,
-    /// This very settlement is there.
+    /// This same settlement was written before.
     Written,
 }
 
@@ -219,7 +220,7 @@ impl<E: Execute> SettleCall<'_, E> {
     }
 
     /// Locks the lane under the lease's epoch. Nothing else of a settlement may be written before
-    /// this said yes.
+    /// this succeeded.
     async fn move_position(&self) -> Result<Position> {
         let Self { lease, settlement, .. } = self;
         let lane = self.store.lane(lease);
@@ -239,14 +240,15 @@ impl<E: Execute> SettleCall<'_, E> {
         match said(0).unwrap_or_default() {
             "open" => Ok(Position::Moved),
             "written" => Ok(Position::Written),
-            // A mere rewind belongs to no window.
+            // A settlement that only rewinds belongs to no window.
             "undone" if position.is_none() && settlement.entries.is_empty() => Ok(Position::Moved),
             "undone" => Err(window_undone("settle")),
             _ => Err(Error::stale("settle")),
         }
     }
 
-    /// How many of the events up to a position were delivered: given out, and with no other entry.
+    /// Returns how many of the events up to a position were delivered: handed out, and without any
+    /// other entry.
     fn delivered(&self, at: &lane::Position, position: i64) -> i64 {
         let passed = at.given.iter().take_while(|seq| **seq <= position).count();
         let excepted = self.settlement.entries.iter().filter(|entry| {
@@ -256,8 +258,7 @@ impl<E: Execute> SettleCall<'_, E> {
         passed.saturating_sub(excepted.count()) as i64
     }
 
-    /// Whether every due row still is as it was read, so that what a handler did for it counts
-    /// once.
+    /// Whether every due row still is as it was read, so that a handler's effect counts once.
     async fn is_as_read(&self) -> Result<bool> {
         if self.settlement.position.is_some() {
             return Ok(true);
@@ -273,8 +274,8 @@ impl<E: Execute> SettleCall<'_, E> {
         let Self { lease, subscription, settlement, .. } = self;
         let writes = Writes::of(settlement);
         let schema = self.store.schema();
-        // Only what comes from the stream may make a row: a due row that vanished was taken away by
-        // a person.
+        // Only events of the stream may add a row. A due row that vanished was removed by an
+        // operator.
         let keep = schema.sql(if settlement.position.is_some() { DELIVERY_INSERT } else { DELIVERY_UPDATE });
         let (lane, place) = (lease.lane.cast_signed(), self.store.lane(lease).place());
         let keeping = async {

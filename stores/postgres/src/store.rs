@@ -1,4 +1,4 @@
-//! The store: a pool, a schema, and what its lanes remember between calls.
+//! The store: a pool, a schema, and what is remembered of lanes between calls.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,7 +17,7 @@ use crate::schema::SchemaName;
 use crate::session::TransactionModes;
 use crate::subscription::SubscriptionRow;
 
-/// Most connections of those who only look. Each is made when it is needed.
+/// The most connections for status queries. Each is opened when it is needed.
 const LOOK_CONNECTIONS: usize = 2;
 
 /// The Postgres store. Clones share its connections.
@@ -28,27 +28,28 @@ pub struct PostgresStore {
 
 pub(crate) struct Inner {
     pub(crate) pool: Pool,
-    /// For those who only look: they are answered while relays wait for a lock on all of theirs.
+    /// For status queries: they are answered even while relays wait for locks on every connection
+    /// of `pool`.
     pub(crate) look_pool: Pool,
-    /// Where the connections lead to and as whom, for errors; of a pool of yours it is not known.
+    /// The database, server and user, for error messages. Unknown for a pool that the caller made.
     pub(crate) address: Option<String>,
-    /// Where notifications are listened for, on connections that are not the pool's.
+    /// Where to LISTEN. Listening has a connection outside the pool.
     pub(crate) listen_target: Option<Target>,
     pub(crate) config: PostgresConfig,
     pub(crate) schema: SchemaName,
     pub(crate) modes: TransactionModes,
-    /// Rises with every local commit that may give a lane work.
+    /// Incremented by every local commit that may give a lane work.
     pub(crate) wakeups: watch::Sender<u64>,
-    /// What is known of the subscriptions this process reads; as many as it has subscriptions.
+    /// What is known of the subscriptions that this process reads; one entry each.
     pub(crate) subscriptions: Mutex<HashMap<SubscriptionName, Arc<SubscriptionRow>>>,
-    /// Where each lane of this process reads; as many as it has lanes.
+    /// Where each lane of this process reads; one entry each.
     pub(crate) lanes: Mutex<HashMap<(SubscriptionName, u16), Arc<Lane>>>,
-    /// The LISTEN connection, where asked for.
+    /// The LISTEN connection, if enabled.
     pub(crate) listener: Listener,
 }
 
 impl PostgresStore {
-    /// Connects, and checks that the database answers. The schema is not looked at: see
+    /// Connects, and checks that the database answers. Does not check the schema: see
     /// [`postbox_core::Migrate`].
     ///
     /// Errors: `Mismatch` for a bad URL, schema name or missing database, `Unauthorized`,
@@ -59,7 +60,7 @@ impl PostgresStore {
         Ok(store)
     }
 
-    /// A store that connects when it is first used. Needs a tokio runtime only then.
+    /// Returns a store that connects on first use. Needs a tokio runtime only from then on.
     pub fn new(config: PostgresConfig) -> Result<Self> {
         let schema = SchemaName::new(config.schema.as_str())?;
         let target = Target::parse(&config)?;
@@ -71,11 +72,12 @@ impl PostgresStore {
         Ok(Self::on(pools, Some(target.address()), Some(listen_target), schema, config))
     }
 
-    /// A store on a pool of yours, with the default settings. It asks nothing of its connections
-    /// beyond a transaction, and leaves nothing on them.
+    /// Returns a store on a pool of yours, with the default settings. The store only needs its
+    /// connections to run transactions, and leaves no state on them.
     ///
-    /// What the pool lends to others, the store waits for, leases included: one that finds no
-    /// connection for seconds loses its lanes. Leave two for each subscription, and a few.
+    /// While others hold connections of the pool, the store waits for them, and so does the renewal
+    /// of leases: a relay that gets no connection for seconds loses its lanes. Leave two
+    /// connections for each subscription, and a few more.
     pub fn from_pool(pool: Pool, schema: SchemaName) -> Self {
         let config = PostgresConfig { schema: schema.to_string(), ..PostgresConfig::new("") };
         Self::on((pool.clone(), pool), None, None, schema, config)
@@ -104,7 +106,7 @@ impl PostgresStore {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Appends to the log `outbox` of this store, in transactions of yours.
+    /// Appends to this store's log `outbox`, in your transactions.
     pub fn postbox(&self) -> Postbox<Postgres> {
         Postbox::new(Postgres { schema: self.schema().clone(), ..Postgres::default() })
     }
@@ -114,8 +116,8 @@ impl PostgresStore {
         &self.inner.schema
     }
 
-    /// Tells the relays of this process that something was committed: call it after the commit of a
-    /// transaction that appended events. Only a hint that saves a poll interval.
+    /// Tells the relays of this process that something was committed. Call it after committing a
+    /// transaction that appended events. It is only a hint that saves a poll interval.
     pub fn wake(&self) {
         self.inner.wakeups.send_modify(|wakeups| *wakeups += 1);
     }

@@ -1,4 +1,4 @@
-//! Making subscriptions and knowing them.
+//! Creates subscriptions and remembers them.
 
 use std::sync::{Arc, PoisonError};
 
@@ -15,24 +15,24 @@ use crate::params::{Param, params};
 use crate::row_security::{log_not_locked, subscription_not_seen};
 use crate::session::Session;
 
-/// Whether the log exists. Index: primary key of `log`. Locks its row: a filter does not change
-/// while it is decided what goes by it (`unrouted.rs`).
+/// Whether the log exists. Index: primary key of `log`. Locks its row, so that no filter changes
+/// while decisions depend on it (`unrouted.rs`).
 pub(crate) const LOG_LOCK: &str = "
 SELECT FROM {s}.log WHERE name = $1 FOR NO KEY UPDATE";
 
-/// Whether the newest row of a log is from a transaction that this cluster has not reached. Index:
-/// `(xid, seq)` of the log, read from its end. No lock. Every visible row's transaction is over, so
-/// it is below the current snapshot's `xmax`, unless the row came with a dump.
+/// Whether the newest row of a log comes from a transaction that this cluster has not reached.
+/// Index: `(xid, seq)` of the log, read from its end. No lock. The transaction of every visible row
+/// has ended, so its id is below the current snapshot's `xmax`, unless the row came with a dump.
 const LOG_IS_FROM_FUTURE: &str = "
 SELECT EXISTS (
   SELECT FROM (SELECT l.xid FROM {log} AS l ORDER BY l.xid DESC LIMIT 1) AS newest
   WHERE newest.xid >= pg_snapshot_xmax(pg_current_snapshot()))";
 
-/// Makes the subscription, or takes over its new filter and order. Index: the unique name. Locks
-/// the row.
+/// Creates the subscription, or updates its filter and order. Index: the unique name. Locks the
+/// row.
 ///
-/// The revision tells replicas that read with the former filter: they read on by this one, whatever
-/// their own configuration says.
+/// The revision makes replicas that read with the former filter notice: they go on with this one,
+/// whatever their own configuration says.
 const SUBSCRIPTION_UPSERT: &str = "
 WITH known AS (SELECT {takes_all_new} AS everything, s.revision FROM {s}.subscription AS s JOIN {s}.log AS g ON g.name = s.log WHERE s.name = $1)
 INSERT INTO {s}.subscription AS s (name, log, topics, tenant, kinds, aggregates, headers, ordering, on_dead, lanes, generation)
@@ -46,31 +46,31 @@ RETURNING id, xmax = 0 AS is_new,
   coalesce((SELECT k.everything FROM known AS k), false) AS took_everything,
   coalesce((SELECT k.revision FROM known AS k), revision) <> revision AS is_changed";
 
-/// Without order no row holds its key, and nobody waits for a turn. Index: `delivery_held`. Locks
+/// Without order no row holds its key, and no row waits for a turn. Index: `delivery_held`. Locks
 /// the rows.
 const DELIVERY_UNBLOCK: &str = "
 UPDATE {s}.delivery SET ordered = false, updated_at = clock_timestamp(),
   state = CASE state WHEN 'blocked' THEN 'retrying' ELSE state END, due_at = CASE state WHEN 'blocked' THEN clock_timestamp() ELSE due_at END
 WHERE subscription = $1 AND holds";
 
-/// Keeps the new filter. Index: primary key of `filter`.
+/// Stores the new filter. Index: primary key of `filter`.
 pub(crate) const FILTER_KEEP: &str = "
 INSERT INTO {s}.filter (subscription, revision, topics, tenant, kinds, aggregates, headers)
 SELECT id, revision, topics, tenant, kinds, aggregates, headers FROM {s}.subscription WHERE id = $1 ON CONFLICT DO NOTHING";
 
-/// What was to go out by the former filter is perhaps wanted by nobody now: it is looked at again
-/// from where the slowest lane begins. Where the subscription took everything before, nothing was
-/// looked at so far. And it is asked about all that is unrouted: how far the former filter was
-/// asked says nothing of this one. Indexes: primary keys.
+/// Events that the former filter would have taken may be unrouted now. They are checked again, from
+/// where the slowest lane begins; all of them are, if the subscription took everything before,
+/// because then nothing was checked. The new filter is also compared with every unrouted event: the
+/// progress of the former filter does not count for it. Indexes: primary keys.
 const LOG_ROUTE_AGAIN: &str = "
 WITH ask AS (UPDATE {s}.subscription SET rerouted_seq = 0 WHERE id = $2)
 UPDATE {s}.log AS g SET routed_seq = 0, routed_xid = CASE WHEN $3 THEN slowest.xid ELSE least(g.routed_xid, slowest.xid) END
 FROM (SELECT min(pg_snapshot_xmin(n.from_snap)) AS xid FROM {s}.lane AS n WHERE n.subscription = $2) AS slowest
 WHERE g.name = $1 AND slowest.xid IS NOT NULL";
 
-/// Makes the lanes that are not there. Their cursor is before everything, or (of a new
-/// subscription) at this moment. `last_seq` and the window do not matter for `now`: an empty window
-/// lies between equal snapshots.
+/// Creates the missing lanes. Their cursor is before everything, or, for a new subscription, at
+/// this moment. For `now`, `last_seq` and the window do not matter: the window between two equal
+/// snapshots is empty.
 const LANE_CREATE: &str = "
 WITH start AS (SELECT CASE WHEN $3 THEN pg_current_snapshot() ELSE '1:1:'::pg_snapshot END AS snap),
 before AS (INSERT INTO {s}.passage (subscription, revision, lanes, lane, from_snap, to_snap, last_seq)
@@ -80,10 +80,10 @@ SELECT $1, n, snap, snap, 0, 0, 0, s.revision, s.generation
 FROM generate_series(0, $2 - 1) AS n, start, {s}.subscription AS s WHERE s.id = $1
 ON CONFLICT DO NOTHING";
 
-/// Lets a lane read by the present filter, and notes how far it came by the one before: only while
-/// its cursor is the one that the caller knows, everything that was given out is settled. A window
-/// without anything for the lane was passed when it was opened, which the caller need not know.
-/// Gives the position. Indexes: primary keys. Locks the lane. docs/cursor.md, write W13.
+/// Switches a lane to the present filter, and records how far it came with the one before. Only if
+/// its cursor is the one that the caller knows: then everything that was handed out is settled. A
+/// window without events for the lane was passed when it was opened, which the caller may not know.
+/// Returns the position. Indexes: primary keys. Locks the lane. docs/cursor.md, write W13.
 pub(crate) const LANE_TAKE_FILTER: &str = "
 WITH old AS MATERIALIZED (
   SELECT l.* FROM {s}.lane AS l WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp()
@@ -95,12 +95,12 @@ UPDATE {s}.lane AS l SET revision = s.revision FROM old AS o JOIN {s}.subscripti
 WHERE l.subscription = o.subscription AND l.lane = o.lane
 RETURNING l.last_seq";
 
-/// The next that is made is of another generation. Index: primary keys. Locks the log's row.
+/// Gives the next new subscription another generation. Index: primary keys. Locks the log's row.
 const EPOCH_NEXT: &str = "
 UPDATE {s}.log AS g SET epoch_next = greatest(g.epoch_next, s.generation + 1) FROM {s}.subscription AS s WHERE s.id = $1 AND g.name = s.log";
 
-/// Whether a lane's cursor is beyond this cluster, and whether one was made in another cluster,
-/// where the same ids are of other transactions. Index: primary key of `lane`.
+/// Whether a lane's cursor is ahead of this cluster, and whether one was made in another cluster,
+/// where the same ids belong to other transactions. Index: primary key of `lane`.
 const LANE_FAULTS: &str = "
 SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND pg_snapshot_xmax(to_snap) > pg_snapshot_xmax(pg_current_snapshot())),
   EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> (SELECT {s}.cluster_id()))";
@@ -111,20 +111,20 @@ const SUBSCRIPTION_GET: &str = "SELECT id, log, topics, tenant, lanes::int, revi
 /// The names, for an error text. Reads the whole (small) table.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM {s}.subscription ORDER BY name LIMIT 50";
 
-/// What reading a subscription needs to know.
+/// What reading a subscription requires.
 #[derive(Debug)]
 pub(crate) struct SubscriptionRow {
     pub(crate) id: i32,
     pub(crate) log: LogName,
     pub(crate) lanes: u16,
     pub(crate) filter: Filter,
-    /// Rises with every change of the filter.
+    /// Raised by every change of the filter.
     pub(crate) revision: i32,
-    /// The topics as SQL patterns; `None`: all.
+    /// The topics as SQL patterns; `None` means all.
     pub(crate) likes: Option<Vec<String>>,
-    /// The headers as JSON; `None`: any.
+    /// The headers as JSON; `None` means any.
     pub(crate) headers: Option<String>,
-    /// Up to which place events of the stream are of which replay, since the last reset.
+    /// Since the last reset: up to which `seq` events of the stream belong to which replay.
     again: (i64, i32),
 }
 
@@ -144,7 +144,7 @@ impl SubscriptionRow {
         }
     }
 
-    /// Which replay an event is that comes from the stream.
+    /// Returns the replay number of an event from the stream.
     pub(crate) fn replay_of(&self, seq: Seq) -> u32 {
         if seq.0 <= self.again.0 { self.again.1.unsigned_abs() } else { 0 }
     }
@@ -153,25 +153,26 @@ impl SubscriptionRow {
         self.filter.tenant.as_ref().map(Tenant::as_str)
     }
 
-    /// The kinds as a parameter; `None`: all.
+    /// The kinds as a parameter; `None` means all.
     pub(crate) fn kinds(&self) -> Option<Vec<&str>> {
         named(&self.filter.kinds)
     }
 
-    /// The aggregates as a parameter; `None`: all.
+    /// The aggregates as a parameter; `None` means all.
     pub(crate) fn aggregates(&self) -> Option<Vec<&str>> {
         named(&self.filter.aggregates)
     }
 }
 
-/// A list of names as a parameter; `None`: any.
+/// A list of names as a parameter; `None` means any.
 fn named(names: &[String]) -> Option<Vec<&str>> {
     (!names.is_empty()).then(|| names.iter().map(String::as_str).collect())
 }
 
-/// A filter, `at` the columns topics and tenant, `contents` kinds, aggregates and headers.
+/// Reads a filter: topics and tenant from column `at` on; kinds, aggregates and headers from column
+/// `contents` on.
 pub(crate) fn filter_of(row: &Row, at: usize, contents: usize) -> Filter {
-    // Checked when they were written.
+    // The patterns were checked when they were written.
     let topics = row.get::<_, Vec<String>>(at).into_iter().filter_map(|topic| TopicPattern::new(topic).ok());
     let headers = row.get::<_, Option<&str>>(contents + 2).map(serde_json::from_str);
     Filter {
@@ -221,7 +222,7 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
         return Err(Error::new(ErrorKind::Conflict, "subscribe", "subscription_changed", message));
     };
     let id: i32 = row.get(0);
-    // Lanes of a known subscription are there, unless somebody deleted them: then nobody knows what
+    // The lanes of a known subscription exist, unless someone deleted them. Then nobody knows what
     // they had passed.
     let is_new: bool = row.get(1);
     if is_new {
@@ -249,7 +250,8 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
 }
 
 impl PostgresStore {
-    /// What this process knows of a subscription, from `subscribe` or else from the database.
+    /// Returns what this process knows of a subscription, from `subscribe` or else from the
+    /// database.
     pub(crate) async fn subscription(
         &self,
         session: &Session,
@@ -262,7 +264,7 @@ impl PostgresStore {
         }
     }
 
-    /// The same for whoever holds a lane: of a subscription that is gone no lease counts.
+    /// The same for the holder of a lane. If the subscription is gone, its lease is stale.
     pub(crate) async fn leased(&self, session: &Session, lease: &Lease) -> Result<Arc<SubscriptionRow>> {
         self.subscription(session, &lease.subscription).await.map_err(|error| match error.kind() {
             ErrorKind::NotFound => Error::stale(session.operation()),
@@ -270,7 +272,7 @@ impl PostgresStore {
         })
     }
 
-    /// What is in the database now, remembered from here on. A subscription that is gone is
+    /// Reads the subscription from the database and remembers it. A subscription that is gone is
     /// forgotten.
     pub(crate) async fn reload(&self, session: &Session, name: &SubscriptionName) -> Result<Arc<SubscriptionRow>> {
         let row = look_up(session, name).await;
@@ -288,7 +290,8 @@ impl PostgresStore {
     }
 }
 
-/// A subscription as the database has it now: what an operator means.
+/// Reads a subscription from the database, without the memory of this process: an operator asks
+/// about its present state.
 pub(crate) async fn look_up(session: &Session, name: &SubscriptionName) -> Result<SubscriptionRow> {
     let rows = session.rows(&session.sql(SUBSCRIPTION_GET), &params![name.as_str()]).await?;
     if let Some(row) = rows.first() {

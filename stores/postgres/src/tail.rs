@@ -1,6 +1,6 @@
-//! Looking at a log as it grows. As for a lane, what is new is what one snapshot shows and an
-//! earlier one does not (`window.rs`), so that a transaction which commits late is not passed over;
-//! the two snapshots are kept by whoever looks.
+//! Watches a log as it grows. As for a lane, what is new is what one snapshot shows and an earlier
+//! one does not (`window.rs`), so that a transaction which commits late is not missed. The caller
+//! keeps the two snapshots.
 
 use async_trait::async_trait;
 use postbox_core::limits::BATCH_EVENTS_MAX;
@@ -15,22 +15,23 @@ use crate::payload::{fill_payloads, fitting};
 use crate::schema::check_log_name;
 use crate::session::Session;
 
-/// Payloads up to this size come along with their rows.
+/// Payloads up to this size, in bytes, are read with their rows. Larger ones are fetched
+/// afterwards.
 const INLINE_BYTES_MAX: i32 = 4 * 1024;
-/// None comes along, so that one that the server cannot give fails alone.
+/// Reads no payload with its row, so that one that the server cannot return fails alone.
 const WITHOUT_PAYLOADS: i32 = -1;
 
-/// The present snapshot; fails where there is no such log. No lock.
+/// The present snapshot. Fails if there is no such log. No lock.
 const SNAPSHOT: &str = "SELECT pg_current_snapshot()::text, EXISTS (SELECT FROM {log} AS l)";
 
-/// The place before the first row of transactions that began after a snapshot. Index: `(xid, seq)`;
-/// fenced, or `min` walks the primary key from its start.
+/// The place before the first row of transactions that began after a snapshot. Index: `(xid, seq)`.
+/// `OFFSET 0`, because otherwise `min` walks the primary key from its start.
 const WINDOW_LOW: &str = "
 SELECT min(rest.seq) - 1 FROM (
   SELECT l.seq FROM {log} AS l WHERE l.xid >= pg_snapshot_xmax($1::text::pg_snapshot) OFFSET 0) AS rest";
 
-/// The next rows that `$3` shows and `$2` does not, in `seq` order after `$5`: those of
-/// transactions that ran when `$2` was taken, by `(xid, seq)`, and those of later ones, by the
+/// The next rows that `$3` shows and `$2` does not, in `seq` order after `$5`. Those of
+/// transactions that ran when `$2` was taken are read by `(xid, seq)`, those of later ones by the
 /// primary key from `$4`. No lock.
 const WINDOW_PAGE: &str = "
 SELECT {columns} FROM (
@@ -65,14 +66,15 @@ impl Tail for PostgresStore {
         if let (true, Some(last), Some(window)) = (rows.len() < came, rows.last().map(Stored::seq), window) {
             tailed = Tailed { place: window.after(last).to_string(), more: true, ..tailed };
         }
-        // After the snapshot: a payload that the server cannot give would fail the whole of it.
+        // After the snapshot's transaction, which a payload that the server cannot return would
+        // abort.
         self.call("tail", async |session: &Session| fill_payloads(session, log, &mut rows).await).await?;
         tailed.events = rows.into_iter().map(|row| (row.delivery.seq, row.delivery.event)).collect();
         Ok(tailed)
     }
 }
 
-/// A page of the window at a place, or of the next; and the window itself.
+/// Returns a page of the window at a place, or of the next window, and the window itself.
 async fn page(
     session: &Session,
     log: &LogName,
@@ -108,9 +110,9 @@ async fn page(
     Ok((rows, Tailed { events: Vec::new(), place, more }, Some(window)))
 }
 
-/// How far somebody looked.
+/// How far a caller has read.
 enum Place {
-    /// At everything that this snapshot shows.
+    /// Everything that this snapshot shows.
     Between(String),
     Within(Window),
 }
@@ -120,9 +122,9 @@ enum Place {
 struct Window {
     from: String,
     to: String,
-    /// No row of a transaction later than `from` stands before it.
+    /// No row of a transaction later than `from` is at or before this place.
     low: i64,
-    /// Looked at up to here.
+    /// Read up to here.
     last: i64,
 }
 

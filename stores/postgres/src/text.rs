@@ -1,13 +1,13 @@
-//! Values as text, for drivers that agree with each other about no other type.
+//! Values as text, the only type that all drivers treat alike.
 
 use std::borrow::Cow;
 
 use jiff::Timestamp;
 use uuid::Uuid;
 
-/// A value as text that casts to its type.
+/// A value as text that can be cast to its type.
 pub(crate) trait AsText {
-    /// `None`: null.
+    /// `None` stands for null.
     fn text(&self) -> Option<String>;
 }
 
@@ -61,7 +61,7 @@ impl<T: AsText> AsText for Option<T> {
     }
 }
 
-/// An array, as Postgres writes it.
+/// An array, in Postgres's notation.
 impl<T: AsText> AsText for Vec<T> {
     fn text(&self) -> Option<String> {
         let mut array = String::from("{");

@@ -1,9 +1,10 @@
-//! Events that no subscription of their log wants: found once they are old enough that nothing can
-//! come before them, kept, and handed to the first subscription that begins to want them.
+//! Unrouted events: those that no subscription of their log wants. An event is checked once it is
+//! older than every open transaction, so that nothing can come before it. Unrouted ones are kept,
+//! and handed to the first subscription whose filter begins to want them.
 //!
-//! It is decided by the filter that a lane passed an event with, or will read it with. So nothing
-//! is decided while a lane that is held has yet to take a new filter; one that nobody holds passes
-//! nothing more by the former. What was decided is looked at again when a filter changes:
+//! What decides is the filter that a lane passed an event with, or will read it with. So nothing is
+//! decided while a leased lane has yet to take over a new filter; a lane without a lease passes
+//! nothing more with the former one. Decisions are made again when a filter changes:
 //! docs/cursor.md, writes W13 and W14.
 
 use std::time::Duration;
@@ -20,13 +21,13 @@ use crate::replay::{REPLAY_NEXT, made};
 use crate::session::Session;
 use crate::subscription::look_up;
 
-/// Rows that one step looks at.
+/// How many rows one step reads.
 const STEP_LOOK_MAX: i64 = 10_000;
 
-/// The log's place, and what keeps from going on: a lane has yet to take a new filter; and from
-/// looking further: nobody reads it, or a subscription takes everything that was not looked at.
-/// Indexes: primary keys. Locks the
-/// log's row, unless somebody does.
+/// How far the log was checked, and two reasons to stop. The step ends if a leased lane has yet to
+/// take over a new filter. No further events are checked if the log has no subscription, or one
+/// takes everything that was not checked yet. Indexes: primary keys. Locks the log's row, and skips
+/// it if it is locked.
 const LOG_ROUTED: &str = "
 SELECT g.routed_xid::text, g.routed_seq,
   EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
@@ -34,9 +35,9 @@ SELECT g.routed_xid::text, g.routed_seq,
   NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name) OR {takes_everything}
 FROM {s}.log AS g WHERE g.name = $1 FOR NO KEY UPDATE SKIP LOCKED";
 
-/// Lanes that have yet to take their subscription's filter, and how many of them nobody writes to:
-/// a settlement that checked its lease while that was good moves its lane when it commits. Locks
-/// the latter, waits for none. Indexes: primary keys.
+/// The number of lanes that have yet to take over their subscription's filter, and how many of them
+/// nobody is writing to. A settlement that checked its lease in time moves its lane only at its
+/// commit. Locks the lanes that are free, and waits for none. Indexes: primary keys.
 const LANES_BEHIND: &str = "
 WITH behind AS MATERIALIZED (
   SELECT n.subscription, n.lane FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
@@ -49,13 +50,14 @@ SELECT (SELECT count(*) FROM behind), (SELECT count(*) FROM locked)";
 /// Index: primary key. No lock.
 pub(crate) const LOG_EXISTS: &str = "SELECT FROM {s}.log WHERE name = $1";
 
-/// The next subscription whose filter is new to unrouted events. Reads a small table.
+/// The next subscription whose filter was not compared with all unrouted events yet. Reads a small
+/// table.
 const SUBSCRIPTION_TO_REROUTE: &str = "
 SELECT s.name, s.rerouted_seq FROM {s}.subscription AS s WHERE s.log = $1 AND s.rerouted <> s.revision ORDER BY s.id LIMIT 1";
 
-/// Unrouted events from a place on that the subscription wants now: those that its lanes have
-/// passed by a former filter get rows, the others it is about to read. What lies before its
-/// beginning stays. Indexes: primary keys.
+/// Takes unrouted events, from a place on, that the subscription wants now. Those that its lanes
+/// have passed with a former filter get delivery rows; the others it is about to read. Events
+/// before the subscription's start stay unrouted. Indexes: primary keys.
 const UNROUTED_TAKE: &str = "
 WITH looked AS MATERIALIZED (
   SELECT u.seq FROM {s}.unrouted AS u WHERE u.log = $3 AND u.seq > $4 ORDER BY u.seq LIMIT $5),
@@ -80,10 +82,11 @@ progress AS (
   FROM (SELECT count(*) AS looked, max(seq) AS last FROM looked) AS k WHERE s.id = $1)
 SELECT seq, key FROM sent";
 
-/// Looks at the next rows that are older than every open transaction, and keeps those that nobody
-/// wanted: a filter left them out, and not only the beginning of all who read. Somebody whose
-/// filter changed since may want them now, whether its lanes took it or not: it is asked again.
-/// Index: `(xid, seq)` of the log, walked from its place.
+/// Checks the next rows that are older than every open transaction, and keeps those that no
+/// subscription wanted, if at least one filter rejected them: events before the start of all
+/// subscriptions do not count. A subscription whose filter changed since may want them now, whether
+/// its lanes took the filter over or not, so it is compared again. Index: `(xid, seq)` of the log,
+/// walked from its place.
 const LOG_ROUTE: &str = "
 WITH page AS MATERIALIZED (
   SELECT l.xid, l.seq, l.topic, l.tenant, l.kind, l.aggregate, l.headers, l.slot FROM {log} AS l
@@ -117,12 +120,12 @@ SELECT l.topic, count(*), (extract(epoch FROM clock_timestamp() - min(l.created_
 FROM (SELECT u.seq FROM {s}.unrouted AS u WHERE u.log = $1 ORDER BY u.seq LIMIT $2) AS k
 JOIN {log} AS l ON l.seq = k.seq GROUP BY l.topic";
 
-/// One step.
+/// Runs one step.
 pub(crate) async fn note_unrouted(session: &Session, log: &LogName) -> Result<Routed> {
     let name = log.as_str();
     let rows = session.rows(&session.sql(LOG_ROUTED), &params![name]).await?;
     let Some(row) = rows.first() else {
-        // Somebody else is at it, or there is no such log.
+        // Another process is checking this log, or there is no such log.
         let known = session.rows(&session.sql(LOG_EXISTS), &params![name]).await?;
         return if known.is_empty() { Err(log_unknown("note_unrouted", name)) } else { Ok(Routed::default()) };
     };
@@ -154,7 +157,7 @@ pub(crate) async fn note_unrouted(session: &Session, log: &LogName) -> Result<Ro
     Ok(Routed { unrouted: kept.unsigned_abs(), more: looked == limit || is_asked })
 }
 
-/// Counts by topic, as far as the bound goes.
+/// Counts unrouted events by topic, up to a limit.
 pub(crate) async fn count_unrouted(session: &Session, log: &LogName) -> Result<Unrouted> {
     let (name, limit) = (log.as_str(), UNROUTED_COUNT_MAX as i64);
     let rows = session.rows(&session.log_sql(UNROUTED_COUNT, log), &params![name, limit]).await?;

@@ -1,5 +1,5 @@
-//! `next_batch`: page by page while the window has more, then a look for news, then the next
-//! window.
+//! `next_batch`: reads the window page by page. When it has no more rows, it looks for new ones and
+//! opens the next window.
 
 use std::collections::HashSet;
 use std::pin::pin;
@@ -20,24 +20,25 @@ use crate::payload::{fill_payloads, fitting};
 use crate::session::Session;
 use crate::subscription::{LANE_TAKE_FILTER, SubscriptionRow};
 
-/// Windows without anything for the lane that one call passes before it answers.
+/// How many windows without events for the lane one call passes before it returns, so that a call
+/// stays short.
 const WINDOWS_PER_CALL_MAX: usize = 8;
-/// Payloads up to this size may come along with their rows.
+/// The largest payload, in bytes, that may be read with its row.
 const INLINE_BYTES_MAX: usize = 16 * 1024;
-/// Below this a second round trip costs more than the bytes.
+/// The smallest such limit, in bytes: below this, a second round trip costs more than the bytes.
 const INLINE_BYTES_MIN: usize = 1024;
 
-/// The cursor of a lane under its epoch. Index: primary key of `lane`.
+/// The cursor of a lane under an epoch. Index: primary key of `lane`.
 const LANE_LOAD: &str = "
 SELECT to_snap::pg_catalog.text, last_seq
 FROM {s}.lane
 WHERE subscription {=} $1 AND lane {=} $2 AND epoch {=} $3 AND lease_until {>} pg_catalog.clock_timestamp()";
 
-/// Reads a page, or opens the next window: see `0001_window.sql`, which says what it asks, writes
-/// and answers.
+/// Reads a page, or opens the next window. `0001_window.sql` describes its arguments, writes and
+/// answers.
 const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9::pg_catalog.text::pg_catalog.jsonb, $10, $11, $12, $13, $14, $15, $16)";
 
-/// A further page of a window without stragglers, straight from the log. Index: primary key.
+/// A further page of a window without stragglers, directly from the log. Index: primary key.
 const WINDOW_PAGE: &str = "
 SELECT {columns} FROM {log} AS l
 WHERE l.seq > $7 AND l.seq <= $8 AND l.xid >= $9::text::xid8 AND pg_visible_in_snapshot(l.xid, $10::text::pg_snapshot)
@@ -46,20 +47,20 @@ WHERE l.seq > $7 AND l.seq <= $8 AND l.xid >= $9::text::xid8 AND pg_visible_in_s
   AND ($13::text IS NULL OR l.headers @> $13::text::jsonb)
 ORDER BY l.seq LIMIT $2";
 
-/// Which of some keys are held. Index: `delivery_held`.
+/// Which of the given keys are held. Index: `delivery_held`.
 const KEYS_HELD: &str = "
 SELECT asked.key FROM pg_catalog.unnest($2::pg_catalog.text[]) AS asked(key)
 WHERE EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.key {=} asked.key AND d.holds)";
 
-/// Which of some events were discarded or marked dead. Index: primary key of `delivery`.
+/// Which of the given events were discarded or marked dead. Index: primary key of `delivery`.
 const EVENTS_DISCARDED: &str = "
 SELECT d.seq FROM pg_catalog.unnest($2::bigint[]) AS asked(seq) CROSS JOIN LATERAL (
   SELECT d.seq FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.seq {=} asked.seq AND {is_mark} OFFSET 0) AS d";
 
-/// What every read of a lane asks.
+/// The parameters of every read of a lane.
 pub(crate) struct ReadParams<'a> {
     pub(crate) inline_bytes: i32,
-    /// One row more than wanted: whether it comes says whether there is more.
+    /// One row more than wanted, which tells whether there are more.
     pub(crate) rows: i64,
     pub(crate) lane: i32,
     lanes: i32,
@@ -71,7 +72,7 @@ pub(crate) struct ReadParams<'a> {
 impl<'a> ReadParams<'a> {
     pub(crate) fn new(lease: &Lease, subscription: &'a SubscriptionRow, limit: BatchLimit) -> Self {
         let rows = limit.events.clamp(1, BATCH_EVENTS_MAX);
-        // All rows together stay within the caller's bound on bytes, whatever their payloads.
+        // All rows together stay within the caller's limit of bytes, whatever their payloads.
         let inline = (limit.payload_bytes / (rows + 1)).clamp(INLINE_BYTES_MIN, INLINE_BYTES_MAX);
         Self {
             inline_bytes: i32::try_from(inline).unwrap_or(i32::MAX),
@@ -83,16 +84,16 @@ impl<'a> ReadParams<'a> {
         }
     }
 
-    /// No payload comes with its row: what the server cannot give of one then fails alone.
+    /// Reads no payload with its row, so that one that the server cannot return fails alone.
     pub(crate) fn leave_payloads_behind(&mut self) {
         self.inline_bytes = -1;
     }
 }
 
-/// What left the stream in a lane: whether keys are held, whether a person's word may be on unread
-/// events, and how long until the next is due, in microseconds. Indexes: `delivery_held_lane`,
-/// `delivery_mark`, `delivery_due`. No lock. Rows behind an unfinished one of their key are not
-/// due, whatever their time says.
+/// The delivery rows of a lane: whether keys are held, whether an operator may have discarded or
+/// marked unread events, and how long until the next row is due, in microseconds. Indexes:
+/// `delivery_held_lane`, `delivery_mark`, `delivery_due`. No lock. A row behind an unfinished one
+/// of its key is not due, whatever its time.
 const LANE_EXCEPTIONS: &str = "
 SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $2 AND holds),
   EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.lane {=} $2 AND {is_mark} AND d.seq {>} $3),
@@ -103,7 +104,7 @@ SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $
        WHERE h.subscription {=} d.subscription AND h.key {=} d.key AND h.holds ORDER BY h.seq LIMIT 1))
    ORDER BY d.due_at LIMIT 1)";
 
-/// What left the stream in a lane.
+/// What is known of a lane's delivery rows.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Exceptions {
     holds: bool,
@@ -112,7 +113,7 @@ pub(crate) struct Exceptions {
 }
 
 impl Exceptions {
-    /// Asks only where something of the subscription left the stream.
+    /// Asks only if the subscription has any delivery rows.
     pub(crate) async fn ask(
         session: &Session,
         lease: &Lease,
@@ -134,7 +135,7 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
     let lane = store.lane(lease);
     let lane = &*lane;
     let _turn = lane.turn.lock().await;
-    // Before anything is looked at: a commit from here on is news to the next wait.
+    // Before anything is read: a commit from here on ends the next wait.
     lane.mark_wakeups_seen();
     let session = &store.session("next_batch").await?;
     let mut subscription = store.leased(session, lease).await?;
@@ -146,14 +147,14 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
         }
         match (NextBatch { store, session, lease, lane, params }).run().await {
             Err(error) if !reloaded && error.code() == FILTER_CHANGED => {
-                // Everything that was read by the former filter is settled first, so that each
-                // event is judged by one.
+                // Everything that was read with the former filter is settled first, so that each
+                // event is judged by one filter only.
                 let Some(at) = lane.position(lease.epoch).filter(|at| at.settled == at.read) else {
                     break Ok(Batch::default());
                 };
                 let settled = take_filter(store, session, lease, subscription.id, &at).await?;
                 subscription = store.reload(session, &lease.subscription).await?;
-                // What nobody wanted of the window may be wanted now.
+                // Events of the window that the former filter rejected may be wanted now.
                 lane.settled(lease.epoch, Some(settled), true);
                 reloaded = true;
             }
@@ -167,7 +168,7 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
     batch
 }
 
-/// From here on the lane reads by the subscription's present filter, after this place.
+/// Switches the lane to the subscription's present filter. Returns the place to continue after.
 async fn take_filter(
     store: &PostgresStore,
     session: &Session,
@@ -192,13 +193,13 @@ struct NextBatch<'a> {
     params: ReadParams<'a>,
 }
 
-/// What `<log>_window` answered beside its rows.
+/// What `<log>_window` returned beside its rows.
 #[derive(Default)]
 struct Answer {
     verdict: String,
     left_stream: bool,
     place: Option<String>,
-    /// The window that was opened.
+    /// The window that was opened, if any.
     window: Option<String>,
     bounds: Option<Bounds>,
 }
@@ -236,7 +237,7 @@ impl NextBatch<'_> {
             let after = if !at.drained {
                 Some(at.read)
             } else if unsettled {
-                // The window's last batch is not settled. Opening the next now would forget it
+                // The window's last batch is not settled. Opening the next window now would lose it
                 // after a crash.
                 Some(i64::MAX)
             } else {
@@ -259,15 +260,15 @@ impl NextBatch<'_> {
                 break;
             }
             at.drained = true;
-            // Noted before the next is opened: a call that is dropped there loses one window at
-            // most.
+            // Recorded before the next window is opened: a call that is dropped there loses the
+            // memory of one window at most.
             self.lane.advance(at.clone());
         }
         self.lane.advance(at);
         Ok(Batch { due_in, ..Batch::default() })
     }
 
-    /// Begins where the database says.
+    /// Starts from the position in the database.
     async fn load(&self) -> Result<Position> {
         let lane = self.lease.lane.cast_signed();
         let params = params![self.params.subscription.id, lane, self.lease.epoch];
@@ -279,14 +280,14 @@ impl NextBatch<'_> {
         Ok(position)
     }
 
-    /// Reads on in the window after a place, or looks for the next window. One round trip.
+    /// Reads on in the window after a place, or looks for the next window, in one round trip.
     ///
-    /// A window is written down before its answer counts, and before anything of it is given out.
+    /// A window is written before its answer counts, and before any event of it is handed out.
     async fn ask(&self, at: &Position, after: Option<i64>) -> Result<(Vec<Stored>, Answer)> {
         let modes = &self.store.inner.modes;
         let page = after.zip(at.bounds.as_ref());
         let (mode, rows_max) = match (page, after) {
-            // The function only says whether the window is still ours.
+            // The function then only says whether the window is still ours.
             (Some(_), _) => (&modes.read, 0),
             (None, Some(_)) => (&modes.look, self.params.rows),
             (None, None) => (&modes.call, self.params.rows),
@@ -302,9 +303,9 @@ impl NextBatch<'_> {
         let (rows, answer) = self.session.at_once(mode, calls).await?;
         match answer.verdict.as_str() {
             "stale" => return Err(Error::stale("next_batch")),
-            // Not to be read on under this lease, even if all that was given out is settled: calls
-            // of it may still be on their way, and would settle rows by numbers that a database
-            // which went back has given to other events.
+            // Do not read on under this lease, even if everything handed out is settled.
+            // Settlements may still be on their way. After a database has gone back, they would
+            // settle rows by `seq` values that now belong to other events.
             "undone" => return Err(window_undone("next_batch")),
             "changed" => return Err(filter_changed()),
             "page" | "nothing" | "window" => {}
@@ -354,14 +355,14 @@ impl NextBatch<'_> {
                 None => answer = Answer::from_row(&row)?,
             }
         }
-        // Stragglers and the rest share no row. A stable sort finds the two runs that are there,
-        // and merges them.
+        // Stragglers and later rows have no row in common. A stable sort finds these two sorted
+        // runs and merges them.
         rows.sort_by_key(Stored::seq);
         Ok((rows, answer))
     }
 
-    /// Rows of the window after a place. Unless the function agrees in the same transaction that
-    /// the window is ours, they mean nothing.
+    /// Rows of the window after a place. They are valid only if the function confirms, in the same
+    /// transaction, that the window is ours.
     async fn read_page(
         &self,
         at: &Position,
@@ -399,11 +400,11 @@ impl NextBatch<'_> {
         Ok(page)
     }
 
-    /// Makes a batch of what was read and remembers how far it goes.
+    /// Makes a batch of the rows and records how far it goes.
     async fn give(&self, mut at: Position, mut rows: Vec<Stored>, exceptions: Exceptions) -> Result<Batch> {
         let found = rows.len();
-        // No more than one half gives: beyond that, rows of the other may stand before rows that
-        // did not come.
+        // No more than the page size: beyond it, rows of the one half (stragglers and later rows)
+        // may come before rows of the other that were not read.
         rows.truncate(fitting(&rows, self.params.limit));
         let more = rows.len() < found;
         fill_payloads(self.session, &self.params.subscription.log, &mut rows).await?;
@@ -418,7 +419,7 @@ impl NextBatch<'_> {
             if !self.lane.is_of(self.lease.epoch) {
                 return Err(Error::stale("next_batch"));
             }
-            // Rewound while we read: what we have is from before. The next call reads it again.
+            // Rewound while we read, so these rows are obsolete. The next call reads them again.
             return Ok(Batch { more: true, due_in: exceptions.due_in, ..Batch::default() });
         }
         let mut batch =
@@ -428,8 +429,8 @@ impl NextBatch<'_> {
         Ok(batch)
     }
 
-    /// Which of the page's keys are held and which of its events were discarded; asks only if there
-    /// are any.
+    /// Which of the page's keys are held and which of its events were discarded. Asks only if the
+    /// lane has any.
     async fn held_and_discarded(
         &self,
         exceptions: Exceptions,
@@ -456,8 +457,8 @@ impl NextBatch<'_> {
 /// The code of [`filter_changed`].
 const FILTER_CHANGED: &str = "filter_changed";
 
-/// The filter is a newer one, or the number of lanes another. Nothing was read; the caller reads by
-/// those.
+/// The filter has changed, or the number of lanes. Nothing was read; the caller reads with the new
+/// ones.
 fn filter_changed() -> Error {
     let message = "the subscription's filter changes too often to be read by";
     Error::new(ErrorKind::Unavailable, "next_batch", FILTER_CHANGED, message)

@@ -1,4 +1,4 @@
-//! The schema: its name, safely quoted, and the statements that are made with it.
+//! The schema: its name, safely quoted, and the statements that are built with it.
 
 mod template;
 
@@ -9,8 +9,8 @@ use postbox_core::{Error, LogName, Result};
 
 use crate::criteria::is_meant;
 
-/// The schema, as one migration: what a lane calls, what receives, what counts, what a person
-/// changes, the tables, and what a person sees.
+/// The whole schema as one migration: functions for lanes, for receiving, counting and operating,
+/// then the tables and the views.
 pub(crate) const MIGRATION: &str = concat!(
     include_str!("0001_window.sql"),
     "\n",
@@ -31,12 +31,12 @@ pub(crate) const MIGRATION: &str = concat!(
     include_str!("0001_comments.sql")
 );
 
-/// Longest identifier Postgres keeps; it cuts longer ones with only a notice, so that two names
-/// could become one.
+/// The longest identifier, in bytes, that Postgres keeps. It cuts longer ones with only a notice,
+/// so that two names could become one.
 const IDENTIFIER_BYTES_MAX: usize = 63;
 
-/// Our own tables and views, and what would have functions like ours (`create_window`): no log may
-/// be called like one.
+/// Names that no log may have: our own tables and views, and names whose functions would collide
+/// with ours (`create_window`).
 const RESERVED_NAMES: [&str; 16] = [
     "log",
     "subscription",
@@ -56,11 +56,11 @@ const RESERVED_NAMES: [&str; 16] = [
     "create",
 ];
 
-/// Every log. Reads a tiny table.
+/// The names of all logs. Reads a tiny table.
 pub(crate) const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
 
-/// The schema all tables and functions of a store live in. Any text is allowed that Postgres can
-/// keep: it is always quoted.
+/// The schema that contains all tables and functions of a store. Any text that Postgres can keep is
+/// allowed, because it is always quoted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SchemaName {
     name: String,
@@ -101,8 +101,8 @@ impl SchemaName {
     /// The quoted identifier inside an SQL string literal.
     fn literal(&self) -> String {
         let escaped = self.quoted.replace('\'', "''");
-        // Without the E prefix a backslash stands for itself under standard_conforming_strings,
-        // which migrations pin.
+        // Without the E prefix a backslash is literal under standard_conforming_strings, which
+        // migrations set.
         format!("'{escaped}'")
     }
 
@@ -111,7 +111,7 @@ impl SchemaName {
         self.fill(template, &[])
     }
 
-    /// The same, and `{log}` with the log's table and `{name}` with its name.
+    /// The same, with `{log}` as the log's table and `{name}` as its name.
     pub(crate) fn log_sql(&self, template: &str, log: &LogName) -> String {
         self.log_sql_with(template, log, &[])
     }
@@ -132,9 +132,9 @@ impl SchemaName {
         (0..).map(|n| format!("postbox{n}")).find(|tag| !self.name.contains(tag.as_str())).unwrap_or_default()
     }
 
-    /// Fills a migration. With [`Self::tag`], no name can be taken for the log's either in a
-    /// function that is made for each log: there `{log}` and `{name}` stand for what is replaced by
-    /// the log's.
+    /// Fills a migration. Functions that are created for each log contain `{log}` and `{name}`;
+    /// these become placeholders that `create_log` replaces. They contain [`Self::tag`], so that no
+    /// part of the schema's name can be mistaken for them.
     pub(crate) fn migration_sql(&self, template: &str) -> String {
         let tag = self.tag();
         let (name, log) = (format!("{tag}_log"), format!("{}.\"{tag}_log\"", self.quoted));
@@ -171,7 +171,7 @@ impl FromStr for SchemaName {
     }
 }
 
-/// Refuses names that are tables, but no logs.
+/// Refuses names of tables that are not logs.
 pub(crate) fn check_log_name(operation: &'static str, log: &LogName) -> Result<()> {
     if RESERVED_NAMES.contains(&log.as_str()) {
         return Err(crate::classify::log_unknown(operation, log.as_str()));
@@ -194,7 +194,7 @@ mod tests {
         }
     }
 
-    /// A line break in a name would end the comment, and the rest of the name would be SQL.
+    /// A line break in a name would end the comment, and the rest of the name would run as SQL.
     #[test]
     fn no_comment_in_a_migration_has_a_placeholder() {
         let comments = MIGRATION.lines().filter_map(|line| line.split_once("--")).map(|(_, comment)| comment);
@@ -215,7 +215,7 @@ mod tests {
         assert_eq!(schema.sql("a {<=} b '{}' {0,39} {"), "a OPERATOR(pg_catalog.<=) b '{}' {0,39} {");
     }
 
-    /// A database in another encoding could not even read them.
+    /// A database in another encoding could not read anything else.
     #[test]
     fn migrations_are_ascii() {
         assert_eq!(MIGRATION.lines().find(|line| !line.is_ascii()), None);

@@ -1,19 +1,19 @@
-//! The one template language of our SQL: `{name}` stands for a text, `{=}` for an operator.
+//! The template language of our SQL: `{name}` stands for a text, `{=}` for an operator.
 //!
-//! `{s}` is the schema, `{log}` a log's table, `{<=}` Postgres's own `<=`: whoever may create
-//! objects in a schema of our search_path could plant an operator that fits our arguments better.
-//! Where a statement runs in a transaction of ours, the search_path is ours too, and plain
-//! operators do. The other names are [`FRAGMENTS`], pieces that several statements share.
+//! `{s}` is the schema, `{log}` a log's table, `{<=}` Postgres's own `<=`. Anyone who may create
+//! objects in a schema of our search_path could plant an operator that fits our arguments better. A
+//! statement in one of our transactions has our search_path and may use plain operators. The other
+//! names are [`FRAGMENTS`].
 
 use std::sync::LazyLock;
 
 use crate::append::APPEND_COLUMNS;
 use crate::decode::EVENT_COLUMNS;
 
-/// What the placeholders of a template stand for, beside the fragments and operators.
+/// The values of a template's placeholders, beside the fragments and operators.
 pub(super) type Values<'a> = &'a [(&'a str, &'a str)];
 
-/// Pieces that several statements share. They may name other placeholders.
+/// Parts that several statements share. They may contain other placeholders.
 const FRAGMENTS: &[(&str, &str)] = &[
     // The columns of an append, in the order of its parameters.
     ("appended", APPEND_COLUMNS),
@@ -35,8 +35,8 @@ const FRAGMENTS: &[(&str, &str)] = &[
             new_content_types, new_headers, new_occurred_at, new_deliver_at, new_expires_at)
           AS e({appended})",
     ),
-    // Ends `enqueue` for an event that has an id. Times as texts that mean the same under every
-    // setting.
+    // The end of `enqueue` for an event that has an id. Times are passed as texts that mean the
+    // same under every setting.
     (
         "enqueue_own_id",
         "IF enqueue.id IS NOT NULL THEN
@@ -54,25 +54,26 @@ const FRAGMENTS: &[(&str, &str)] = &[
       RETURN event_id;
     END IF;",
     ),
-    // The lane `l`, while it is held under an epoch. In the functions of a lane.
+    // True for the lane `l` while it is leased under an epoch. In the functions of a lane.
     (
         "held",
         "l.subscription = of_subscription AND l.lane = of_lane AND l.epoch = under_epoch \
          AND l.lease_until > clock_timestamp()",
     ),
-    // The rows `l` that a lane and its subscription want. In the functions of a lane.
+    // True for rows `l` that belong to a lane and that its subscription wants. In the functions of
+    // a lane.
     (
         "wanted",
         "(lane_count = 1 OR l.slot % lane_count = of_lane) AND {passes}",
     ),
-    // The rows `l` that the filter of a lane lets in. In the functions of a lane.
+    // True for rows `l` that the filter of a lane accepts. In the functions of a lane.
     (
         "passes",
         "(topic_likes IS NULL OR l.topic LIKE ANY (topic_likes)) AND (of_tenant IS NULL OR l.tenant = of_tenant) \
          AND (of_kinds IS NULL OR coalesce(l.kind, 'domain') = ANY (of_kinds)) \
          AND (of_aggregates IS NULL OR l.aggregate = ANY (of_aggregates)) AND (of_headers IS NULL OR l.headers @> of_headers)",
     ),
-    // Nested loops over indexes, one plan for all parameters, and nobody else's names.
+    // Only nested loops over indexes, one plan for all parameters, and only Postgres's own names.
     (
         "pinned",
         "SET search_path = pg_catalog SET plan_cache_mode = force_generic_plan SET jit = off \
@@ -80,8 +81,9 @@ const FRAGMENTS: &[(&str, &str)] = &[
          SET enable_hashjoin = off SET enable_mergejoin = off SET enable_sort = off SET enable_incremental_sort = off \
          SET enable_material = off",
     ),
-    // Begins a function that receives. Durable even where the role or database says otherwise: the
-    // sender hears that the message is ours. Assigned, because PERFORM would make a query of it.
+    // The beginning of a function that receives. Durable even if the role or database says
+    // otherwise, because the sender is answered that the message is stored. An assignment rather
+    // than PERFORM, which would run a query.
     (
         "bounds",
         "IF current_setting('synchronous_commit') = 'off' THEN
@@ -91,17 +93,17 @@ const FRAGMENTS: &[(&str, &str)] = &[
     ),
     // True while the subscription `s` is paused, by the database's clock.
     ("is_paused", "(s.paused_by IS NOT NULL AND coalesce(s.paused_until > clock_timestamp(), true))"),
-    // True where the cursor `n` of a lane has not passed the row `l`.
+    // True if the cursor `n` of a lane has not passed the row `l`.
     (
         "is_unread",
         "(NOT pg_visible_in_snapshot(l.xid, n.from_snap) \
          AND (NOT pg_visible_in_snapshot(l.xid, n.to_snap) OR l.seq > n.last_seq))",
     ),
-    // The columns of a log that its depth is counted from.
+    // The columns of a log that its depth is computed from.
     ("looked_at", "l.seq, l.xid, l.slot, l.topic, l.tenant, l.kind, l.aggregate, l.headers, l.created_at, l.deliver_at"),
-    // Blocks of 32 places, one from each equal part of what lies between two places: spread as
-    // evenly as chance would, and the same for all subscriptions that stand alike, so that their
-    // pages are read once. In the function that counts.
+    // Blocks of 32 places, one from each equal part of a range. They are spread as evenly as random
+    // ones, and they are the same for all subscriptions at the same position, so that their pages
+    // are read once. In the function that counts.
     (
         "sample",
         "generate_series(0, blocks - 1) AS block
@@ -111,9 +113,10 @@ const FRAGMENTS: &[(&str, &str)] = &[
           SELECT {looked_at} FROM {log} AS l
           WHERE l.seq >= place.seq AND l.seq < place.seq + 32 AND l.seq <= last_seq OFFSET 0) AS l",
     ),
-    // True where row `l` is unread by its lane, and, of a row found in a certain place, true only
-    // there. A lane has two snapshots, and most rows are on the same side of those of all lanes,
-    // which is seen without them: half of what a look costs. In the function that counts.
+    // True for rows `l` that their lane has not read; the first two also say in which part of the
+    // cursor. Every lane has two snapshots. Most rows are on the same side of those of all lanes,
+    // which is decided by comparing ids, without a snapshot: this halves the cost. In the function
+    // that counts.
     (
         "is_ahead",
         "(l.xid >= all_ahead OR (NOT pg_visible_in_snapshot(l.xid, tos[1 + l.slot % lane_count]) AND NOT pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) AND l.xid <> ALL (late)))",
@@ -128,16 +131,17 @@ const FRAGMENTS: &[(&str, &str)] = &[
         "(l.xid >= all_ahead OR CASE WHEN l.xid >= passed_before AND l.xid < all_opened THEN l.seq > settled[1 + l.slot % lane_count] \
          ELSE NOT pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) AND (NOT pg_visible_in_snapshot(l.xid, tos[1 + l.slot % lane_count]) OR l.seq > settled[1 + l.slot % lane_count]) END)",
     ),
-    // True for a delivery row that may be a person's word on an event that is not read yet: the
+    // True for a delivery row that may be an operator's mark on an event that is not read yet: the
     // index `delivery_mark`.
     ("is_mark", "(d.state {=} 'discarded' OR d.state {=} 'dead' AND d.code {=} 'marked_dead')"),
-    // True where row `l` is wanted, and nobody's word is on it. In the function that counts.
+    // True if row `l` is wanted and has no operator's mark. In the function that counts.
     (
         "is_meant_to_go",
         "{passes} AND NOT (has_marks AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription AND d.seq = l.seq OFFSET 0))",
     ),
-    // True where row `l` was passed by its lane and is `skipped`: see `judged`, `is_taken` and
-    // `state`. In the function that counts, where most subscriptions have had one filter only.
+    // True if row `l` was passed by its lane and is `skipped`: see `judged`, `is_taken` and
+    // `state`. In the function that counts; the first case is the common one, a subscription that
+    // has had only one filter.
     (
         "is_skipped",
         "(l.xid < all_passed OR pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) \
@@ -152,18 +156,17 @@ const FRAGMENTS: &[(&str, &str)] = &[
          AND NOT (has_sent AND EXISTS (SELECT FROM {s}.sent AS t WHERE t.subscription = of_subscription AND t.seq = l.seq OFFSET 0)) \
          AND NOT (has_unrouted AND EXISTS (SELECT FROM {s}.unrouted AS u WHERE u.log = '{name}' AND u.seq = l.seq OFFSET 0))",
     ),
-    // How long the rows `r` wait at most, in microseconds.
+    // The age of the oldest of the rows `r`, in microseconds.
     (
         "age_of_oldest",
         "(extract(epoch FROM clock_timestamp() - min(r.since) FILTER (WHERE isfinite(r.since))) * 1000000)::bigint",
     ),
-    // A pattern of a subscription's topics for LIKE.
+    // A pattern for LIKE from one of a subscription's topics.
     (
         "like_of_topic",
         "replace(replace(replace(replace(wanted.topic, chr(92), chr(92) || chr(92)), '%', chr(92) || '%'), '_', chr(92) || '_'), '*', '%')",
     ),
-    // True where subscription `s` wants row `l` of its log, for statements about many
-    // subscriptions.
+    // True if subscription `s` wants row `l` of its log, for statements about many subscriptions.
     (
         "is_wanted",
         "((s.topics = '{}' OR EXISTS (SELECT FROM unnest(s.topics) AS wanted(topic)
@@ -172,13 +175,13 @@ const FRAGMENTS: &[(&str, &str)] = &[
   AND (s.kinds = '{}' OR coalesce(l.kind, 'domain') = ANY (s.kinds)) AND (s.aggregates = '{}' OR l.aggregate = ANY (s.aggregates))
   AND (s.headers IS NULL OR l.headers @> s.headers))",
     ),
-    // True where subscription `s` wants every row of its log.
+    // True if subscription `s` wants every row of its log.
     (
         "wants_everything",
         "(s.topics = '{}' AND s.tenant IS NULL AND s.kinds = '{}' AND s.aggregates = '{}' AND s.headers IS NULL)",
     ),
-    // By which revision of its filter the subscription of the lane `n` passed the row `l` of its
-    // log, or will read it.
+    // The revision of the filter with which the subscription of the lane `n` passed the row `l` of
+    // its log, or will read it.
     (
         "judged",
         "CASE WHEN {is_unread} THEN (SELECT f.revision FROM {s}.filter AS f WHERE f.subscription = n.subscription ORDER BY f.revision DESC LIMIT 1)
@@ -186,31 +189,31 @@ const FRAGMENTS: &[(&str, &str)] = &[
       AND (pg_visible_in_snapshot(l.xid, p.from_snap) OR (pg_visible_in_snapshot(l.xid, p.to_snap) AND l.seq <= p.last_seq))
       ORDER BY p.revision LIMIT 1), n.revision) END",
     ),
-    // True where a filter of the subscription of the lane `n` let the row `l` in or left it out, or
-    // will, and not only a beginning.
+    // True if a filter of the subscription of the lane `n` accepted or rejected the row `l`, or
+    // will. False for rows before the subscription's start.
     (
         "is_judged",
         "EXISTS (SELECT FROM {s}.filter AS by WHERE by.subscription = n.subscription AND by.revision = {judged})",
     ),
-    // True where row `l` was skipped by the subscription of the lane `n`, and sent all the same.
+    // True if the subscription of the lane `n` skipped row `l`, and it was sent later all the same.
     ("is_sent", "EXISTS (SELECT FROM {s}.sent AS t WHERE t.subscription = n.subscription AND t.seq = l.seq)"),
-    // True where row `l` goes out, or went out, to the subscription of the lane `n`.
+    // True if row `l` is, or was, delivered to the subscription of the lane `n`.
     (
         "is_taken",
         "EXISTS (SELECT FROM {s}.filter AS s WHERE s.subscription = n.subscription AND s.revision = {judged} AND {is_wanted})",
     ),
-    // When the event `l` is to go out, if that is still to come.
+    // The time at which the event `l` is to be sent, if it is in the future.
     ("later", "CASE WHEN l.deliver_at > clock_timestamp() AND isfinite(l.deliver_at) THEN l.deliver_at END"),
-    // True where subscription `s` takes everything of its log `g` that was not looked at yet: none
-    // of that was passed by a former filter, which a lane that has yet to take this one still may
-    // not say in a passage.
+    // True if subscription `s` takes everything of its log `g` that was not checked for routing
+    // yet. None of that may have been passed with a former filter. A lane that has yet to take over
+    // this filter has not recorded that in a passage, so it counts as well.
     (
         "takes_all_new",
         "({wants_everything}
     AND NOT EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = s.id AND pg_snapshot_xmax(p.to_snap) > g.routed_xid)
     AND NOT EXISTS (SELECT FROM {s}.lane AS b WHERE b.subscription = s.id AND b.revision <> s.revision AND pg_snapshot_xmax(b.to_snap) > g.routed_xid))",
     ),
-    // True where a subscription of the log `g` takes everything that was not looked at yet.
+    // True if a subscription of the log `g` takes everything that was not checked yet.
     ("takes_everything", "EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name AND {takes_all_new})"),
     // The state of an event `l` with the delivery row `d`, if it has one. `{name}` is its log.
     (
@@ -219,13 +222,13 @@ const FRAGMENTS: &[(&str, &str)] = &[
       CASE WHEN EXISTS (SELECT FROM {s}.unrouted AS u WHERE u.log = '{name}' AND u.seq = l.seq) THEN 'unrouted' ELSE 'skipped' END
     WHEN {is_unread} THEN 'pending' ELSE 'dispatched' END)",
     ),
-    // An event's columns and its standing, for a record.
+    // An event's columns and its state, for a record.
     (
         "record_columns",
         "{columns}, {state}, coalesce(d.attempts, 0), coalesce(d.replays, 0), d.due_at, d.code, d.error, d.updated_at, \
          d.seq, d.key, d.last_attempts::text",
     ),
-    // What every disposition that keeps a row says of it. Waits count from now, by the database's
+    // The entries of a settlement that keep or add a row. Waits count from now, by the database's
     // clock.
     (
         "entries",
@@ -234,27 +237,26 @@ const FRAGMENTS: &[(&str, &str)] = &[
   FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bool[], $8::int[], $9::text[], $10::text[], $11::bigint[], $12::timestamptz[],
     $13::int[], $14::int[], $15::bigint[]) AS u(seq, key, state, halt, attempts, code, error, wait, at, before, replays, took)) AS e",
     ),
-    // The attempt that an entry tells of, which took some time. In the form of
-    // `attempts_from_json`.
+    // The attempt of an entry that had one, in the form that `attempts_from_json` reads.
     (
         "attempt",
         "jsonb_build_array(jsonb_build_object('at', clock_timestamp(), 'code', e.code, 'took_us', e.took, 'answer', left(e.error, 256), 'next_at', e.due_at))",
     ),
-    // Where the row of an entry is. Nobody else changes rows of a lane that is locked, so a place
-    // is good for the whole statement. Fenced, and the row then taken by its place alone, so that
-    // no statistics lead elsewhere: the table is nearly empty most of the time, and then has many
-    // rows at once. To walk all of a subscription and to compare each with every entry looks cheap
-    // as long as it is thought to be empty (30,000 rows, 500 entries: seconds, measured).
+    // Where the row of an entry is. Nobody else changes rows of a locked lane, so a `ctid` is valid
+    // for the whole statement. `OFFSET 0` and the access by `ctid` alone force this plan, whatever
+    // the statistics say. The table is nearly empty most of the time, and then has many rows at
+    // once. While it is believed to be empty, reading all rows of a subscription and comparing each
+    // with every entry looks cheap (measured with 30,000 rows and 500 entries: seconds).
     (
         "row_of_entry",
         "(SELECT r.ctid AS place FROM {s}.delivery AS r WHERE r.subscription = $1 AND r.seq = e.seq OFFSET 0) AS found",
     ),
-    // The same of the rows `$2`.
+    // The same for the rows `$2`.
     (
         "places",
         "ARRAY(SELECT found.place FROM unnest($2::bigint[]) AS e(seq) CROSS JOIN LATERAL {row_of_entry})",
     ),
-    // See `DELIVERY_RELEASE` and `CLEAR_FOLLOWER_DUE`, which are also parts of a function.
+    // See `DELIVERY_RELEASE` and `CLEAR_FOLLOWER_DUE`. Both are also parts of a function.
     (
         "delivery_release",
         "UPDATE {s}.delivery AS d SET state = 'retrying', due_at = clock_timestamp(), updated_at = clock_timestamp()
@@ -276,8 +278,8 @@ WHERE d.ctid = ANY (ARRAY(
     SELECT b.ctid AS place FROM {s}.delivery AS b WHERE b.subscription = $1 AND b.key = touched.key AND b.holds AND b.seq > head.seq
       AND b.due_at IS NOT NULL ORDER BY b.seq OFFSET 0) AS behind))",
     ),
-    // True for a delivery row that still is as it was read: every change of it that counts raises
-    // one of the two numbers or ends it.
+    // True for a delivery row that still is as it was read: every relevant change raises one of the
+    // two numbers or ends the row.
     (
         "is_as_read",
         "d.attempts = e.before AND d.replays = e.replays AND d.state NOT IN ('discarded', 'dead')",
@@ -292,8 +294,8 @@ static COLUMNS: LazyLock<String> =
 static COLUMN_TYPES: LazyLock<String> =
     LazyLock::new(|| EVENT_COLUMNS.map(|(name, kind, _)| format!("{name} {kind}")).join(", "));
 
-/// One walk over the template: a value that was filled in is not looked at, for a hostile schema
-/// may contain the text of a placeholder. An unknown name stays as it is.
+/// Fills a template in one pass. A value that was filled in is not scanned again, because a hostile
+/// schema name may contain the text of a placeholder. An unknown name stays as it is.
 pub(super) fn fill(sql: &mut String, template: &str, values: Values<'_>) {
     let mut rest = template;
     while let Some((before, after)) = rest.split_once('{') {
@@ -309,7 +311,7 @@ pub(super) fn fill(sql: &mut String, template: &str, values: Values<'_>) {
     sql.push_str(rest);
 }
 
-/// Puts what a name stands for at the end of the statement; `false` where it stands for nothing.
+/// Appends what a name stands for to the statement; `false` if it stands for nothing.
 fn place(sql: &mut String, name: &str, values: Values<'_>) -> bool {
     let value = values.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
     let is_operator = || !name.is_empty() && name.bytes().all(|byte| b"+-*/<>=~!%&|".contains(&byte));
