@@ -1,8 +1,8 @@
--- How deep subscriptions are: what they have still to deliver, by topic, what left the stream, and
--- what they did not want.
+-- The depth of subscriptions: what they have still to deliver, by topic, their delivery rows, and
+-- what they skipped.
 
--- The depth of several subscriptions: see `create_depth`. One call, because a scrape asks for all.
--- Of a name that no subscription has it gives no row.
+-- The depth of several subscriptions: see `create_depth`. One call, because a metrics scrape asks
+-- for all. An unknown name gives no row.
 CREATE FUNCTION {s}.depths(subscription_names text[], look_max bigint)
 RETURNS TABLE (subscription text, state text, topic text, events bigint, age bigint, is_estimate boolean)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog AS ${tag}$
@@ -26,24 +26,24 @@ BEGIN
 END
 ${tag}$;
 
--- Makes the function `<log>_depth` of a log. Idempotent.
+-- Creates the function `<log>_depth` of a log. Idempotent.
 --
--- A look costs the same however many events the log keeps: for each subscription it looks at no
--- more than `look_max` rows of each kind, and where that was not enough to see all of them, at
--- blocks of 32 places that are drawn from the log: 64 of them for 10,000 rows, fewer for fewer, 16
--- at least. In the database because statements like these cost more to plan than to run, and are
--- asked for each subscription at each scrape.
+-- A call costs the same however many events the log holds. For each subscription it reads at most
+-- `look_max` rows of each kind. If there are more, it reads blocks of 32 places sampled from the
+-- log: 64 blocks for 10,000 rows, fewer for fewer, at least 16. It runs in the database because
+-- statements like these cost more to plan than to run, and each scrape runs them for each
+-- subscription.
 --
--- The answer, by `state`:
---   dispatched  what was delivered since the subscription began, counted where it was settled
+-- The result, by `state`:
+--   dispatched  delivered since the subscription began, counted when settled
 --   pending     unread events of a topic; `is_estimate`: there are too many to count, `events` is
---               drawn from samples, and `age` is that of the first ones, or NULL where none of them
+--               computed from samples, and `age` is that of the first ones, or NULL if none of them
 --               is of the topic. A row without a topic says that samples were needed
 --   retrying, blocked, scheduled  waiting events of a topic, the first `look_max` of the state
---   dead, discarded  how many, `look_max` at most
---   skipped     events that were passed and not wanted; `is_estimate`: drawn from samples. Not
---               there where everything was wanted all the time
--- `age` is that of the oldest in microseconds, from when it may be delivered.
+--   dead, discarded  how many, at most `look_max`
+--   skipped     events that were passed and not wanted; `is_estimate`: computed from samples.
+--               Missing if everything was always wanted
+-- `age` is that of the oldest event in microseconds, from the time when it may be delivered.
 CREATE FUNCTION {s}.create_depth(log_name text) RETURNS void LANGUAGE plpgsql
 SET search_path = pg_catalog AS ${tag}$
 BEGIN
@@ -114,8 +114,8 @@ BEGIN
 
         has_rows := EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription);
         IF has_rows THEN
-          -- A range of one state: where it is said like this, no index without the state will do,
-          -- however few states the statistics know.
+          -- A range of one state. Written this way, only an index on the state can be used, however
+          -- few states the statistics know.
           SELECT (SELECT count(*) FROM (SELECT FROM {s}.delivery AS d
               WHERE d.subscription = of_subscription AND d.state >= 'dead' AND d.state <= 'dead' ORDER BY d.state, d.seq LIMIT look_max) AS d),
             (SELECT count(*) FROM (SELECT FROM {s}.delivery AS d
@@ -123,7 +123,7 @@ BEGIN
             INTO dead, discarded;
           RETURN QUERY SELECT of_name, r.state, NULL::text, r.events, NULL::bigint, false
             FROM (VALUES ('dead', dead), ('discarded', discarded)) AS r(state, events) WHERE r.events > 0;
-          -- An event that somebody deleted from the log has no topic, and waits since its row
+          -- An event that was deleted from the log has no topic; it waits since its row last
           -- changed.
           RETURN QUERY SELECT of_name, r.state, r.topic, count(*), {age_of_oldest}, false
             FROM (
@@ -138,15 +138,16 @@ BEGIN
             GROUP BY r.state, r.topic;
         END IF;
 
-        -- Only a person's word can be on an event that is not read yet.
+        -- Only an operator's mark can be on an event that is not read yet.
         has_marks := has_rows AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription AND {is_mark});
         late := CASE WHEN had_running THEN ARRAY(
           SELECT DISTINCT running.xid FROM {s}.lane AS n
           CROSS JOIN LATERAL (SELECT pg_snapshot_xip(n.from_snap) UNION ALL SELECT pg_snapshot_xip(n.to_snap)) AS running(xid)
           WHERE n.subscription = of_subscription AND pg_visible_in_snapshot(running.xid, pg_current_snapshot())) ELSE '{}' END;
-        -- What is unread is in one of three places: in an open window, after all windows, or of a
-        -- transaction that was running at an edge of one. Each is a walk of an index; a limit on
-        -- what is looked at and not on what is found, or a rare topic would walk the whole log.
+        -- Unread events are in one of three places: in an open window, after all windows, or in a
+        -- transaction that was running at the edge of a window. Each is a walk of an index. The
+        -- limit is on what is read, not on what is found, because otherwise a rare topic would walk
+        -- the whole log.
         SELECT sum(t.looked), min(t.first_seq), array_agg(t.topic), array_agg(t.events), array_agg(t.since)
           INTO looked, first_seq, topics, counts, sinces
           FROM (
@@ -173,8 +174,9 @@ BEGIN
             FROM unnest(topics, counts, sinces) AS r(topic, events, since) WHERE r.events > 0
             GROUP BY r.topic, r.events;
         ELSIF looked >= look_max THEN
-          -- Too many: blocks of places, drawn from equal parts of what lies between the first that
-          -- was looked at and the end. It divides by places and not by rows, so that gaps count.
+          -- Too many: blocks of places, sampled from equal parts of the range between the first row
+          -- read and the end. The estimate divides by places rather than rows, so that gaps are
+          -- accounted for.
           SELECT l.seq INTO last_seq FROM {log} AS l ORDER BY l.seq DESC LIMIT 1;
           RETURN QUERY SELECT of_name, 'pending', NULL::text, 0::bigint, NULL::bigint, true;
           RETURN QUERY SELECT of_name, 'pending', coalesce(r.topic, sampled.topic), greatest(r.events, sampled.events), {age_of_oldest}, true
@@ -186,13 +188,13 @@ BEGIN
             GROUP BY coalesce(r.topic, sampled.topic), greatest(r.events, sampled.events);
         END IF;
 
-        -- What was passed and not wanted. Where everything is wanted, and nothing was passed by
-        -- another filter or lies before a beginning, that is nothing.
+        -- Events that were passed and not wanted. There are none if everything is wanted, and
+        -- nothing was passed with another filter or lies before the subscription's start.
         has_passages := EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = of_subscription);
         CONTINUE WHEN takes_all AND NOT has_passages AND of_revision = ALL (revisions);
         has_sent := EXISTS (SELECT FROM {s}.sent AS t WHERE t.subscription = of_subscription);
         has_unrouted := EXISTS (SELECT FROM {s}.unrouted AS u WHERE u.log = '{name}');
-        -- Candidates are what was written before the windows, and of the windows what is settled.
+        -- Candidates are the rows written before the windows, and the settled part of the windows.
         looked := (SELECT count(*) FROM (
           (SELECT FROM {log} AS l WHERE l.xid < passed_before ORDER BY l.xid, l.seq LIMIT look_max)
           UNION ALL

@@ -1,13 +1,14 @@
--- What a person changes of a subscription and its events, and what a program with a loop of its own
--- asks of the inbox: from any language, by the rules of the commands of the same names.
+-- What an operator changes of a subscription and its events, and what a consumer with its own
+-- receive loop asks of the inbox. Callable from any language, with the rules of the commands of the
+-- same names.
 --
--- The store calls these very functions, so there is one set of rules. They run with the rights of
--- whoever calls them, and in the caller's transaction.
+-- The store calls these same functions, so there is one set of rules. They run with the caller's
+-- rights, in the caller's transaction.
 
--- Locks the cursor of every lane, in order, also where they are replaced by others meanwhile.
--- Whatever changes delivery rows does this first, as settling does: a key's next row is decided by
--- one at a time. Index: primary key of `lane`. Waits for a settlement under way, never for a
--- relay's sends.
+-- Locks the cursor of every lane, in order, even if lanes are replaced by others meanwhile. Every
+-- change of delivery rows does this first, as settling does, so that two transactions never decide
+-- at once which row of a key is next. Index: primary key of `lane`. Waits for a settlement in
+-- progress, never for a relay's deliveries.
 CREATE FUNCTION {s}.lock_lanes(of_subscription int) RETURNS void LANGUAGE plpgsql VOLATILE {pinned} AS ${tag}$
 DECLARE
   locked bigint;
@@ -28,14 +29,15 @@ BEGIN
 END
 ${tag}$;
 
--- One step of `retry`, `discard` or `mark_dead` (`action`), over the events that are meant: see
--- `Admin` in postbox_core. NULL does not narrow. `dead_micros` means what has been dead for so
--- long, and does not make its key wait for a person. What is ended begins its error with `note`.
+-- One step of `retry`, `discard` or `mark_dead` (`action`) over the selected events: see `Admin` in
+-- postbox_core. A criterion that is NULL selects everything. `dead_micros` selects events that have
+-- been dead for this long and whose key does not wait for an operator. The error of an event that
+-- is ended begins with `note`.
 --
--- What is meant is found before the lanes are locked, however many rows have to be looked at for
--- it: under the lock only the step's own rows are written, each if it still is what was found. Ids
--- are the exception. They are few, and what a relay writes down of them between the look and the
--- lock must not fall between rows and unread events.
+-- Events are selected before the lanes are locked, however many rows have to be read for it. Under
+-- the lock only the rows of this step are written, each if it still matches. Ids are the exception:
+-- they are selected under the lock. They are few, and an event that a relay settles between
+-- selection and lock would be found neither as a row nor as unread.
 CREATE FUNCTION {s}.change(
   action text, of_name text, of_ids uuid[], topic_like text DEFAULT NULL, of_key text DEFAULT NULL, since timestamptz DEFAULT NULL,
   until timestamptz DEFAULT NULL, of_code text DEFAULT NULL, after_seq bigint DEFAULT 0, most bigint DEFAULT 1000, is_dry boolean DEFAULT false,
@@ -63,8 +65,8 @@ BEGIN
   IF dead_micros IS NOT NULL THEN
     may := may || format(' AND d.state = ''dead'' AND NOT d.holds AND d.updated_at <= $3 - %s * interval ''1 microsecond''', dead_micros);
   END IF;
-  -- What was marked dead before it was read is still in the stream: revived before its lane has
-  -- passed it, it would go out twice.
+  -- An event that was marked dead before it was read is still in the stream. If it were retried
+  -- before its lane has passed it, it would be sent twice.
   IF action = 'retry' THEN
     may := may || replace(${tag}_sql$ AND (d.code IS DISTINCT FROM 'marked_dead' OR NOT EXISTS (
       SELECT FROM {log} AS l JOIN {s}.lane AS n ON n.subscription = d.subscription AND n.lane = d.lane
@@ -74,9 +76,10 @@ BEGIN
     PERFORM {s}.lock_lanes(s.id);
     at := clock_timestamp();
   END IF;
-  -- Oldest first. By criteria a walk of the primary key, in which rows are meant, too, whose event
-  -- somebody deleted from the log, unless something of the event is asked for. By ids through the
-  -- log's unique one, and fenced, or without statistics the planner would walk all rows for a few.
+  -- Oldest first. By criteria: a walk of the primary key, which includes rows whose event was
+  -- deleted from the log, unless a criterion concerns the event. By ids: through the unique index
+  -- of the log, with `OFFSET 0`, because without statistics the planner would read all rows for a
+  -- few.
   EXECUTE replace(replace(CASE WHEN of_ids IS NULL THEN ${tag}_sql$
       SELECT ARRAY(SELECT d.seq FROM {s}.delivery AS d LEFT JOIN {log} AS l ON l.seq = d.seq
         WHERE d.subscription = $1 AND d.seq > $8 AND {tag}_may AND ($9::text IS NULL OR d.code = $9) AND {is_meant}
@@ -95,8 +98,8 @@ BEGIN
       PERFORM {s}.lock_lanes(s.id);
       at := clock_timestamp();
     END IF;
-    -- Dead rows and waiting ones become due now; what a relay ended with goes alone. Index: primary
-    -- key. Locks the rows.
+    -- Dead and waiting rows become due now. An event that crashed relays is sent alone. Index:
+    -- primary key. Locks the rows.
     EXECUTE replace(CASE action WHEN 'retry' THEN ${tag}_sql$
         WITH raised AS (UPDATE {s}.subscription AS s SET replays = greatest(s.replays, r.replays)
           FROM (SELECT max(d.replays) + 1 AS replays FROM {s}.delivery AS d WHERE d.ctid = ANY ({places})) AS r WHERE s.id = $1),
@@ -117,8 +120,8 @@ BEGIN
     EXECUTE CASE action WHEN 'retry' THEN ${tag}_sql${clear_follower_due}${tag}_sql$ ELSE ${tag}_sql${delivery_release}${tag}_sql$ END
       USING s.id, keys;
   END IF;
-  -- Unread events have no row and no code; only ids name them. What marks them keeps them from
-  -- being sent when they are read.
+  -- Unread events have no row and no code; only ids select them. Marking them keeps them from being
+  -- sent when they are read.
   IF action <> 'retry' AND of_ids IS NOT NULL AND of_code IS NULL AND dead_micros IS NULL AND next_seq IS NULL THEN
     EXECUTE replace(replace(CASE WHEN is_dry THEN 'SELECT count(*) FROM ({tag}_unread) AS u' ELSE ${tag}_sql$
         WITH made AS (INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, halt, replays, code, error) {tag}_unread ON CONFLICT DO NOTHING RETURNING 1)
@@ -134,8 +137,8 @@ BEGIN
         ORDER BY l.seq LIMIT $9
       ${tag}_sql$), '{tag}_log', s.log)
       INTO unread USING s.id, of_ids, at, topic_like, of_key, since, until, after_seq, most - changed, of_code, of_tenant, is_mark, note;
-    -- They are not found again, so the next step may look from the same place; a dry run would find
-    -- them again, and has seen all that are named.
+    -- Marked events are not found again, so the next step may start from the same place. A dry run
+    -- would find them again, and has seen all that are named.
     IF unread > 0 AND unread = most - changed AND NOT is_dry THEN
       next_seq := after_seq;
     END IF;
@@ -144,7 +147,7 @@ BEGIN
 END
 ${tag}$;
 
--- No ids are none, never all: so many come of a query that finds nothing.
+-- An empty list of ids means none, never all: it may come from a query that finds nothing.
 CREATE FUNCTION {s}.retry(subscription text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
 BEGIN
   RETURN (SELECT c.changed FROM {s}.change('retry', retry.subscription, coalesce(ids, '{}')) AS c);
@@ -189,7 +192,7 @@ BEGIN
 END
 ${tag}$;
 
--- Refuses a message without a proper name.
+-- Refuses a message without a valid source and id.
 CREATE FUNCTION {s}.check_message(source text, message_id text) RETURNS void LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog AS ${tag}$
 BEGIN
   IF source IS NULL OR source COLLATE "C" !~ '^[A-Za-z0-9._-]{1,128}$' THEN
@@ -203,7 +206,7 @@ BEGIN
 END
 ${tag}$;
 
--- Index: primary key of `once`, on which a second one waits for the first one's transaction.
+-- Index: primary key of `once`, on which a second call waits for the first one's transaction.
 CREATE FUNCTION {s}.once(source text, message_id text) RETURNS boolean LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
 BEGIN
   PERFORM {s}.check_message($1, $2);
@@ -212,8 +215,8 @@ BEGIN
 END
 ${tag}$;
 
--- Receives one message: see `create_receive`. Its body is given as bytes, and as text where the
--- text column can have it. The caller's transaction keeps its own lock_timeout.
+-- Receives one message: see `create_receive`. Its body is given as bytes, and also as text if the
+-- text column can hold it. The caller's transaction keeps its own lock_timeout.
 CREATE FUNCTION {s}.receive_body(
   source text, message_id text, topic text, body bytea, as_text text, key text, tenant text, content_type text, headers jsonb, log text
 ) RETURNS text LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog SET lock_timeout = '2s' AS ${tag}$

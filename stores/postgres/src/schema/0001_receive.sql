@@ -1,13 +1,13 @@
--- How messages from outside are stored once: their receipts and their events, or what is known of
--- them, in one call.
+-- How messages from outside are stored once: receipts and events, or what is known of the messages,
+-- in one call.
 --
--- In the database for the same reason as the window: of a webhook's way, most was planning
--- statements that are always the same. A function keeps its plans, also behind a pooler. Of
--- several, because those that arrive together share one commit.
+-- It runs in the database for the same reason as the window: most of a webhook's time was spent
+-- planning the same statements again and again. A function keeps its plans, even behind a pooler.
+-- One call takes several messages, because those that arrive together share one commit.
 
--- What a message is whose id is known already, in the words of `Received`:
---   duplicate  it is known with the same digest
---   conflict   its id is known with another digest; that is noted
+-- Classifies a message whose id is known already, in the words of `Received`:
+--   duplicate  known with the same digest
+--   conflict   known with another digest; the conflict is recorded
 CREATE FUNCTION {s}.recognise(of_source text, of_tenant text, of_message text, with_digest bytea) RETURNS text LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog AS ${tag}$
 DECLARE
@@ -20,11 +20,12 @@ BEGIN
   ELSIF known = with_digest THEN
     RETURN 'duplicate';
   END IF;
-  -- Two bodies of one message may come in either order: whoever notes conflicts of it has its
-  -- receipt.
+  -- Lock the receipt first, so that concurrent conflicts of one message are recorded one after
+  -- another: its bodies may arrive in any order.
   PERFORM FROM {s}.receipt AS r
     WHERE r.source = of_source AND r.tenant = coalesce(of_tenant, '') AND r.message_id = of_message FOR NO KEY UPDATE;
-  -- The same body again only raises the count: a sender who repeats himself does not fill the disk.
+  -- The same body again only raises the count, so that a sender who repeats it does not fill the
+  -- disk.
   INSERT INTO {s}.conflict AS c (source, tenant, message_id, digest_stored, digest_refused)
     VALUES (of_source, coalesce(of_tenant, ''), of_message, known, with_digest)
     ON CONFLICT (source, tenant, message_id, digest_refused) DO UPDATE SET times = c.times + 1, last_at = clock_timestamp();
@@ -32,18 +33,18 @@ BEGIN
 END
 ${tag}$;
 
--- Makes the functions of a log that receive: `<log>_receive` takes a message, `<log>_receive_many`
--- several. Idempotent.
+-- Creates the functions of a log that receive: `<log>_receive` takes one message,
+-- `<log>_receive_many` several. Idempotent.
 --
--- The answer, for each message, is `accepted` (remembered, and its event stored), or what
--- `recognise` says of it.
+-- The answer for each message is `accepted` (its receipt and event were stored), or the result of
+-- `recognise`.
 --
--- Each is meant to be a transaction of its own, of one statement: nothing can be left open then,
--- and only waits for locks need a bound. Somebody who holds a message's receipt for longer keeps
--- out that message, not those it came with: the caller then tries each alone.
+-- Each call is meant to be its own transaction of one statement. Then nothing can be left open, and
+-- only waits for locks need a limit. If someone holds the receipt of a message for longer, only
+-- that message fails, not those it came with: the caller then tries each alone.
 --
--- One message has a function of its own, because most come alone: without arrays, and without a
--- scan over them, it costs a fifth less.
+-- A single message, the usual case, has its own function: without arrays and a scan over them it
+-- costs a fifth less.
 CREATE FUNCTION {s}.create_receive(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
   EXECUTE replace(${tag}_ddl$
@@ -71,9 +72,9 @@ BEGIN
     END
     ${tag}_body$;
 
-    -- One message per place of the arrays. `ranks` are the places in the order of (source, tenant,
-    -- message): rows are locked in this order, so that two calls with the same messages do not lock
-    -- each other out. `repeats` says of which a message of the same identity stands further ahead.
+    -- One message per array element. `ranks` is the order by (source, tenant, message). Rows are
+    -- locked in this order, so that two calls with the same messages do not deadlock. `repeats`
+    -- marks messages whose identity occurs earlier in the arrays.
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_receive_many(
       ranks int[], repeats boolean[], of_sources text[], of_messages text[], with_digests bytea[],
       new_ids uuid[], new_topics text[], new_keys text[], new_aggregates text[], new_versions bigint[], new_kinds text[],
@@ -89,7 +90,7 @@ BEGIN
       bound text;
     BEGIN
       {bounds}
-      -- In one statement: one for each message cost a tenth to a fifth more of the whole call. A
+      -- One statement for all: one per message cost a tenth to a fifth more of the whole call. A
       -- second receiver of an id waits here for the first.
       WITH stored AS (
         INSERT INTO {s}.receipt (source, tenant, message_id, digest)
@@ -100,7 +101,7 @@ BEGIN
       SELECT array_agg(stored.source), array_agg(stored.tenant), array_agg(stored.message_id)
         INTO stored_sources, stored_tenants, stored_messages FROM stored;
       IF cardinality(stored_messages) = cardinality(of_messages) THEN
-        -- Nearly always: each is new, and nobody asks which.
+        -- The usual case: all are new, so nobody has to find out which.
         verdicts := array_fill('accepted'::text, ARRAY[cardinality(of_messages)]);
       ELSE
         SELECT array_agg(CASE WHEN stored.source IS NOT NULL THEN 'accepted' END ORDER BY given.place) INTO verdicts
@@ -117,8 +118,8 @@ BEGIN
         END LOOP;
       END IF;
       IF 'accepted' = ANY (verdicts) THEN
-        -- In the order given: it is the order of `seq`. Not at all for repetitions: an INSERT of
-        -- nothing would still wake relays by its trigger.
+        -- In the given order, which becomes the order of `seq`. Skipped if all are repeats: an
+        -- INSERT of no rows would still wake relays by its trigger.
         INSERT INTO {s}."{tag}_log" ({appended})
           SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes, e.content_type,
             e.headers::jsonb, coalesce(e.occurred_at::timestamptz, clock_timestamp()), e.deliver_at::timestamptz, e.expires_at::timestamptz

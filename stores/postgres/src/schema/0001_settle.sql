@@ -1,29 +1,30 @@
--- Moves the position of a lane, and locks the lane's row: whoever writes delivery rows of a lane
--- takes this lock first, so that nobody decides on a key's next row while somebody else changes its
+-- Moves the position of a lane, and locks the lane's row. Every writer of a lane's delivery rows
+-- takes this lock first, so that nobody decides which row of a key is next while others change its
 -- rows.
 --
 -- The parameters: the lane under an epoch; where its row was last seen; the window, the filter's
 -- revision and the position that the caller remembers; the new position, or NULL to move nothing;
--- and how many of the events that it moves over were delivered.
+-- and how many of the events up to it were delivered.
 --
--- The answer, in `verdict`:
+-- The `verdict`:
 --   stale    the lease is not ours
 --   undone   the cursor is not what the caller remembers, and nothing was moved
---   written  the position was reached already: an earlier call whose answer was lost wrote this
---            very settlement, and the rows it left may have gone on since
---   open     the lane is locked, and the position is where it was asked to be
+--   written  the position was reached before: an earlier call whose answer was lost wrote this same
+--            settlement, and the rows it left may have gone on since
+--   open     the lane is locked, and the position is the requested one
 --
--- Only in the window it belongs to, only from where it begins, and only by the filter it was read
--- with: after a failover that lost the window, the same number would pass events of the one before;
--- after one that lost a settlement, the events whose rows went with it; and after one that lost a
--- change of the filter, events that are wanted again. A window the caller does not know is none.
--- Due rows are known by their `seq`, which a database that went back may have given to another
--- event: they too are settled only while the cursor is the one the caller knows or a later one,
--- which the caller's own reading opened meanwhile. docs/cursor.md, writes W2 and W4.
+-- The position moves only in the window it belongs to, only from where the settled part ends, and
+-- only with the filter it was read with. After a failover that lost the window, the same number
+-- would pass events of the previous window. After one that lost a settlement, it would pass the
+-- events whose rows went with it. After one that lost a change of the filter, it would pass events
+-- that are wanted again. A window that the caller does not know never matches. Due rows are
+-- identified by their `seq`, which a database that went back may have given to another event. They
+-- too are settled only while the cursor is the one that the caller knows, or a later one that the
+-- caller's own reading opened meanwhile. docs/cursor.md, writes W2 and W4.
 --
--- Every settlement leaves an old version of the row. While anybody in the database holds a
--- snapshot, none of them can be removed, and a look-up by key walks over all: 1 ms after 20,000
--- batches (measured), and so on without end. So the row is looked for at its last place first.
+-- Every settlement leaves an old version of the row. While any session holds a snapshot, none of
+-- them can be removed, and a lookup by key reads them all: 1 ms after 20,000 batches (measured),
+-- and growing. So the row is first looked for at its last ctid.
 CREATE FUNCTION {s}.settle_lane(
   of_subscription int, of_lane int, under_epoch bigint, last_place text, last_snap text, last_revision int, last_settled bigint, new_seq bigint,
   now_delivered bigint,
@@ -35,8 +36,8 @@ DECLARE
   at record;
   known boolean;
 BEGIN
-  -- All went well, as nearly always: one update, without a lock that would be written down before
-  -- it.
+  -- Everything was delivered, the usual case: one update, without a lock that would be written
+  -- before it.
   UPDATE {s}.lane AS l SET last_seq = new_seq, delivered = l.delivered + now_delivered
     WHERE l.ctid = spot AND {held}
       AND l.to_snap::text = last_snap AND l.last_seq >= last_settled AND l.last_seq < new_seq AND l.revision = last_revision
@@ -54,7 +55,7 @@ BEGIN
   place := at.ctid::text;
   known := coalesce(at.to_snap::text = last_snap AND at.last_seq >= last_settled, false);
   IF NOT known AND new_seq IS NULL THEN
-    -- A later snapshot sees all that the remembered one sees; an earlier one never does.
+    -- A later snapshot sees all that the remembered one sees. An earlier one never does.
     known := last_snap IS NULL OR at.to_snap::text <> last_snap
       AND pg_snapshot_xmax(at.to_snap) >= pg_snapshot_xmax(last_snap::pg_snapshot)
       AND NOT EXISTS (SELECT FROM pg_snapshot_xip(at.to_snap) AS running(xid)

@@ -1,24 +1,24 @@
--- Every object lives in the schema chosen by the configuration. The placeholders in braces are the
--- quoted schema, the same as a string literal, a dollar-quote tag that does not occur in it, and an
--- operator of Postgres's own; none may stand in a comment, which a line break in a name would end.
+-- Every object lives in the configured schema. The placeholders in braces are the quoted schema,
+-- the same as a string literal, a dollar-quote tag that does not occur in it, and operators of
+-- Postgres. None may stand in a comment, which a line break in a name would end.
 --
--- Nothing in here depends on who calls it. Whoever may create objects in a schema of a caller's
--- search_path could plant a function or an operator that fits our arguments better than Postgres's
--- own, and it would run with the caller's rights: so a function sets its search_path, or, where
--- that would cost (it is called for every row, or put in its caller's place), names everything in
--- full or is parsed when it is made (RETURN instead of a text). And a backslash in a literal stands
--- in E'', which means the same under every setting.
+-- Nothing here depends on the caller's settings. Anyone who may create objects in a schema of a
+-- caller's search_path could plant a function or an operator that fits our arguments better than
+-- Postgres's own, and it would run with the caller's rights. So every function sets its
+-- search_path. If that would cost too much, because the function is called for every row or
+-- inlined, it qualifies every name instead, or is parsed when it is created (RETURN instead of a
+-- text). A backslash in a literal is written in E'', which means the same under every setting.
 
--- Time-ordered ids for writers that bring none, as all in SQL do: 48 bits of milliseconds, 12 bits
--- of the fraction of that millisecond, 62 of chance. One expression without a FROM: such a function
--- is put in its caller's place, and costs a tenth of one that is called.
+-- Time-ordered ids for writers that bring none, as in most SQL: 48 bits of milliseconds, 12 bits of
+-- the fraction of the millisecond, 62 random bits. One expression without a FROM: such a function
+-- is inlined, and costs a tenth of a function call.
 CREATE FUNCTION {s}.uuid_v7() RETURNS uuid LANGUAGE sql VOLATILE PARALLEL SAFE
 RETURN (overlay(lpad(to_hex(floor(extract(epoch FROM clock_timestamp()) * 4096000)::bigint), 15, '0') PLACING '7' FROM 13 FOR 0)
   || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid;
 
--- The id that belongs to an idempotency key, as EventId::from_key makes it. NULL would give no id,
--- and an event without one is appended every time. An empty or blank one is that of every event
--- whose producer had nothing to put in.
+-- The id that belongs to an idempotency key, equal to EventId::from_key. NULL is refused, because
+-- it would give no id, and an event without an id is appended every time. A blank key is refused,
+-- because all producers that had nothing to put in would share it.
 CREATE FUNCTION {s}.event_id(key text) RETURNS uuid LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog AS ${tag}$
 DECLARE
   digits text := left(encode(sha256(convert_to(key, 'UTF8')), 'hex'), 32);
@@ -33,7 +33,8 @@ BEGIN
 END
 ${tag}$;
 
--- The rule that headers break, or NULL. The inbox's note of a sender's id does not count.
+-- The rule that the headers break, or NULL. The header in which the inbox keeps the sender's id
+-- does not count.
 CREATE FUNCTION {s}.headers_fault(headers jsonb) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog AS ${tag}$
 BEGIN
   IF jsonb_typeof(headers) <> 'object' THEN
@@ -155,19 +156,19 @@ ${tag}$;
 CREATE TABLE {s}.log (
   name text PRIMARY KEY,
   created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-  -- How far events that no subscription wants were looked for, in the order (xid, seq).
+  -- How far events were checked for routing, in the order (xid, seq).
   routed_xid xid8 NOT NULL DEFAULT '0',
   routed_seq bigint NOT NULL DEFAULT 0,
-  -- What this sees had a reader that took everything, though it is removed.
+  -- Events that this snapshot sees had a reader that took everything, even if it is removed by now.
   taken_snap pg_snapshot NOT NULL DEFAULT '1:1:',
-  -- Lanes that are made begin with this epoch: no lease of a subscription that had the name before
-  -- counts.
+  -- New lanes begin with this epoch, so that no lease of an earlier subscription with the same name
+  -- is valid.
   epoch_next bigint NOT NULL DEFAULT 0
 );
 
--- Puts the rules on a log. NOT VALID: new rows are checked all the same, and a dump puts such a
--- constraint behind the data, so that rows come back as they are, with ids of transactions that are
--- not the restoring one.
+-- Adds the rules to a log. NOT VALID: new rows are still checked, but a dump restores such a
+-- constraint after the data, so that rows come back unchanged, with the ids of transactions other
+-- than the restoring one.
 CREATE FUNCTION {s}.guard_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
   EXECUTE 'ALTER TABLE ' || {schema_literal} || '.' || quote_ident(log_name) || ' ADD CONSTRAINT event_invalid CHECK ('
@@ -176,23 +177,23 @@ BEGIN
 END
 ${tag}$;
 
--- Makes a log: one append-only table. Idempotent.
+-- Creates a log: one append-only table. Idempotent.
 --
--- Two payload columns, exactly one of them set. `payload` is text, so that an INSERT from psql or
--- any driver keeps JSON byte for byte: in a bytea column a plain literal would go through bytea's
--- own escapes ('{"a":"\\"}' would lose a backslash, '{"a":"\n"}' would be refused). Bytes that are
--- no text go to `payload_bytes`. A bytea value assigned to `payload` by mistake arrives as '\x...',
--- which is refused by name.
+-- Two payload columns, of which exactly one is set. `payload` is text, so that an INSERT from psql
+-- or any driver keeps JSON byte for byte. In a bytea column a plain literal would go through
+-- bytea's own escapes ('"\\"' would lose a backslash, '"\n"' would be refused). Bytes that are not
+-- text go to `payload_bytes`. A bytea value assigned to `payload` by mistake arrives as '\x...',
+-- which is refused by a rule of its own.
 --
--- `xid` is the transaction that wrote the row: what the cursor, a snapshot, is compared with.
--- `slot` decides the lane.
+-- `xid` is the transaction that wrote the row, which the cursor, a snapshot, is compared with.
+-- `slot` determines the lane.
 CREATE FUNCTION {s}.create_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
   IF EXISTS (SELECT FROM {s}.log WHERE name = log_name) THEN
     RETURN;
   END IF;
-  -- `create` because of `create_window`. Names of tables and views, and of indexes and sequences,
-  -- are taken.
+  -- `create` is reserved because of `create_window`. Names of existing tables, views, indexes and
+  -- sequences are taken.
   IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR EXISTS (SELECT FROM unnest(ARRAY['', '_state', '_dead']) AS of_view(name)
       WHERE to_regclass({schema_literal} || '.' || quote_ident(log_name || of_view.name)) IS NOT NULL) THEN
     RAISE EXCEPTION '% is no log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
@@ -221,7 +222,8 @@ BEGIN
       slot smallint NOT NULL GENERATED ALWAYS AS ((hashtextextended(coalesce(key, id::text) COLLATE "C", 0) & 32767)::smallint) STORED
     );
     CREATE INDEX {tag}_log_xid_seq ON {s}."{tag}_log" (xid, seq);
-    -- Whoever may insert is asked for the number that was drawn: to see it, not to draw one.
+    -- The CHECK of every writer reads the last number drawn. This allows reading it, not drawing
+    -- one.
     GRANT SELECT ON SEQUENCE {s}.{tag}_log_seq_seq TO PUBLIC;
   ${tag}_ddl$, '{tag}_log', log_name);
   PERFORM {s}.guard_log(log_name);
@@ -230,7 +232,7 @@ BEGIN
   PERFORM {s}.create_receive(log_name);
   PERFORM {s}.create_depth(log_name);
   PERFORM {s}.create_views(log_name);
-  -- Where tenants are kept apart, nobody sees a new log before its policies are there.
+  -- With row-level security, nobody sees a new log before its policies are added.
   IF (SELECT c.relrowsecurity FROM pg_class AS c WHERE c.oid = ({schema_literal} || '.log')::regclass) THEN
     EXECUTE 'ALTER TABLE ' || {schema_literal} || '.' || quote_ident(log_name) || ' ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY';
   END IF;
@@ -238,8 +240,8 @@ BEGIN
 END
 ${tag}$;
 
--- The cluster this is. A cursor is made of transaction ids, and those of another cluster are only
--- numbers. PUBLIC may ask.
+-- The id of this cluster. A cursor consists of transaction ids, and those of another cluster are
+-- meaningless numbers. PUBLIC may execute it.
 CREATE FUNCTION {s}.cluster_id() RETURNS bigint LANGUAGE sql STABLE AS ${tag}$
   SELECT c.system_identifier FROM pg_catalog.pg_control_system() AS c
 ${tag}$;
@@ -253,22 +255,25 @@ CREATE TABLE {s}.subscription (
   aggregates text[] NOT NULL DEFAULT '{}',
   headers jsonb,
   tenant text,
-  -- It had another tenant before, or none: what is kept of it is not its tenant's alone.
+  -- It had another tenant before, or none: what is stored of it does not belong to its tenant
+  -- alone.
   mixed boolean NOT NULL DEFAULT false,
   ordering text NOT NULL CHECK (ordering IN ('key', 'none')),
   on_dead text NOT NULL DEFAULT 'continue' CHECK (on_dead IN ('continue', 'halt')),
   lanes smallint NOT NULL CHECK (lanes BETWEEN 1 AND 256),
-  -- Rises with the filter: a relay that reads with an older one asks again before it reads on.
+  -- Raised by every change of the filter. A relay that reads with an older one reloads it before it
+  -- reads on.
   revision int NOT NULL DEFAULT 1,
-  -- The revision whose filter was asked which unrouted events it wants, and how far.
+  -- The revision of the filter that was compared with unrouted events, and how far.
   rerouted int NOT NULL DEFAULT 0,
   rerouted_seq bigint NOT NULL DEFAULT 0,
-  -- The highest replay that an event of it had: the next is a number that no destination knows.
+  -- The highest replay that any of its events had. The next one is a number that no destination has
+  -- seen.
   replays int NOT NULL DEFAULT 0,
-  -- Up to which place events of the stream are of which replay, since the last reset.
+  -- Since the last reset: up to which place events of the stream belong to which replay.
   again_seq bigint NOT NULL DEFAULT 0,
   again_replay int NOT NULL DEFAULT 0,
-  -- Tells it from others that had its name before.
+  -- Distinguishes it from earlier subscriptions with the same name.
   generation bigint NOT NULL DEFAULT 0,
   paused_by text,
   paused_why text,
@@ -276,8 +281,8 @@ CREATE TABLE {s}.subscription (
   created_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
--- The cursor. Rewritten once per batch: room in the page and no index on what changes keep every
--- rewrite a cheap in-page one.
+-- The cursor, rewritten once per batch. Free space in the page, and no index on the changing
+-- columns, make every rewrite a cheap in-page (HOT) update.
 CREATE TABLE {s}.lane (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   lane smallint NOT NULL,
@@ -286,26 +291,27 @@ CREATE TABLE {s}.lane (
   low bigint NOT NULL,
   high bigint NOT NULL,
   last_seq bigint NOT NULL,
-  -- By which filter it reads.
+  -- The revision of the filter that it reads with.
   revision int NOT NULL DEFAULT 1,
-  -- How many events were delivered, ever: counted in the updates that move the position.
+  -- How many events were ever delivered, counted in the updates that move the position.
   delivered bigint NOT NULL DEFAULT 0,
   epoch bigint NOT NULL DEFAULT 0,
   owner text,
   lease_until timestamptz,
-  -- The lease's length in microseconds. A lease that ends later than this from now was granted
-  -- before the clock went back: it is void.
+  -- The lease's length in microseconds. A lease whose end is further away than this was granted
+  -- before the clock was set back, and is void.
   lease_ttl bigint NOT NULL DEFAULT 0,
   granted_at timestamptz NOT NULL DEFAULT '-infinity',
-  -- How many holders in a row vanished: they neither gave it back nor held it for long.
+  -- How many holders in a row crashed: they neither released the lane nor held it for long.
   crashes int NOT NULL DEFAULT 0,
-  -- The cluster whose transaction ids the snapshots are made of.
+  -- The cluster that the snapshots' transaction ids belong to.
   cluster bigint NOT NULL DEFAULT {s}.cluster_id(),
   PRIMARY KEY (subscription, lane)
 ) WITH (fillfactor = 20, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0);
 
--- Every filter that a subscription had, the present one too. Of revision 0 there is none: of what
--- lies before the beginning nothing was wanted; and of what a reset skipped.
+-- Every filter that a subscription had, including the present one. Two revisions have no row and
+-- want nothing: 0, for events before the subscription's start, and the one for events that a reset
+-- skipped.
 CREATE TABLE {s}.filter (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   revision int NOT NULL,
@@ -317,8 +323,8 @@ CREATE TABLE {s}.filter (
   PRIMARY KEY (subscription, revision)
 );
 
--- How far a lane came by a filter: its cursor when it took the next, and of how many lanes it was
--- which.
+-- How far a lane came with a filter: its cursor when it took over the next filter, and which of how
+-- many lanes it was.
 CREATE TABLE {s}.passage (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   revision int NOT NULL,
@@ -327,12 +333,12 @@ CREATE TABLE {s}.passage (
   from_snap pg_snapshot NOT NULL,
   to_snap pg_snapshot NOT NULL,
   last_seq bigint NOT NULL,
-  -- What lies beyond was taken back by a reset.
+  -- Events beyond this place count as not passed, because a reset took them back.
   seq_max bigint NOT NULL DEFAULT 9223372036854775807,
   PRIMARY KEY (subscription, revision, lanes, lane)
 );
 
--- Skipped events that were sent all the same: by a replay, or because nobody had wanted them.
+-- Skipped events that were sent later: by a replay, or because they had been unrouted.
 CREATE TABLE {s}.sent (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   seq bigint NOT NULL,
@@ -350,14 +356,14 @@ CREATE TABLE {s}.replica (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   owner text NOT NULL,
   alive_until timestamptz NOT NULL,
-  -- As `lease_ttl` of a lane.
+  -- Like `lease_ttl` of a lane.
   alive_ttl bigint NOT NULL,
   PRIMARY KEY (subscription, owner)
 ) WITH (fillfactor = 50);
 
--- Events that left the stream. `ordered`: the subscription was ordered by key when the row was
--- made. A row that `holds` keeps later events of its key from being sent; of those, only the first
--- has its time come.
+-- Delivery rows: events that left the stream. `ordered`: the subscription was ordered by key when
+-- the row was added. A row that `holds` keeps later events of its key from being sent; among such
+-- rows of a key, only the first can become due.
 CREATE TABLE {s}.delivery (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   seq bigint NOT NULL,
@@ -370,16 +376,16 @@ CREATE TABLE {s}.delivery (
     (ordered AND key IS NOT NULL AND (state IN ('retrying', 'blocked') OR (state = 'dead' AND halt))) STORED,
   attempts int NOT NULL DEFAULT 0,
   replays int NOT NULL DEFAULT 0,
-  -- How many relays ended while they sent it alone.
+  -- How many relays crashed while they sent it alone.
   crashes int NOT NULL DEFAULT 0,
   due_at timestamptz,
   code text,
   error text,
   updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-  -- The last 8 calls that failed.
+  -- The last 8 failed attempts.
   last_attempts jsonb NOT NULL DEFAULT '[]',
-  -- Which death was handed to a dead-letter sink, counted from 1; a death that was not, and when it
-  -- is to be, make the letter.
+  -- The last death that was handed to a dead-letter sink, counted from 1. While this is at most
+  -- `replays`, a dead event still has a letter to hand over, at `letter_at`.
   letters int NOT NULL DEFAULT 0,
   letter_at timestamptz NOT NULL DEFAULT '-infinity',
   PRIMARY KEY (subscription, seq),
@@ -394,10 +400,10 @@ CREATE INDEX delivery_letter ON {s}.delivery (subscription, lane, letter_at, seq
 CREATE INDEX delivery_missing ON {s}.delivery (subscription) WHERE code = 'event_missing';
 CREATE INDEX delivery_state ON {s}.delivery (subscription, state, seq);
 
--- The memory of what came in. Compared byte by byte: an operating system that sorts a language anew
--- must not make the index forget what is in it. The id comes first, because it alone tells most
--- keys apart: behind what is the same in all of them, each look into the index compared three
--- columns at every step, a tenth of what receiving costs.
+-- Receipts of received messages. Compared byte by byte, because an operating system that changes
+-- the sort order of a language would otherwise corrupt the index. The id comes first, because it
+-- alone distinguishes most keys. After columns that are the same in all keys, each step of an index
+-- lookup compared three columns, which was a tenth of the cost of receiving.
 CREATE TABLE {s}.receipt (
   source text COLLATE "C" NOT NULL,
   tenant text COLLATE "C" NOT NULL DEFAULT '',
@@ -409,9 +415,9 @@ CREATE TABLE {s}.receipt (
 );
 CREATE INDEX receipt_received ON {s}.receipt (received_at);
 
--- What consumers with a loop of their own have applied. Apart from the receipts: received is not
--- applied. The tenant is that of the transaction, if it named one: what another has applied says
--- nothing.
+-- Message ids that consumers with their own receive loop have applied. Separate from the receipts,
+-- because a received message is not applied yet. The tenant is the one that the transaction named,
+-- if any: what was applied for one tenant says nothing about another.
 CREATE TABLE {s}.once (
   source text COLLATE "C" NOT NULL,
   tenant text COLLATE "C" NOT NULL DEFAULT coalesce(current_setting('postbox.tenant', true), ''),
@@ -429,15 +435,15 @@ CREATE TABLE {s}.conflict (
   digest_stored bytea NOT NULL,
   digest_refused bytea NOT NULL,
   times bigint NOT NULL DEFAULT 1,
-  -- One moment for both: the clock goes on between two defaults.
+  -- The same moment for both: the clock advances between two defaults.
   first_at timestamptz NOT NULL DEFAULT statement_timestamp(),
   last_at timestamptz NOT NULL DEFAULT statement_timestamp(),
   PRIMARY KEY (source, tenant, message_id, digest_refused)
 );
 CREATE INDEX conflict_last ON {s}.conflict (last_at);
 
--- Refuses a payload that is called JSON and is none: whoever receives it would find out. Only where
--- one event is appended by hand; an INSERT is not read for it.
+-- Refuses a payload that is declared as JSON and is not, before its receiver finds out. Only for
+-- single events appended by `enqueue`; an INSERT is not parsed.
 CREATE FUNCTION {s}.check_json(payload text, content_type text) RETURNS boolean LANGUAGE plpgsql IMMUTABLE AS ${tag}$
 DECLARE
   parsed pg_catalog.json;
@@ -454,8 +460,8 @@ BEGIN
 END
 ${tag}$;
 
--- Appends one event in the caller's transaction, from any language. An untyped literal is text. One
--- with an id of its own takes the way of drivers, to be appended once.
+-- Appends one event in the caller's transaction, from any language. An untyped literal is text. An
+-- event with an id is appended the way drivers do it, only once.
 CREATE FUNCTION {s}.enqueue(
   topic text, payload text, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
   kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT NULL,
@@ -464,7 +470,7 @@ CREATE FUNCTION {s}.enqueue(
 ) RETURNS uuid LANGUAGE plpgsql AS ${tag}$
 DECLARE
   event_id pg_catalog.uuid := coalesce(enqueue.id, {s}.uuid_v7());
-  -- A text that looks like bytea's output is a text all the same; only the column cannot tell.
+  -- A text that looks like bytea's output is still text, but the column cannot tell.
   bytes pg_catalog.bytea := CASE WHEN pg_catalog.left(enqueue.payload, 2) {=} E'\\x' THEN pg_catalog.convert_to(enqueue.payload, 'UTF8') END;
   checked boolean := {s}.check_json(enqueue.payload, enqueue.content_type);
   known boolean;
@@ -493,7 +499,7 @@ BEGIN
 END
 ${tag}$;
 
--- The same for jsonb: its text is what is delivered.
+-- The same for jsonb. Its text is delivered.
 CREATE FUNCTION {s}.enqueue(
   topic text, payload jsonb, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
   kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT NULL,
@@ -502,8 +508,7 @@ CREATE FUNCTION {s}.enqueue(
 ) RETURNS uuid LANGUAGE sql
 RETURN {s}.enqueue(topic, payload::text, key, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, expires_at, log);
 
--- The same for bytes, which are taken for application/octet-stream unless the content type says
--- otherwise.
+-- The same for bytes, as application/octet-stream unless the content type says otherwise.
 CREATE FUNCTION {s}.enqueue(
   topic text, payload bytea, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
   kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT 'application/octet-stream',
@@ -519,7 +524,7 @@ BEGIN
   IF enqueue.topic IS NULL THEN
     RAISE EXCEPTION 'the event has no topic' USING ERRCODE = 'not_null_violation', COLUMN = 'topic', HINT = 'name what happened, e.g. order.placed';
   END IF;
-  -- Given as NULL it is what is left out: nothing else was checked.
+  -- NULL means the default, because only the default was checked.
   content_type := coalesce(enqueue.content_type, 'application/octet-stream');
   IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name {=} enqueue.log) THEN
     RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
@@ -556,7 +561,7 @@ BEGIN
 END
 ${tag}$;
 
--- Relays that are asleep, for writers that are asked to wake them. Not logged: a crash costs a
+-- Relays that are asleep, for writers that were asked to wake them. Unlogged: a crash only costs a
 -- hint.
 CREATE UNLOGGED TABLE {s}.sleeper (
   log text NOT NULL,
@@ -565,9 +570,9 @@ CREATE UNLOGGED TABLE {s}.sleeper (
   PRIMARY KEY (log, owner)
 );
 
--- After every INSERT statement on a log whose writers are asked to notify: only if somebody sleeps,
--- because a commit with a NOTIFY takes a server-wide lock. It runs as its owner, so that a writer
--- needs no right to see who sleeps.
+-- Runs after every INSERT statement on a log whose writers notify. It notifies only if a relay
+-- sleeps, because a commit with a NOTIFY takes a server-wide lock. It runs with its owner's rights,
+-- so that writers need no right to read `sleeper`.
 CREATE FUNCTION {s}.notify_sleepers() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog AS ${tag}$
 BEGIN
   IF EXISTS (SELECT FROM {s}.sleeper WHERE log = TG_TABLE_NAME AND asleep_until > clock_timestamp()) THEN
@@ -577,7 +582,8 @@ BEGIN
 END
 ${tag}$;
 
--- Asks the writers of a log to wake sleepers, or no more. Idempotent. Both answer with the channel.
+-- Makes the writers of a log notify sleeping relays, or stops it. Idempotent. Both return the
+-- channel.
 CREATE FUNCTION {s}.notify_enable(log_name text) RETURNS text LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 DECLARE
   log_table regclass := ({schema_literal} || '.' || quote_ident(log_name))::regclass;

@@ -1,7 +1,7 @@
--- What a person sees without the binary: states, counts and dead events, in the words of `postbox
--- stats`, `show` and `list`. The views look with the rights of whoever asks.
+-- What an operator sees without the binary: states, counts and dead events, in the words of
+-- `postbox stats`, `show` and `list`. The views read with the rights of their caller.
 
--- Costs the same at any size: see `depth`. All subscriptions share what is looked at.
+-- Costs the same at any size: see `depth`. All subscriptions share one limit of rows to read.
 CREATE VIEW {s}.stats WITH (security_invoker = true) AS
 SELECT s.name AS subscription, s.log, c.retrying + c.blocked + c.scheduled + c.unread AS pending, c.retrying, c.blocked, c.scheduled, c.dead, c.discarded,
   c.dispatched, c.skipped, c.estimated OR greatest(c.retrying, c.blocked, c.scheduled, c.dead, c.discarded) > share.events AS estimated,
@@ -27,8 +27,8 @@ CROSS JOIN LATERAL (
     round(max(CASE WHEN d.age < 0 THEN 0 ELSE d.age END) / 1000000.0, 3)::float8 AS oldest_pending_seconds
   FROM {s}.depth(s.name, share.events + 1) AS d) AS c;
 
--- Makes the views of a log: `<log>_state`, a row for each event and subscription, and `<log>_dead`,
--- a row for each dead event, which is found without a walk of the log.
+-- Creates the views of a log. `<log>_state` has a row for each event and subscription. `<log>_dead`
+-- has a row for each dead event, found without walking the log.
 CREATE FUNCTION {s}.create_views(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
   EXECUTE replace(${tag}_ddl$

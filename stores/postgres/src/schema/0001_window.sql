@@ -1,39 +1,40 @@
--- How a lane reads: a page of its window, or the look for news and the first page of the next
--- window, with the write of the cursor. One call each.
+-- How a lane reads: a page of its window, or the search for new rows and the first page of the next
+-- window, with the write of the cursor. Each is one call.
 --
--- In the database, because of where the time went: as separate statements this took four round
--- trips, and the server spent ten times longer on planning them than on running them. A function
--- keeps its plans, also behind a pooler, where a prepared statement cannot live. One function a
--- log, because a plan is kept for one table.
+-- It runs in the database because of where the time was spent. As separate statements it took four
+-- round trips, and the server spent ten times longer on planning than on running them. A function
+-- keeps its plans, even behind a pooler, where prepared statements do not survive. There is one
+-- function per log, because a plan is kept for one table.
 
--- Makes the function `<log>_window` of a log. Idempotent.
+-- Creates the function `<log>_window` of a log. Idempotent.
 --
--- The parameters: the largest payload to send along; the most rows (0: only the verdict); what the
+-- The parameters: the largest payload to read inline; the most rows (0: only the verdict); what the
 -- lane and its subscription want; the lane under an epoch; the filter's revision; where the lane's
--- row was last seen; the window and the position that the caller remembers; and the place after
--- which it reads on in that window, or NULL to look for the next one.
+-- row was last seen; the window and the position that the caller remembers; and the place to read
+-- on after in that window, or NULL to look for the next one.
 --
--- The answer: rows in two runs of `seq` order (stragglers, then the rest), and one row at the end
--- without `seq`, whose `verdict` says what came of the call:
---   stale    the lease is not ours, or this is a standby, which may lack rows of a window that is
---            settled as read
+-- The result: rows in two runs of `seq` order (stragglers, then the others), and a last row without
+-- `seq`, whose `verdict` is the outcome of the call:
+--   stale    the lease is not ours, or this is a standby, which may lack rows of a window that was
+--            settled
 --   undone   the cursor is not what the caller remembers: a crash or a failover took it back, or an
 --            earlier call whose answer was lost moved it on
--- changed  the filter of the subscription, or the one the lane reads by, or the number of lanes is
---            not the one that the caller brings
+--   changed  the subscription's filter, the filter that the lane reads by, or the number of lanes
+--            is not the one that the caller passed
 --   page     rows of the window; nothing was written
 --   nothing  nothing was committed since the window ended; nothing was written
---   window   the next window is open, and written down; perhaps nothing in it is wanted
--- `low`, `high` and `xid_low` bound the rows of a window without stragglers, so that its further
--- pages need not come through this function: what it gives out is kept first, which costs a third
--- more (measured). `left_stream`: the subscription has delivery rows.
+--   window   the next window is open and written; it may hold nothing that is wanted
+-- `low`, `high` and `xid_low` bound the rows of a window without stragglers. Its further pages can
+-- then be read without this function, which collects its rows before returning them and costs a
+-- third more (measured). `left_stream`: the subscription has delivery rows.
 --
--- A cursor that was made in another cluster, whose transaction ids mean nothing here, is an error
--- with the state PB001.
+-- A cursor that was made in another cluster, whose transaction ids mean nothing here, raises an
+-- error with the state PB001.
 --
--- The planner is pinned. It believes that a LIMIT without statistics is cheap to reach by a
--- sequential scan, a hash join or a sort; each of these walks the whole table (3 to 250 times
--- slower, measured). One plan is kept for all parameters: no index depends on them.
+-- The planner is pinned. Without statistics it believes that a LIMIT is cheap to reach by a
+-- sequential scan, a hash join or a sort. Each of these reads the whole table (measured: 3 to 250
+-- times slower). One plan is kept for all parameters, because no choice of an index depends on
+-- them.
 CREATE FUNCTION {s}.create_window(log_name text) RETURNS void LANGUAGE plpgsql
 SET search_path = pg_catalog AS ${tag}$
 BEGIN
@@ -62,8 +63,8 @@ BEGIN
       news boolean := read_after IS NOT NULL;
       is_native boolean;
     BEGIN
-      -- By its place first: while anybody in the database holds a snapshot, no old version of the
-      -- row can be removed, and a look-up by key walks over all of them.
+      -- By ctid first. While any session holds a snapshot, old versions of the row cannot be
+      -- removed, and a lookup by key reads all of them.
       SELECT l.ctid, l.from_snap, l.to_snap, l.low, l.high, l.last_seq, l.revision INTO at FROM {s}.lane AS l
         WHERE l.ctid = spot AND {held};
       IF NOT FOUND THEN
@@ -90,7 +91,7 @@ BEGIN
         RETURN;
       END IF;
       IF rows_max = 0 THEN
-        -- Its caller reads the rows from the log, in this transaction.
+        -- The caller reads the rows from the log itself, in this transaction.
         verdict := 'page';
         RETURN NEXT;
         RETURN;
@@ -111,15 +112,15 @@ BEGIN
       IF read_after IS NOT NULL THEN
         NULL;
       ELSIF pg_snapshot_xmax(old_snap) <= '1' THEN
-        -- The first window of all: everything in the log, so its bounds need not be looked for.
+        -- The very first window contains everything in the log, so its bounds need no search.
         window_low := 0;
         window_high := 9223372036854775807;
       ELSE
-        -- The bounds come from the rows and not from a sequence: a snapshot's xmax is the latest
-        -- ended transaction plus one, so that transactions above it may already hold lower numbers
-        -- than any bound we could name. Transactions that still run are left out of the ranges, so
-        -- that nobody walks what a large one has written so far. `OFFSET 0`: a plain min(seq) over
-        -- a range of xid is turned into a walk of the primary key from its start.
+        -- The bounds come from the rows, not from a sequence. A snapshot's xmax is the latest ended
+        -- transaction plus one, so transactions above it may already hold lower numbers than any
+        -- bound we could name. The ranges leave out transactions that still run, so that nobody
+        -- reads what a large one has written so far. `OFFSET 0`, because a plain min(seq) over a
+        -- range of xid becomes a walk of the primary key from its start.
         SELECT min(seen.seq) - 1, max(seen.seq) INTO window_low, window_high
           FROM (
             SELECT edge AS low, lead(edge) OVER (ORDER BY edge) AS high
@@ -135,11 +136,12 @@ BEGIN
           ) AS seen;
       END IF;
 
-      -- (a) The stragglers: rows of transactions that were running when the window began, driven
-      -- from the list of those transactions. A range of one id instead of an equality: with that,
-      -- the order by seq alone could come from the primary key, and a planner that has seen one
-      -- large transaction walks it (150 ms in a log of 600,000 rows). A statement of its own: in
-      -- one with the rest, the planner walks the whole primary key for this half (20 times slower).
+      -- (a) The stragglers: rows of transactions that were running when the window began, found
+      -- from the list of those transactions. A range of one id instead of an equality. With an
+      -- equality the order by seq alone could come from the primary key, and a planner that has
+      -- seen one large transaction walks it (150 ms in a log of 600,000 rows). A separate
+      -- statement, because in one statement with (b) the planner walks the whole primary key for
+      -- this half (20 times slower).
       IF cardinality(ended) > 0 THEN
         news := news OR EXISTS (SELECT FROM unnest(ended) AS running(xid) CROSS JOIN LATERAL (
           SELECT FROM {s}."{tag}_log" AS l WHERE l.xid >= running.xid AND l.xid <= running.xid
@@ -156,8 +158,9 @@ BEGIN
           GET DIAGNOSTICS stragglers = ROW_COUNT;
         END IF;
       END IF;
-      -- (b) The rest: a walk of the primary key between two bounds. By seq, not by xid: a
-      -- transaction with an early id that writes late would come before what it follows.
+      -- (b) All other rows: a walk of the primary key between two bounds. By seq rather than xid,
+      -- because a transaction with an early id that writes late would come before the events that
+      -- it follows.
       IF window_low < window_high THEN
         RETURN QUERY SELECT {columns}, NULL::text, NULL::boolean, NULL::text, NULL::text, NULL::bigint, NULL::bigint, NULL::text
           FROM {s}."{tag}_log" AS l
@@ -178,12 +181,12 @@ BEGIN
         RETURN;
       END IF;
 
-      -- What a window sees may come from a producer with `synchronous_commit = off` and not be on
-      -- disk yet: given out and then lost in a crash it would be a phantom. So the cursor is
-      -- committed durably before anything of the window counts. Its commit is later in the
-      -- write-ahead log than all the window can see, and takes it to disk. There is no need to wait
-      -- where all of it is there already (and no standby has to have it), or where nothing is given
-      -- out: a crash that takes this write back takes it back for the next look too.
+      -- Rows of the window may come from a producer with `synchronous_commit = off` and not be on
+      -- disk yet. Handed out and then lost in a crash, they would be phantoms. So the cursor is
+      -- committed durably before anything in the window counts. This commit comes after all these
+      -- rows in the write-ahead log, and flushes them. It need not wait if everything is flushed
+      -- already and no standby has to confirm, or if nothing is handed out: a crash that undoes
+      -- this write undoes it for the next call too.
       IF given + stragglers = 0
          OR (pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn() AND current_setting('synchronous_standby_names') = '') THEN
         PERFORM set_config('synchronous_commit', 'off', true);
@@ -192,17 +195,18 @@ BEGIN
       END IF;
       window_low := coalesce(window_low, 0);
       window_high := coalesce(window_high, 0);
-      -- A window without anything for the lane is passed at once; the first has no end to name.
+      -- A window without events for the lane is passed at once, except the first, which has no
+      -- known end.
       window_passed := CASE WHEN given + stragglers = 0 AND pg_snapshot_xmax(old_snap) > '1' THEN window_high ELSE 0 END;
-      -- Conditional on the very cursor that was read, not on the epoch alone: this call may be done
-      -- after its caller gave it up and asked again under the same epoch, and a second window
-      -- opened over the first would drop the first unread. An UPDATE by ctid follows a concurrent
-      -- one to the new row, so the place protects nothing. docs/cursor.md, write W1.
+      -- Conditional on the very cursor that was read, not only on the epoch. This call may complete
+      -- after its caller gave up and asked again under the same epoch. A second window opened over
+      -- the first would skip the first unread. The ctid protects nothing, because an UPDATE by ctid
+      -- follows a concurrent update to the new row. docs/cursor.md, write W1.
       UPDATE {s}.lane AS l
         SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = window_passed
         WHERE l.ctid = at.ctid AND {held} AND l.to_snap::text = last_snap
         RETURNING l.ctid::text, l.cluster = {s}.cluster_id() INTO place, is_native;
-      -- Between the look and now the row can have been renewed, and so moved, or taken over.
+      -- Since it was read, the row may have moved by a renewal, or have been taken over.
       IF place IS NULL THEN
         UPDATE {s}.lane AS l
           SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = window_passed
@@ -210,7 +214,7 @@ BEGIN
           RETURNING l.ctid::text, l.cluster = {s}.cluster_id() INTO place, is_native;
       END IF;
       IF NOT is_native THEN
-        -- Nothing of this transaction may stay: the cursor is one of another cluster.
+        -- Nothing of this transaction may stay: the cursor belongs to another cluster.
         RAISE EXCEPTION 'the cursor was made in another cluster' USING ERRCODE = 'PB001';
       END IF;
       verdict := CASE WHEN place IS NOT NULL THEN 'window' ELSE 'undone' END;
