@@ -1,5 +1,5 @@
-//! What an operator changes: retry, discard, mark dead, replay, pause. In bounded steps, so that
-//! the write lock is never held for long.
+//! What an operator changes: retry, discard, mark dead, replay, pause. Each change runs in bounded
+//! steps, so that the write lock is never held for long.
 
 use std::collections::BTreeSet;
 
@@ -24,28 +24,29 @@ use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 use crate::{lease, lifecycle};
 
-/// Rows looked at in one step: some tens of milliseconds of the write lock, however few of them are
-/// meant.
+/// How many rows one step reads: some tens of milliseconds of the write lock, however few of them
+/// match.
 const STEP_LOOK_MAX: usize = 20_000;
 
-/// By primary key; takes the write lock. A person's replay begins anew; what a relay ended with
-/// goes alone.
+/// By primary key; takes the write lock. A retry resets the attempts. An event that crashed relays
+/// is sent alone.
 const DELIVERY_RETRY: &str = "UPDATE postbox_delivery SET state = 'retrying', attempts = 0, replays = replays + 1, letter_at = 0, due_at = ?3, \
 crashes = min(crashes, 1), holds = (?4 AND key IS NOT NULL), updated_at = ?3 WHERE subscription = ?1 AND seq = ?2 AND state = 'dead'";
-/// The highest replay that an event of the subscription had, by primary key; takes the write lock.
+/// Raises the highest replay that an event of the subscription had, by primary key; takes the write
+/// lock.
 const REPLAYS_RAISE: &str = "UPDATE postbox_subscription SET replays = max(replays, ?2) WHERE name = ?1";
 /// By primary key; takes the write lock.
 const DELIVERY_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND seq = ?2 AND state = 'retrying'";
-/// Marked dead before their lane passed them: they are still in the stream. By
-/// `postbox_delivery_state` from where the slowest lane stands; no lock of its own.
+/// Events that were marked dead before their lane passed them, and so are still in the stream. By
+/// `postbox_delivery_state` from the slowest lane's position; no lock of its own.
 const DELIVERY_AHEAD: &str = "SELECT d.seq FROM postbox_delivery d JOIN postbox_lane n ON n.subscription = d.subscription AND n.lane = d.lane \
 WHERE d.subscription = ?1 AND d.state = 'dead' AND d.seq > (SELECT min(position) FROM postbox_lane WHERE subscription = ?1) \
 AND d.seq > n.position";
 /// Discards, or marks dead. By primary key; takes the write lock.
 const DELIVERY_END: &str = "UPDATE postbox_delivery SET state = ?4, holds = (?5 AND key IS NOT NULL), code = coalesce(?6, code), due_at = NULL, \
 updated_at = ?3, error = coalesce(substr(?7 || coalesce('; before: ' || error, ''), 1, 2048), error) WHERE subscription = ?1 AND seq = ?2";
-/// The same before an event is read. By primary key; takes the write lock.
+/// The same for an event that is not read yet. By primary key; takes the write lock.
 const DELIVERY_END_UNREAD: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, code, error, updated_at) \
 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, (?9 AND ?6 IS NOT NULL), 0, ?10, ?11, ?12, ?13) ON CONFLICT DO NOTHING";
@@ -59,7 +60,7 @@ impl Admin for SqliteStore {
         selection.validate(change.operation())?;
         let (operation, dry_run) = (change.operation(), selection.dry_run);
         let (name, change, selection) = (subscription.clone(), change.clone(), selection.clone());
-        // A letter of a marked event is given out from its row: both must be on disk.
+        // A dead letter of a marked event is handed over from its row, so the row must be on disk.
         let flush = if matches!(change, Change::MarkDead { .. }) { Flush::Always } else { Flush::Configured };
         let step = move |tx: &Transaction<'_>, now| match change {
             Change::Retry => retry(tx, &name, &selection, now),
@@ -109,7 +110,7 @@ impl Admin for SqliteStore {
     async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()> {
         check_lanes("set_lanes", subscription, lanes)?;
         let name = subscription.clone();
-        // What leaves the stream is given out from its row: it must be on disk.
+        // Events that leave the stream are delivered from their rows, so the rows must be on disk.
         let change = move |tx: &Transaction<'_>, now| lifecycle::set_lanes(tx, &name, lanes, now);
         self.write_with(Flush::Always, "set_lanes", change).await
     }
@@ -125,7 +126,7 @@ impl SqliteStore {
         self.write_with(Flush::Configured, operation, change).await
     }
 
-    /// Runs a step over many events, or what of it only looks.
+    /// Runs a step over many events, or only its reads for a dry run.
     pub(crate) async fn change_or_look<T: Send + 'static>(
         &self,
         flush: Flush,
@@ -154,8 +155,8 @@ impl SqliteStore {
     }
 }
 
-/// The next rows that a selection means and that `wanted` accepts, oldest first, and where the next
-/// step begins.
+/// Returns the next rows that match a selection and that `wanted` accepts, oldest first, and where
+/// the next step begins.
 fn choose(
     tx: &Transaction<'_>,
     name: &SubscriptionName,
@@ -165,7 +166,7 @@ fn choose(
     wanted: impl Fn(&DeliveryRow) -> bool,
 ) -> Work<(Vec<DeliveryRow>, Option<Seq>)> {
     let (max, after) = (selection.step_max(), after(selection));
-    // The tenant stands in the log alone, by its primary key; no lock of its own.
+    // Only the log has the tenant. By its primary key; no lock of its own.
     let mut tenant_of = tx.prepare_cached(&format!("SELECT tenant FROM {} WHERE seq = ?1", log_table(log)))?;
     let mut is_meant = |(row, updated_at): &(DeliveryRow, i64)| -> Work<bool> {
         let created_at = timestamp(row.created_at);
@@ -225,7 +226,7 @@ fn after(selection: &Selection) -> i64 {
     selection.after.map_or(i64::MIN, |after| after.0)
 }
 
-/// The places of events in a log, in their order.
+/// Returns the places of events in a log, in order.
 pub(crate) fn seqs_of(tx: &Transaction<'_>, log: &LogName, ids: &[EventId]) -> Work<BTreeSet<i64>> {
     // By the unique index on id; takes no lock of its own.
     let mut statement = tx.prepare_cached(&format!("SELECT seq FROM {} WHERE id = ?1", log_table(log)))?;
@@ -236,11 +237,12 @@ pub(crate) fn seqs_of(tx: &Transaction<'_>, log: &LogName, ids: &[EventId]) -> W
     Ok(seqs)
 }
 
-/// One step that makes dead rows due now as new attempts, and retrying rows due now.
+/// Runs one step of a retry: dead rows become due now as a new replay, retrying rows become due
+/// now.
 fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, now: i64) -> Work<Changed> {
     let stored = lease::require("retry", tx, name)?;
     let hold_keys = stored.ordering == Ordering::Key;
-    // Revived before they are passed with the stream, they would go out twice.
+    // Retried before their lane has passed them in the stream, they would be sent twice.
     let ahead: BTreeSet<i64> =
         tx.prepare_cached(DELIVERY_AHEAD)?.query_map([name.as_str()], |row| row.get(0))?.collect::<Result<_, _>>()?;
     let (rows, next) = choose(tx, name, &stored.log, selection, now, |row| match row.state {
@@ -264,7 +266,7 @@ fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, n
     Ok(changed)
 }
 
-/// One step that discards, or marks dead.
+/// One step that discards or marks dead.
 struct End<'a> {
     tx: &'a Transaction<'a>,
     reader: Reader,
@@ -291,7 +293,7 @@ impl<'a> End<'a> {
         Ok(Self { tx, reader, selection, change, holds, code, note, now })
     }
 
-    /// Rows by selection, unread events by id.
+    /// Rows are selected by criteria or id, unread events only by id.
     fn step(&self) -> Work<Changed> {
         let Self { tx, reader, selection, change, now, .. } = self;
         let wanted = |row: &DeliveryRow| change.takes(row.state);
@@ -304,14 +306,14 @@ impl<'a> End<'a> {
             let left = selection.step_max() - rows.len();
             let unread = self.end_unread(left)?;
             changed.count += unread as u64;
-            // They are not found again, so the next step may look from the same place; a dry run
-            // would find them again, and has seen all that are named.
+            // Marked events are not found again, so the next step may start from the same place. A
+            // dry run would find them again, and has seen all that are named.
             changed.next = (unread > 0 && unread == left && !selection.dry_run).then_some(Seq(after(selection)));
         }
         Ok(changed)
     }
 
-    /// Ends rows, and lets what waits behind them go.
+    /// Ends rows, and releases the rows behind them.
     fn end(&self, rows: &[DeliveryRow]) -> Work<()> {
         let Self { tx, reader, change, holds, code, note, now, .. } = self;
         for row in rows {
@@ -324,7 +326,7 @@ impl<'a> End<'a> {
         Ok(())
     }
 
-    /// Marks unread events, named by id, so that they are not sent when they are read.
+    /// Marks unread events that are named by id, so that they are not sent when they are read.
     fn end_unread(&self, limit: usize) -> Work<usize> {
         let Self { tx, reader, selection, change, holds, code, note, now } = self;
         let (Some(ids), name) = (&selection.ids, reader.name.as_str()) else { return Ok(0) };

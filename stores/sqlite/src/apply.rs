@@ -1,4 +1,4 @@
-//! Exactly-once effect: the handler runs inside the transaction that settles its events.
+//! Exactly-once effects: handlers run in the transaction that settles their events.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::settle::{Owned, OwnedEntry, refuse_settled, write};
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 
-/// Whether a table of the application checks foreign keys at the commit only. Walks the small
+/// Whether a table of the application checks foreign keys only at the commit. Walks the small
 /// schema table; no lock of its own.
 const DEFERRED_KEYS_USED: &str =
     "SELECT EXISTS (SELECT 1 FROM sqlite_master WHERE type = 'table' AND sql LIKE '%initially%deferred%')";
@@ -28,8 +28,9 @@ const DEFERRED_KEYS_USED: &str =
 /// A handler whose effect is in the same database. It runs on the store's writing thread, inside
 /// the transaction that settles the event: both commit, or neither.
 ///
-/// Keep it short and inside the database: while it runs, nobody else writes to the file. An effect
-/// outside (a call, a mail) is not rolled back; for those, write a [`postbox_core::Sink`].
+/// Keep it short, and inside the database: while it runs, nobody else writes to the file. An effect
+/// outside of the database (a call, a mail) is not rolled back. For those, write a
+/// [`postbox_core::Sink`].
 ///
 /// ```
 /// use postbox_core::{Delivery, Outcome};
@@ -47,9 +48,9 @@ const DEFERRED_KEYS_USED: &str =
 /// }
 /// ```
 ///
-/// Do not commit or roll back `tx` in a handler: the call then fails with code
-/// `handler_ended_transaction`, and what was committed stays without being settled. Events to
-/// append: [`postbox_core::Postbox::append`] with `&mut &*tx`.
+/// Do not commit or roll back `tx` in a handler. The call would fail with code
+/// `handler_ended_transaction`, and what was committed would stay without being settled. To append
+/// events, use [`postbox_core::Postbox::append`] with `&mut &*tx`.
 pub trait TxHandler: Send + Sync + 'static {
     /// Handles one event. An outcome other than delivered, or a panic, rolls back what this call
     /// did.
@@ -114,8 +115,8 @@ impl Apply for Applier {
             settlement: owned,
             handler: self.handler.clone(),
         };
-        // The decision belongs to the caller and cannot leave this task, so the open transaction
-        // asks back once.
+        // The decision belongs to the caller and cannot leave this task, so the transaction's
+        // thread asks for it once.
         let (asking, asked) = oneshot::channel::<Outcomes>();
         let (deciding, decided) = mpsc::sync_channel::<Vec<OwnedEntry>>(1);
         let applying = self.store.writer().call("apply", move |session| job.run(session, asking, &decided));
@@ -153,24 +154,24 @@ impl Application {
     ) -> Work<()> {
         let now = session.settings.now();
         let flushed = session.settings.synchronous == Synchronous::Full;
-        // The caller answers as soon as it is polled; one that never is must not keep the write
+        // The caller answers as soon as it is polled. If it never is, it must not keep the write
         // lock.
         let patience = session.settings.busy_timeout;
         let settings = session.settings.clone();
         session.transact(Flush::Configured, |tx| {
             let lane = held("apply", tx, &self.lease, now)?;
             refuse_settled(tx, &self.lease, lane, &self.settlement, &self.deliveries)?;
-            // A handler's COMMIT becomes a ROLLBACK: what others did before it is done again, and
-            // not twice.
+            // A handler's COMMIT becomes a ROLLBACK: the work of earlier handlers is then repeated,
+            // but not applied twice.
             tx.commit_hook(Some(|| true))?;
             let outcomes = self.handle_all(tx);
             tx.commit_hook(None::<fn() -> bool>)?;
             let outcomes = outcomes?;
-            // A caller that has gone wants nothing committed.
+            // If the caller has gone, nothing may be committed.
             let entries =
                 asking.send(outcomes).ok().and_then(|()| decided.recv_timeout(patience).ok()).ok_or_else(abandoned)?;
             self.settlement.entries.extend(entries);
-            // The handlers may have taken long: the lease must hold at the end.
+            // The handlers may have taken long, so the lease is checked again at the end.
             let lane = held("apply", tx, &self.lease, settings.now())?;
             write(tx, &self.lease, lane, &self.settlement, flushed, now)
         })
@@ -195,7 +196,7 @@ impl Application {
     }
 
     /// Runs the handler inside a savepoint. `deferred`: there are constraints that SQLite would
-    /// check at the commit only.
+    /// check only at the commit.
     fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery, deferred: bool) -> Work<Outcome> {
         tx.execute_batch("SAVEPOINT postbox_handler")?;
         let broken_before = if deferred { broken_keys(tx)? } else { 0 };
@@ -207,7 +208,7 @@ impl Application {
             return Err(Error::transaction_ended("apply").into());
         }
         if deferred && outcome.is_delivered() && broken_keys(tx)? > broken_before {
-            // The commit would fail for everybody, again and again.
+            // Otherwise the commit would fail for all events, at every attempt.
             outcome = Outcome::retry("foreign_key", "the handler left a foreign key that points nowhere");
         }
         tx.execute_batch(if outcome.is_delivered() {
@@ -219,8 +220,8 @@ impl Application {
     }
 }
 
-/// Rows whose foreign key points nowhere. Walks every child table: paid only where constraints are
-/// deferred.
+/// The number of rows whose foreign key points nowhere. Walks every child table, but only if
+/// constraints are deferred.
 fn broken_keys(tx: &Transaction<'_>) -> Work<i64> {
     Ok(tx.query_row("SELECT count(*) FROM pragma_foreign_key_check", [], |row| row.get(0))?)
 }

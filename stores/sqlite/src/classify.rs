@@ -1,16 +1,16 @@
-//! What a SQLite error means to a caller.
+//! Classifies SQLite errors.
 
 use postbox_core::{Error, ErrorKind, Result};
 use rusqlite::ffi;
 
-/// Why a job on a store thread failed: either we said so, or SQLite did.
+/// Why a job on a store thread failed: an error of our own, or one from SQLite.
 #[derive(Debug)]
 pub(crate) enum Fault {
     Classified(Error),
     Sqlite(rusqlite::Error),
 }
 
-/// The result of work on a connection, before the operation has put its name on the error.
+/// The result of work on a connection, before its error has the name of the operation.
 pub(crate) type Work<T> = Result<T, Fault>;
 
 impl From<Error> for Fault {
@@ -33,21 +33,21 @@ impl Fault {
         }
     }
 
-    /// Whether SQLite says that a table is not there.
+    /// Whether SQLite says that a table is missing.
     pub(crate) fn is_table_missing(&self) -> bool {
         matches!(self, Self::Sqlite(error) if error.to_string().contains("no such table"))
     }
 }
 
-/// The one mapping from `rusqlite` errors.
+/// Maps errors of `rusqlite`.
 pub(crate) fn classify(operation: &'static str, error: rusqlite::Error) -> Error {
     let code = error.sqlite_error().map_or(0, |error| error.extended_code);
     from_code(operation, code, &error.to_string()).with_source(error)
 }
 
-/// Kind, code and cure by SQLite's extended result code and text; shared by the drivers.
+/// Maps SQLite's extended result code and text to kind, code and cure; shared by the drivers.
 ///
-/// Unknown codes become `Internal`, which callers retry with a cap: nothing is lost.
+/// Unknown codes become `Internal`, which callers retry with a limit, so nothing is lost.
 pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> Error {
     if text.contains("no such table: postbox_") || text.contains("no such table: main.postbox_") {
         return schema_missing(operation, None);
@@ -105,7 +105,7 @@ pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> E
     Error::new(kind, operation, code, message)
 }
 
-/// The constraints are named by the stable codes of `NewEvent::validate`.
+/// Constraints are named by the stable codes of `NewEvent::validate`.
 fn broken_check(operation: &'static str, text: &str) -> Error {
     let code = text.rsplit("CHECK constraint failed: ").next().unwrap_or("event_invalid").trim().to_owned();
     Error::invalid(operation, code.clone(), format!("the event breaks the rule {code}; nothing was written"))
@@ -117,7 +117,7 @@ pub(crate) fn read_only(operation: &'static str) -> Error {
     Error::new(ErrorKind::Mismatch, operation, "store_readonly", message)
 }
 
-/// There is no schema; `path` where we know the file.
+/// The error of a missing schema; `path` if we know the file.
 pub(crate) fn schema_missing(operation: &'static str, path: Option<&std::path::Path>) -> Error {
     let store = path.map_or_else(|| "sqlite:FILE".into(), |path| format!("sqlite:{}", path.display()));
     let message = format!(

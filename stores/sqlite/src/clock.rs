@@ -1,4 +1,4 @@
-//! The machine's clock: the one place where this crate takes the time from.
+//! The machine's clock: the only place where this crate reads the time.
 
 use std::time::{Duration, Instant};
 
@@ -37,20 +37,19 @@ impl Clock for MachineClock {
     }
 }
 
-/// A duration in whole microseconds; those beyond 292,000 years count as that.
+/// A duration in whole microseconds, at most `i64::MAX` (292,000 years).
 pub(crate) fn micros(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }
 
-/// The time between two stamps in microseconds; zero when it would be negative.
+/// The time from one stamp to another, both in microseconds; zero if it would be negative.
 pub(crate) fn until(from: i64, to: i64) -> Duration {
     Duration::from_micros(u64::try_from(to.saturating_sub(from)).unwrap_or(0))
 }
 
-/// A stored stamp. CHECK constraints keep them in range; what slipped by is brought to the nearest
-/// end.
+/// A stored stamp. CHECK constraints keep stamps in range; one outside becomes the nearest bound.
 pub(crate) fn timestamp(micros: i64) -> Timestamp {
-    // Not `from_microsecond`: it refuses the last second of the range.
+    // Not `from_microsecond`, which refuses the last second of the range.
     let nanos = i32::try_from(micros.rem_euclid(1_000_000) * 1_000).expect("less than a second fits");
     Timestamp::new(micros.div_euclid(1_000_000), nanos).unwrap_or(if micros < 0 {
         Timestamp::MIN

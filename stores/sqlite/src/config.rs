@@ -10,22 +10,22 @@ use postbox_core::{Error, ErrorKind, Result, Store};
 
 use crate::SqliteStore;
 
-/// How long a call waits for another process that holds the write lock. Longer than any commit of
+/// How long a call waits for another process that holds the write lock: longer than any commit of
 /// ours, shorter than a lease.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a commit of `append` and `settle` survives.
 ///
-/// Opening a window and `receive` always commit with `Full`, whatever is set here: what is
-/// published, or acknowledged to a sender, is on disk first.
+/// Opening a window and `receive` always commit with `Full`: what is published, or acknowledged to
+/// a sender, is on disk first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Synchronous {
-    /// A power cut takes nothing back that was committed.
+    /// A power cut undoes nothing that was committed.
     #[default]
     Full,
-    /// Faster. A crash of the process loses nothing; a power cut may take back the last appends
-    /// (nobody has seen them: a window is flushed before it is read) and the last settled positions
-    /// (those events are delivered again).
+    /// Faster. A crash of the process loses nothing. A power cut may undo the last appends, which
+    /// nobody has seen, because a window is flushed before it is read. It may also undo the last
+    /// settled positions, whose events are then delivered again.
     Normal,
 }
 
@@ -41,22 +41,22 @@ impl Synchronous {
 /// Where the file is, and how it is used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SqliteConfig {
-    /// The database file. It may hold your own tables too: that is the point.
+    /// The database file. It is meant to hold your own tables too.
     pub path: PathBuf,
-    /// How long a call waits for another process that holds the write lock. Default 5 s; then
-    /// `Unavailable`, code `store_busy`.
+    /// How long a call waits for another process that holds the write lock. Default 5 s. Then the
+    /// call fails as `Unavailable`, code `store_busy`.
     pub busy_timeout: Duration,
     /// What a commit survives.
     pub synchronous: Synchronous,
 }
 
 impl SqliteConfig {
-    /// The file with the default settings.
+    /// The default settings for a file.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), busy_timeout: BUSY_TIMEOUT, synchronous: Synchronous::default() }
     }
 
-    /// The absolute path, or why there can be no store there.
+    /// Returns the absolute path, or why no store can be there.
     pub(crate) fn resolved(&self) -> Result<PathBuf> {
         let refuse = |code: &'static str, message: String| Err(Error::new(ErrorKind::Mismatch, "open", code, message));
         if self.path.as_os_str().is_empty() || self.path == Path::new(":memory:") {
@@ -65,7 +65,7 @@ impl SqliteConfig {
                 "a SQLite store needs a file that several connections share; for a store in memory use memory:".into(),
             );
         }
-        // Absolute also means that a leading `file:` is a name, never a URI.
+        // In an absolute path, a leading `file:` is part of a name, never a URI.
         let path = std::path::absolute(&self.path).map_err(|error| {
             Error::new(ErrorKind::Mismatch, "open", "store_path_invalid", format!("{}: {error}", self.path.display()))
         })?;
@@ -104,7 +104,7 @@ impl StoreOptions for SqliteTable {
     }
 }
 
-/// `sqlite:PATH`, `sqlite://PATH` or `sqlite:///PATH`.
+/// Parses `sqlite:PATH`, `sqlite://PATH` or `sqlite:///PATH`.
 fn path(url: &str) -> Option<PathBuf> {
     let path = url.strip_prefix("sqlite:")?;
     let path = path.strip_prefix("//").unwrap_or(path);

@@ -1,4 +1,4 @@
-//! Dead letters: which dead events were not handed over.
+//! Dead letters: dead events that have not been handed over yet.
 
 use async_trait::async_trait;
 use postbox_core::kit::BatchLimiter;
@@ -38,7 +38,7 @@ fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> Work<Vec<Dea
     let tx = session.read()?;
     held("dead_letters", &tx, lease, now)?;
     let stored = find(&tx, &lease.subscription)?.ok_or_else(|| Error::stale("dead_letters"))?;
-    // Those that wait longest first, by `postbox_delivery_letter`; no lock.
+    // Longest-waiting first, by `postbox_delivery_letter`; no lock.
     let letters = format!(
         "SELECT {DELIVERY_COLUMNS}, d.error FROM postbox_delivery d \
          WHERE d.subscription = ?1 AND d.lane = ?2 AND d.state = 'dead' AND d.letters <= d.replays AND d.letter_at <= ?3 \

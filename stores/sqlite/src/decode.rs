@@ -1,6 +1,6 @@
-//! From a row to an event. Total: a row that breaks a rule SQL could not check, or holds a value no
-//! event can have, is still read, with the fault named, so that no INSERT of anybody can stop a
-//! lane.
+//! Decodes rows into events, and never fails on a row's contents. A row that breaks a rule SQL
+//! could not check, or holds a value that no event can have, is still decoded, with its fault
+//! named. So no plain INSERT can stop a lane.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -17,8 +17,8 @@ use rusqlite::types::ValueRef;
 
 use crate::clock::timestamp;
 
-/// A time of a log in microseconds, also where it was written as text; what is no time stays as it
-/// is.
+/// A time of a log in microseconds, even if it was written as text. Text that is no time stays as
+/// it is.
 macro_rules! micros_of {
     ($column:literal) => {
         concat!(
@@ -35,8 +35,8 @@ macro_rules! micros_of {
     };
 }
 
-/// The columns of a log under the alias `l`, in the order this module reads them; payload last, see
-/// [`crate::schema::log_ddl`].
+/// The columns of a log under the alias `l`, in the order in which this module reads them. The
+/// payload is last, see [`crate::schema::log_ddl`].
 pub(crate) const LOG_COLUMNS: &str = concat!(
     "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers, l.version, l.source, ",
     "l.content_type, ",
@@ -47,14 +47,14 @@ pub(crate) const LOG_COLUMNS: &str = concat!(
     micros_of!("expires_at"),
     ", l.payload"
 );
-/// The columns of [`Head`], with which the other lists begin.
+/// The columns of [`Head`], which come first in the other lists.
 pub(crate) const HEAD_COLUMNS: &str =
     "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers";
-/// The columns that a look needs to count a row, those of [`Head`] first: then from when it may be
+/// The columns that counting a row needs: those of [`Head`], then the time from which it may be
 /// delivered.
 pub(crate) const LOOK_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers, \
 CASE typeof(l.deliver_at) WHEN 'text' THEN CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000 ELSE l.deliver_at END";
-/// What the columns are called, for people.
+/// The columns' names, for error texts.
 const LOG_COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
     "seq",
     "topic",
@@ -73,7 +73,7 @@ const LOG_COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
     "expires_at",
     "payload",
 ];
-/// How many columns those are.
+/// The number of these columns.
 pub(crate) const LOG_COLUMNS_COUNT: usize = 16;
 
 const SEQ: usize = 0;
@@ -85,19 +85,19 @@ const CREATED_AT: usize = 5;
 const KIND: usize = 6;
 const AGGREGATE: usize = 7;
 const HEADERS: usize = 8;
-/// In [`LOOK_COLUMNS`].
+/// The place of `deliver_at` in [`LOOK_COLUMNS`].
 pub(crate) const LOOK_DELIVER_AT: usize = 9;
-/// How many columns those are.
+/// The number of [`LOOK_COLUMNS`].
 pub(crate) const LOOK_COLUMNS_COUNT: usize = 10;
 const PAYLOAD: usize = 15;
 
 /// The columns of a delivery row under the alias `d`, in the order [`DeliveryRow`] reads them.
 pub(crate) const DELIVERY_COLUMNS: &str =
     "d.seq, d.id, d.topic, d.key, d.created_at, d.state, d.holds, d.attempts, d.replays, d.due_at, d.code, d.crashes";
-/// How many columns those are.
+/// The number of these columns.
 pub(crate) const DELIVERY_COLUMNS_COUNT: usize = 12;
 
-/// An event that left the stream, and what its row knows of the event.
+/// A delivery row, with what it knows of its event.
 pub(crate) struct DeliveryRow {
     pub(crate) seq: i64,
     pub(crate) id: String,
@@ -110,7 +110,7 @@ pub(crate) struct DeliveryRow {
     pub(crate) replays: u32,
     pub(crate) due_at: Option<i64>,
     pub(crate) code: Option<String>,
-    /// How many relays ended while they sent it alone.
+    /// How many relays crashed while they sent it alone.
     pub(crate) crashes: u32,
 }
 
@@ -123,7 +123,7 @@ impl DeliveryRow {
             topic: row.get(at + 2)?,
             key: row.get(at + 3)?,
             created_at: row.get(at + 4)?,
-            // The CHECK constraint knows the same words.
+            // A CHECK constraint allows only these words.
             state: row.get::<_, String>(at + 5)?.parse().unwrap_or(State::Dead),
             holds: row.get(at + 6)?,
             attempts: row.get(at + 7)?,
@@ -140,12 +140,13 @@ impl DeliveryRow {
     }
 }
 
-/// The place of a row.
+/// The `seq` of a row.
 pub(crate) fn seq(row: &Row<'_>) -> rusqlite::Result<i64> {
     row.get(SEQ)
 }
 
-/// Whether a person means a row of a log, whose first columns are those of [`LOG_COLUMNS`].
+/// Whether an operator's criteria match a row of a log, whose first columns are those of
+/// [`LOG_COLUMNS`].
 pub(crate) fn is_meant(which: &Criteria, row: &Row<'_>, head: &Head<'_>) -> rusqlite::Result<bool> {
     if *which == Criteria::default() {
         return Ok(true);
@@ -154,7 +155,7 @@ pub(crate) fn is_meant(which: &Criteria, row: &Row<'_>, head: &Head<'_>) -> rusq
     Ok(which.mean(&head.topic, key.as_deref(), head.tenant.as_deref(), created_at))
 }
 
-/// What decides whether a lane wants a row, without touching its payload.
+/// What decides whether a lane wants a row, without reading its payload.
 pub(crate) struct Head<'a> {
     pub(crate) topic: Cow<'a, str>,
     pub(crate) tenant: Option<Cow<'a, str>>,
@@ -179,7 +180,7 @@ impl<'a> Head<'a> {
         })
     }
 
-    /// Whether a filter wants it.
+    /// Whether a filter wants the row.
     pub(crate) fn is_wanted_by(&self, filter: &Filter) -> bool {
         let [kind, aggregate] = [self.kind, self.aggregate].map(|text| text.map(lossy_text));
         let (tenant, kind, aggregate) = (self.tenant.as_deref(), kind.as_deref(), aggregate.as_deref());
@@ -188,18 +189,18 @@ impl<'a> Head<'a> {
         })
     }
 
-    /// The lane of a row: its key decides, or its id when it has none.
+    /// The lane of a row, by its key or, if it has none, its id.
     pub(crate) fn lane(&self, lanes: u16) -> u16 {
         lane_of(self.key.unwrap_or(self.id), lanes)
     }
 }
 
-/// How many bytes of payload a row has, without copying them.
+/// The size of a row's payload in bytes, without copying it.
 pub(crate) fn payload_len(row: &Row<'_>) -> rusqlite::Result<usize> {
     Ok(bytes(row.get_ref(PAYLOAD)?).map_or(0, <[u8]>::len))
 }
 
-/// An event, and why it cannot be sent if it cannot.
+/// An event, and why it cannot be sent, if it cannot.
 pub(crate) struct Decoded {
     pub(crate) seq: i64,
     pub(crate) event: Event,
@@ -207,7 +208,7 @@ pub(crate) struct Decoded {
 }
 
 impl Decoded {
-    /// Reads a row of [`LOG_COLUMNS`].
+    /// Decodes a row of [`LOG_COLUMNS`].
     pub(crate) fn read(row: &Row<'_>) -> rusqlite::Result<Self> {
         let mut fields = Fields { row, unreadable: None };
         let topic = fields.text(TOPIC)?.unwrap_or_default();
@@ -253,7 +254,7 @@ impl Decoded {
         Ok(Self { seq: seq(row)?, event, unreadable: fields.unreadable })
     }
 
-    /// What stands for an event that is no longer in the log: its delivery row knows this much of
+    /// A placeholder for an event that is no longer in the log, with what its delivery row knows of
     /// it.
     pub(crate) fn missing(row: &DeliveryRow) -> Self {
         let mut event = Delivery::placeholder(Seq(row.seq)).event;
@@ -265,7 +266,7 @@ impl Decoded {
     }
 }
 
-/// A row that is read field by field, and the first field that no event can have.
+/// A row that is decoded field by field, and the first field with a value that no event can have.
 struct Fields<'a> {
     row: &'a Row<'a>,
     unreadable: Option<Unreadable>,
@@ -278,7 +279,7 @@ impl Fields<'_> {
         self.unreadable.get_or_insert_with(refused);
     }
 
-    /// SQLite does not check that text is UTF-8; we do.
+    /// SQLite does not check that text is UTF-8, so it is checked here.
     fn text(&mut self, column: usize) -> rusqlite::Result<Option<String>> {
         let value = self.row.get_ref(column)?;
         let Some(bytes) = bytes(value) else {
@@ -314,17 +315,17 @@ impl Fields<'_> {
     }
 }
 
-/// A text, whatever stands there.
+/// A text, whatever the column holds.
 pub(crate) fn lossy(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<String>> {
     Ok(row.get_ref(column)?.as_bytes_or_null()?.map(|bytes| String::from_utf8_lossy(bytes).into_owned()))
 }
 
-/// A number of our own tables or a time of a log, whatever stands there.
+/// A number of our own tables or a time of a log; `None` if the column holds anything else.
 pub(crate) fn integer(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<i64>> {
     Ok(row.get_ref(column)?.as_i64_or_null().unwrap_or(None))
 }
 
-/// As [`String::from_utf8_lossy`], which looks at each byte, but fast for what is UTF-8.
+/// Like [`String::from_utf8_lossy`], which looks at each byte, but fast for valid UTF-8.
 fn lossy_text(bytes: &[u8]) -> Cow<'_, str> {
     std::str::from_utf8(bytes).map_or_else(|_| String::from_utf8_lossy(bytes), Cow::Borrowed)
 }
@@ -336,14 +337,14 @@ fn bytes(value: ValueRef<'_>) -> Option<&[u8]> {
     }
 }
 
-/// The headers that are texts, whatever else stands there.
+/// Returns the headers whose values are texts, and ignores all others.
 pub(crate) fn text_headers(json: &[u8]) -> Headers {
     let all: BTreeMap<String, serde_json::Value> = serde_json::from_slice(json).unwrap_or_default();
     all.into_iter().filter_map(|(name, value)| Some((name, value.as_str()?.to_owned()))).collect()
 }
 
-/// Headers of a plain INSERT may break rules that a CHECK cannot see: names, counts, values that
-/// are no strings.
+/// Decodes headers. Those of a plain INSERT may break rules that a CHECK cannot express: names,
+/// counts, values that are not strings.
 fn decode_headers(json: &str) -> Result<Headers, Error> {
     let headers: Headers = serde_json::from_str(json).map_err(|error| {
         Error::invalid("read", "headers_invalid", format!("the headers are no JSON object of strings: {error}"))

@@ -1,4 +1,4 @@
-//! How deep a subscription is. A look costs the same however many events the log keeps.
+//! The depth of a subscription. Counting costs the same however many events the log holds.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use crate::decode::{Head, LOOK_COLUMNS, LOOK_COLUMNS_COUNT, LOOK_DELIVER_AT, int
 use crate::inspect::{Reader, count};
 use crate::window::log_end;
 
-/// The places of a block that a sample is made of, one from each equal part of the log.
+/// How many consecutive places a sampled block has.
 const BLOCK_ROWS: i64 = 32;
 
 /// How many events were delivered, by primary key; no lock.
@@ -43,7 +43,7 @@ pub(crate) fn stats(tx: &Transaction<'_>, reader: &Reader, share: Share, now: i6
     Ok(counter.finish())
 }
 
-/// How many events a log has.
+/// Returns the number of events in a log.
 pub(crate) fn count_events(tx: &Transaction<'_>, table: &str) -> Work<Count> {
     // Walks the primary key up to the limit; no lock.
     let log_count =
@@ -55,7 +55,7 @@ pub(crate) fn count_events(tx: &Transaction<'_>, table: &str) -> Work<Count> {
     Ok(Count { events: events.unsigned_abs(), is_estimate })
 }
 
-/// Whether anything is still to be delivered. May walk the log.
+/// Whether any event has still to be delivered. May walk the log.
 pub(crate) fn is_undelivered(tx: &Transaction<'_>, reader: &Reader) -> Work<bool> {
     let waits: bool = tx.prepare_cached(DELIVERY_WAITS)?.query_row([reader.name.as_str()], |row| row.get(0))?;
     let mut unread = Look::default();
@@ -65,7 +65,7 @@ pub(crate) fn is_undelivered(tx: &Transaction<'_>, reader: &Reader) -> Work<bool
     Ok(waits || !unread.pending.is_empty())
 }
 
-/// Adds the waiting rows of a state.
+/// Adds the waiting rows of one state.
 fn waiting(
     tx: &Transaction<'_>,
     reader: &Reader,
@@ -89,13 +89,13 @@ fn waiting(
     Ok(())
 }
 
-/// From when the event of a row of [`LOOK_COLUMNS`] waits.
+/// The time since when the event of a row of [`LOOK_COLUMNS`] waits.
 fn since(row: &Row<'_>) -> rusqlite::Result<Option<i64>> {
     let (created_at, deliver_at) = (integer(row, 5)?, integer(row, LOOK_DELIVER_AT)?);
     Ok(created_at.map(|at| at.max(deliver_at.unwrap_or(i64::MIN))))
 }
 
-/// Adds what no lane has read yet: row by row, or from samples where there are too many.
+/// Adds unread events: counted row by row, or estimated from samples if there are too many.
 fn unread(tx: &Transaction<'_>, reader: &Reader, share: Share, counter: &mut StatsCounter, now: i64) -> Work<()> {
     let from = reader.position_min();
     let mut unread = Look::default();
@@ -116,7 +116,7 @@ fn unread(tx: &Transaction<'_>, reader: &Reader, share: Share, counter: &mut Sta
     Ok(())
 }
 
-/// Adds what was passed and not wanted, in the same two ways.
+/// Adds events that were passed and not wanted, in the same two ways.
 fn skipped(tx: &Transaction<'_>, reader: &Reader, share: Share, counter: &mut StatsCounter) -> Work<()> {
     if reader.skips_nothing() {
         return Ok(());
@@ -134,13 +134,13 @@ fn skipped(tx: &Transaction<'_>, reader: &Reader, share: Share, counter: &mut St
     Ok(())
 }
 
-/// Blocks of places, one from each equal part of what lies between two of them; and how many events
-/// each that is found stands for: by places and not by rows, so that gaps count.
+/// Reads blocks of places, one from each equal part of a range. Also returns how many events each
+/// one found stands for: computed from places rather than rows, so that gaps are accounted for.
 fn sample(tx: &Transaction<'_>, reader: &Reader, share: Share, (first, last): (i64, i64)) -> Work<(Look, f64)> {
     let mut sampled = Look::default();
     let part = (last - first + 1) as f64 / share.blocks() as f64;
     for block in 0..share.blocks() {
-        // Spread as evenly as chance would, and the same for the same log.
+        // Spread as evenly as random places, and the same for the same log.
         let within = (block as f64 * 0.618_034).fract();
         let place = first + ((block as f64 + within) * part) as i64;
         let up_to = last.min(place + BLOCK_ROWS - 1);
@@ -149,28 +149,28 @@ fn sample(tx: &Transaction<'_>, reader: &Reader, share: Share, (first, last): (i
     Ok((sampled, part / BLOCK_ROWS as f64))
 }
 
-/// A part of the log: after a place, up to another one, and at most so many rows.
+/// A part of the log: after one place, up to another, and at most a number of rows.
 struct Part {
     after: i64,
     up_to: i64,
     rows_max: i64,
 }
 
-/// Events as they are looked at.
+/// Counts of the rows that were read.
 #[derive(Default)]
 struct Look {
     rows: i64,
-    /// The first row that was looked at.
+    /// The first row that was read.
     first: Option<i64>,
-    /// How many are unread by topic, and from when the oldest waits.
+    /// The number of unread events by topic, and since when the oldest waits.
     pending: HashMap<String, (u64, Option<i64>)>,
-    /// How many were passed and not wanted.
+    /// The number of events that were passed and not wanted.
     skipped: u64,
 }
 
 impl Look {
     fn look(&mut self, tx: &Transaction<'_>, reader: &Reader, part: Part) -> Work<()> {
-        // Walks the primary key; no lock. A row that has left the stream is counted by its state.
+        // Walks the primary key; no lock. Events with a delivery row are counted by their state.
         let log_look = format!(
             "SELECT {LOOK_COLUMNS}, EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq) \
              FROM {} l WHERE l.seq > ?2 AND l.seq <= ?3 ORDER BY l.seq LIMIT ?4",

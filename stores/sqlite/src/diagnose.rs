@@ -1,4 +1,4 @@
-//! What explains lag: what came lately. Who holds the lock of a file is not known to others.
+//! Explains lag: the newest events. SQLite does not tell who holds the lock of a file.
 
 use async_trait::async_trait;
 use postbox_core::{Arrival, Blocker, Diagnose, LogName, Result};

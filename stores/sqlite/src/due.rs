@@ -11,7 +11,7 @@ use crate::schema::log_table;
 use crate::thread::Session;
 use crate::window::push;
 
-/// Reads the lane's due rows, in `seq` order, each key's head followed by the events behind it.
+/// Reads the lane's due rows in `seq` order, each key's head followed by the events behind it.
 pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> Work<Batch> {
     let now = session.settings.now();
     let tx = session.read()?;
@@ -28,7 +28,7 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
         if !limiter.take(row.map(payload_len).transpose()?.unwrap_or_default()) {
             break;
         }
-        // One that is gone must be closed, or it would be the head of its key for ever.
+        // An event that is gone must be closed, or it would stay the head of its key for ever.
         let decoded = row.map_or_else(|| Ok(Decoded::missing(&ready)), Decoded::read)?;
         if ready.crashes > 0 {
             due.crashes.insert(Seq(ready.seq), ready.crashes);
@@ -38,8 +38,8 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
     Ok(due)
 }
 
-/// At most `limit` rows in `seq` order, which the heads share. A key's rows are cut only at the
-/// end, so that what is given of a key has no gap.
+/// Returns at most `limit` rows in `seq` order. The heads share the limit. Rows of a key are cut
+/// only at the end, so that the returned part of a key has no gap.
 fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Vec<DeliveryRow>> {
     // Rows that are due and at the head of their key, longest due first, by `postbox_delivery_due`
     // and, for the head, `postbox_delivery_key`; no lock.

@@ -1,4 +1,4 @@
-//! Events by the beginning of their id.
+//! Finds events by the first digits of their id.
 
 use async_trait::async_trait;
 use postbox_core::{EventId, Find, IdPrefix, LogName, Result};
@@ -30,6 +30,6 @@ fn ids(session: &mut Session, log: &LogName, [first, last]: [EventId; 2], limit:
     let ids =
         statement.query_map(params![first.to_string(), last.to_string(), limit], |row| row.get::<_, String>(0))?;
     let ids: Vec<String> = ids.collect::<Result<_, _>>()?;
-    // What is between two ids and none itself came past every CHECK; it has no id to be named by.
+    // A text in this range that is no id got past every CHECK, and cannot be named by its id.
     Ok(ids.iter().filter_map(|id| id.parse().ok()).collect())
 }

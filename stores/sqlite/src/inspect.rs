@@ -1,4 +1,4 @@
-//! What an operator sees. Reads run on a connection of their own and delay no delivery.
+//! What an operator sees. Reads have their own connection and delay no delivery.
 
 use std::collections::BTreeMap;
 
@@ -28,12 +28,12 @@ use crate::unrouted::{count_unrouted, is_unrouted};
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name";
 /// By primary key; no lock.
 const LANES_READ: &str = "SELECT lane, epoch, owner, lease_until, position, revision FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
-/// How far lanes came by former filters, by primary key; no lock.
+/// How far lanes came with former filters, by primary key; no lock.
 const PASSAGES_READ: &str =
     "SELECT revision, lanes, lane, position FROM postbox_passage WHERE subscription = ?1 ORDER BY revision";
 /// By primary key; no lock.
 const SENT_HAS: &str = "SELECT 1 FROM postbox_sent WHERE subscription = ?1 AND seq = ?2";
-/// Whether a lane that is held has yet to take a filter, by primary key; no lock.
+/// Whether a leased lane has yet to take over a filter, by primary key; no lock.
 const LANE_BEHIND: &str =
     "SELECT EXISTS (SELECT 1 FROM postbox_lane WHERE subscription = ?1 AND revision <> ?2 AND lease_until > ?3)";
 /// By `postbox_conflict_age`; no lock.
@@ -130,25 +130,25 @@ fn subscriptions(session: &mut Session) -> Work<Vec<SubscriptionInfo>> {
     Ok(infos)
 }
 
-/// A subscription with the positions of its lanes: everything that tells pending from dispatched.
+/// A subscription with the positions of its lanes: all that decides between pending and dispatched.
 pub(crate) struct Reader {
     pub(crate) name: SubscriptionName,
     pub(crate) stored: SubscriptionRow,
     pub(crate) table: String,
     lanes: Vec<LaneRead>,
-    /// How far lanes came by former filters, by revision.
+    /// How far lanes came with former filters, by revision.
     passages: Vec<Passage>,
-    /// Every filter it had, by revision.
+    /// Every filter that the subscription had, by revision.
     filters: BTreeMap<i64, Filter>,
 }
 
-/// How far a lane has read, and by which filter.
+/// How far a lane has read, and with which filter.
 struct LaneRead {
     position: i64,
     revision: i64,
 }
 
-/// How far a lane came by a former filter, and of how many lanes it was which.
+/// How far a lane came with a former filter, and which of how many lanes it was.
 struct Passage {
     revision: i64,
     lanes: u16,
@@ -172,35 +172,35 @@ impl Reader {
         Ok(Self { name: name.clone(), table: log_table(&stored.log), stored, lanes, passages, filters })
     }
 
-    /// Whether it takes every event beyond a place: no lane has passed one by a former filter.
+    /// Whether it takes every event beyond a place: no lane has passed one with a former filter.
     pub(crate) fn takes_everything(&self, beyond: i64) -> bool {
         self.stored.filter == Filter::default()
             && self.passages.iter().all(|passage| passage.position <= beyond)
             && !self.is_behind(beyond)
     }
 
-    /// Whether a lane that came beyond a place has yet to take the present filter.
+    /// Whether a lane that is beyond a place has yet to take over the present filter.
     fn is_behind(&self, beyond: i64) -> bool {
         self.lanes.iter().any(|lane| lane.revision != self.stored.revision && lane.position > beyond)
     }
 
-    /// Whether it gets an event that nobody wanted, now that it is asked again.
+    /// Whether it gets an event that was unrouted, now that its filter is compared again.
     pub(crate) fn is_given(&self, head: &Head<'_>, seq: i64) -> bool {
         self.wants(head) && self.is_judged(head, seq)
     }
 
-    /// Whether a lane that is held has yet to take the present filter.
+    /// Whether a leased lane has yet to take over the present filter.
     pub(crate) fn changes_filter(&self, tx: &Transaction<'_>, now: i64) -> Work<bool> {
         let row = params![self.name.as_str(), self.stored.revision, now];
         Ok(tx.prepare_cached(LANE_BEHIND)?.query_row(row, |row| row.get(0))?)
     }
 
-    /// Every lane has passed what is up to here.
+    /// The place up to which every lane has passed everything.
     pub(crate) fn position_min(&self) -> i64 {
         self.lanes.iter().map(|lane| lane.position).min().unwrap_or(0)
     }
 
-    /// No lane has passed what is beyond.
+    /// The place beyond which no lane has passed anything.
     pub(crate) fn position_max(&self) -> i64 {
         self.lanes.iter().map(|lane| lane.position).max().unwrap_or(0)
     }
@@ -213,10 +213,10 @@ impl Reader {
         head.is_wanted_by(&self.stored.filter)
     }
 
-    /// Where a row without a delivery row stands, as far as one subscription knows: `Skipped` may
+    /// The state of a row without a delivery row, as far as one subscription knows: `Skipped` may
     /// be `Unrouted`.
     ///
-    /// An event goes out by the filter that its lane passed it with, or will read it with.
+    /// What decides is the filter that its lane passed the event with, or will read it with.
     pub(crate) fn state(&self, head: &Head<'_>, seq: i64) -> State {
         let passed_by = self.passed_by(head, seq);
         let filter = self.filters.get(&passed_by.unwrap_or(self.stored.revision));
@@ -228,15 +228,15 @@ impl Reader {
         }
     }
 
-    /// The revision of the filter that its lane passed a row with. Of what lies before a beginning
-    /// there is no filter.
+    /// The revision of the filter that its lane passed a row with. There is no filter for what lies
+    /// before the subscription's start.
     fn passed_by(&self, head: &Head<'_>, seq: i64) -> Option<i64> {
         let lane = self.lanes.get(usize::from(self.lane(head))).filter(|lane| seq <= lane.position)?;
         let covers = |it: &&Passage| seq <= it.position && it.lane == head.lane(it.lanes);
         Some(self.passages.iter().find(covers).map_or(lane.revision, |it| it.revision))
     }
 
-    /// Whether every event that it passed was sent: it takes all there is, and always did.
+    /// Whether it was sent every event that it passed: it takes everything, and always did.
     pub(crate) fn skips_nothing(&self) -> bool {
         self.takes_everything(0) && self.lanes.iter().all(|lane| lane.revision == self.stored.revision)
     }
@@ -246,17 +246,19 @@ impl Reader {
         self.passed_by(head, seq).is_some()
     }
 
-    /// Whether a filter let a row in or left it out, or will, and not only a beginning.
+    /// Whether a filter accepted or rejected a row, or will. False for rows before the
+    /// subscription's start.
     pub(crate) fn is_judged(&self, head: &Head<'_>, seq: i64) -> bool {
         self.passed_by(head, seq).is_none_or(|revision| self.filters.contains_key(&revision))
     }
 
-    /// Whether a lane came beyond a place by a former filter.
+    /// Whether a lane came beyond a place with a former filter.
     pub(crate) fn had_another_filter(&self, beyond: i64) -> bool {
         self.passages.iter().any(|it| it.revision > 0 && it.position > beyond) || self.is_behind(beyond)
     }
 
-    /// The same of a row that was found: whether it was sent all the same, or nobody wants it.
+    /// Like [`Self::state`], for a row that was found: also checks whether it was sent later all
+    /// the same, or is unrouted.
     pub(crate) fn state_found(&self, tx: &Transaction<'_>, head: &Head<'_>, seq: i64) -> Work<State> {
         Ok(match self.state(head, seq) {
             State::Skipped if tx.prepare_cached(SENT_HAS)?.exists(params![self.name.as_str(), seq])? => {
@@ -268,7 +270,8 @@ impl Reader {
     }
 }
 
-/// A log with events that a subscription has still to deliver, or that nobody reads.
+/// Returns a log with events that a subscription has still to deliver, or that has events and no
+/// subscription.
 pub(crate) fn undelivered(tx: &Transaction<'_>) -> Work<Option<String>> {
     let mut unread = log_names(tx)?;
     for name in names(tx)? {
@@ -287,12 +290,12 @@ pub(crate) fn undelivered(tx: &Transaction<'_>) -> Work<Option<String>> {
     Ok(None)
 }
 
-/// A `count(*)`, which is never negative.
+/// Reads a `count(*)`, which is never negative.
 pub(crate) fn count(row: &Row<'_>, column: usize) -> rusqlite::Result<u64> {
     Ok(row.get::<_, i64>(column)?.unsigned_abs())
 }
 
-/// A record without a delivery row.
+/// Makes a record without a delivery row.
 fn record(decoded: Decoded, state: State) -> Record {
     let (code, error) = decoded.unreadable.map(|why| (why.code.into_owned(), why.error)).unzip();
     let (event, seq) = (decoded.event, Seq(decoded.seq));
@@ -300,15 +303,16 @@ fn record(decoded: Decoded, state: State) -> Record {
     Record { event, seq, state, attempts: 0, replays: 0, due_at, code, error, updated_at, last_attempts }
 }
 
-/// A record with a delivery row, which says more in columns `at` and the next: error, time and
-/// attempts.
+/// Makes a record with a delivery row, which continues in columns `at` and the next two: error,
+/// time and attempts.
 fn record_of(decoded: Decoded, delivery: DeliveryRow, row: &Row<'_>, at: usize) -> rusqlite::Result<Record> {
     let record = record(decoded, delivery.state);
     Ok(Record {
         attempts: delivery.attempts,
         replays: delivery.replays,
         due_at: delivery.due_at.map(timestamp),
-        // What a relay wrote down of it stands; before that, what is wrong with it is said here.
+        // What a relay recorded of the event has precedence; otherwise the fault found here is
+        // reported.
         code: delivery.code.or(record.code),
         error: row.get::<_, Option<String>>(at)?.or(record.error),
         updated_at: Some(timestamp(row.get(at + 1)?)),
@@ -380,7 +384,7 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery, state: St
     Ok(records)
 }
 
-/// Records without a delivery row, distinguished by the cursor and the filters.
+/// Records without a delivery row, whose state follows from the cursor and the filters.
 fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery, state: State) -> Work<Vec<Record>> {
     if query.code.is_some() {
         return Ok(Vec::new());

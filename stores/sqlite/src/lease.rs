@@ -1,4 +1,4 @@
-//! Lanes: made by `subscribe`, held by leases, fenced by epochs.
+//! Lanes: created by `subscribe`, held by leases, fenced by epochs.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -26,80 +26,81 @@ const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_INSERT: &str = "INSERT INTO postbox_subscription (name, log, topics, tenant, ordering, lanes, created_at, generation, \
 kinds, aggregates, headers, on_dead) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, (SELECT max(epoch_next) FROM postbox_log), ?8, ?9, ?10, ?11)";
-/// The next that is made is of another generation. By primary key; takes the write lock.
+/// Gives the next new subscription another generation. By primary key; takes the write lock.
 const EPOCH_NEXT: &str =
     "UPDATE postbox_log SET epoch_next = (SELECT max(epoch_next) + 1 FROM postbox_log) WHERE name = ?1";
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_UPDATE: &str = "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4, \
 kinds = ?5, aggregates = ?6, headers = ?7, on_dead = ?8, \
 revision = revision + ((topics, kinds, aggregates, headers) <> (?2, ?5, ?6, ?7) OR tenant IS NOT ?3) WHERE name = ?1";
-/// Without order no row holds its key, and nobody waits for a turn. By the index of keys; takes the
+/// Without order no row holds its key, and no row waits for a turn. By the index of keys; takes the
 /// write lock.
 const DELIVERY_UNBLOCK: &str = "UPDATE postbox_delivery SET holds = 0, updated_at = ?2, \
 due_at = iif(state = 'blocked', ?2, due_at), state = iif(state = 'blocked', 'retrying', state) \
 WHERE subscription = ?1 AND holds = 1";
-/// Every filter is kept, by primary key; takes the write lock.
+/// Every filter is kept. By primary key; takes the write lock.
 pub(crate) const FILTER_KEEP: &str = "INSERT OR IGNORE INTO postbox_filter (subscription, revision, topics, tenant, kinds, aggregates, headers) \
 SELECT name, revision, topics, tenant, kinds, aggregates, headers FROM postbox_subscription WHERE name = ?1";
 /// By primary key; no lock.
 const FILTERS_READ: &str =
     "SELECT revision, topics, tenant, kinds, aggregates, headers FROM postbox_filter WHERE subscription = ?1";
-/// What was to go out by the former filter is perhaps wanted by nobody now: it is looked at again
-/// from where the slowest lane stands. Where the subscription took everything before (`?3`),
-/// nothing was looked at so far. By primary keys; takes the write lock.
+/// Events that the former filter would have taken may be unrouted now. They are checked again, from
+/// the position of the slowest lane; all of them are, if the subscription took everything before
+/// (`?3`), because then nothing was checked. By primary keys; takes the write lock.
 const LOG_ROUTE_AGAIN: &str = "UPDATE postbox_log SET routed = CASE WHEN ?3 THEN slowest.position ELSE min(routed, slowest.position) END \
 FROM (SELECT min(position) AS position FROM postbox_lane WHERE subscription = ?2) AS slowest \
 WHERE name = ?1 AND slowest.position IS NOT NULL";
-/// It is asked about all that is unrouted: how far the former filter was asked says nothing of this
-/// one. By primary key; takes the write lock.
+/// Compares the new filter with every unrouted event: the progress of the former filter does not
+/// count for it. By primary key; takes the write lock.
 const SUBSCRIPTION_ASK_ALL: &str = "UPDATE postbox_subscription SET rerouted_seq = 0 WHERE name = ?1";
-/// How far a lane came by its filter, as long as nothing that was given out is unsettled. By
+/// Records how far a lane came with its filter, if everything that was handed out is settled. By
 /// primary key; takes the write lock; nothing for a stale epoch.
 const PASSAGE_NOTE: &str = "INSERT OR IGNORE INTO postbox_passage (subscription, revision, lanes, lane, position) \
 SELECT l.subscription, l.revision, s.lanes, l.lane, l.position FROM postbox_lane l JOIN postbox_subscription s ON s.name = l.subscription \
 WHERE l.subscription = ?1 AND l.lane = ?2 AND l.epoch = ?3 AND l.owner = ?4 AND l.lease_until > ?5 AND l.position = ?6";
-/// From here on the lane reads by the present filter. By primary key; takes the write lock.
+/// Switches the lane to the present filter. By primary key; takes the write lock.
 const LANE_TAKE_FILTER: &str = "UPDATE postbox_lane SET revision = \
 (SELECT s.revision FROM postbox_subscription s WHERE s.name = postbox_lane.subscription) \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5 AND position = ?6";
 /// By primary key; takes the write lock.
 const LANE_INSERT: &str = "INSERT OR IGNORE INTO postbox_lane (subscription, lane, position, window_end, revision, epoch) \
 SELECT name, ?2, ?3, ?3, revision, generation FROM postbox_subscription WHERE name = ?1";
-/// What lies before the beginning, by no filter. By primary key; takes the write lock.
+/// Records that no filter applies before the subscription's start. By primary key; takes the write
+/// lock.
 const PASSAGE_BEFORE: &str = "INSERT OR IGNORE INTO postbox_passage (subscription, revision, lanes, lane, position) \
 SELECT name, 0, lanes, ?2, ?3 FROM postbox_subscription WHERE name = ?1";
-/// A lane that stands beyond the last `seq` the log ever gave: the file is older than the cursor.
-/// Primary key; no lock.
+/// A lane whose position is beyond the last `seq` that the log ever assigned: the file is older
+/// than the cursor. Primary key; no lock.
 const LANE_IN_FUTURE: &str =
     "SELECT lane, position FROM postbox_lane WHERE subscription = ?1 AND position > ?2 LIMIT 1";
-/// The last `seq` a log ever gave, pruned ones included: AUTOINCREMENT's own table of a few rows;
-/// no lock.
+/// The last `seq` that a log ever assigned, pruned ones included. From AUTOINCREMENT's own table,
+/// which has a few rows; no lock.
 pub(crate) const LOG_LAST: &str = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = ?1), 0)";
-/// The first lane that nobody holds, or that the asking one holds without knowing it (the answer to
-/// its grant was lost), by primary key.
+/// The first lane that is free, or that the caller holds without knowing it, because the answer to
+/// its grant was lost. By primary key.
 ///
-/// A lease granted in the future was written before the clock went back: it is void, or a crashed
-/// holder would keep the lane until the clock catches up. "Future" is later than `:clock`, the time
-/// of this very look: the question is older, and a lease that was granted while it waited for the
-/// write lock is no less good.
+/// A lease granted in the future was written before the clock was set back, and is void. Otherwise
+/// a crashed holder would keep the lane until the clock catches up. "Future" means later than
+/// `:clock`, the time of this read. The request itself is older: a lease that was granted while the
+/// request waited for the write lock is still valid.
 const LANE_FREE: &str = "SELECT lane FROM postbox_lane WHERE subscription = :subscription \
 AND (lease_until <= :now OR lease_until - lease_ttl > :clock + 1000000 \
 OR (owner = :owner AND lane NOT IN (SELECT value FROM json_each(:held)))) ORDER BY lane LIMIT 1";
 /// By primary key; no lock.
 const LANE_COUNT: &str = "SELECT count(*) FROM postbox_lane WHERE subscription = ?1";
-/// By primary key; takes the write lock. Another owner whose lease ran out has vanished; after it
-/// held the lane for long (`Lease::LONG`), the crashes before count no more.
+/// By primary key; takes the write lock. If another owner's lease expired, that owner has crashed,
+/// which is counted. The count starts again if it held the lane for long (`Lease::LONG`).
 const LANE_GRANT: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5, granted_at = ?6, \
 crashes = CASE WHEN lease_until = 0 OR coalesce(owner = ?3, 1) THEN crashes \
 WHEN lease_until - lease_ttl > granted_at + 10 * lease_ttl THEN 1 ELSE crashes + 1 END \
 WHERE subscription = ?1 AND lane = ?2 RETURNING epoch, crashes";
-/// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index
+/// Makes events due that wait for a call of the former holder (`Disposition::IN_FLIGHT`). Index
 /// `postbox_delivery_in_flight`; takes the write lock.
 const DELIVERIES_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND lane = ?2 AND code = 'in_flight' AND state = 'retrying' AND due_at > ?3";
-/// What the former holder sent alone and did not write of again, it ended with
-/// (`Disposition::ALONE`, `RELAY_CRASHED`). Index `postbox_delivery_in_flight`; takes the write
-/// lock.
+/// Counts a crash against events that the former holder sent alone and recorded no outcome for: it
+/// crashed while sending them (`Disposition::ALONE`, `RELAY_CRASHED`). Index
+/// `postbox_delivery_in_flight`; takes the write lock.
 const DELIVERY_COUNT_CRASH: &str = "UPDATE postbox_delivery SET crashes = crashes + 1, code = 'relay_crashed', error = ?4, updated_at = ?3 \
 WHERE subscription = ?1 AND lane = ?2 AND code = 'alone' AND state = 'retrying'";
 /// By primary key; takes the write lock; changes nothing for a stale epoch.
@@ -108,22 +109,22 @@ WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_un
 /// By primary key; takes the write lock; changes nothing for a stale epoch.
 const LANE_RELEASE: &str = "UPDATE postbox_lane SET lease_until = 0, crashes = ?6 \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
-/// The lane if the lease still holds, by primary key; no lock in a read.
+/// The lane, if the lease is still valid. By primary key; no lock in a read.
 const LANE_HELD: &str = "SELECT position, window_end, lease_until, revision FROM postbox_lane \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
 /// By primary key; takes the write lock.
 const REPLICA_SEEN: &str = "INSERT INTO postbox_replica (subscription, owner, seen_at) VALUES (?1, ?2, ?3) \
 ON CONFLICT (subscription, owner) DO UPDATE SET seen_at = excluded.seen_at";
-/// By primary key; no lock. Who was seen in the future was seen before the clock went back:
-/// counted, a dead one would take its share of the lanes from the living until the clock catches
-/// up.
+/// By primary key; no lock. A relay seen in the future was seen before the clock was set back. It
+/// is not counted: if it is dead, it would take its share of the lanes from the living until the
+/// clock catches up.
 const REPLICA_COUNT: &str = "SELECT count(*) FROM postbox_replica WHERE subscription = ?1 AND owner <> ?2 \
 AND seen_at > ?3 AND seen_at <= ?4 + 1000000";
 /// By primary key; no lock.
 const REPLICA_LAST: &str = "SELECT seen_at FROM postbox_replica WHERE subscription = ?1 AND owner = ?2";
 /// By primary key; takes the write lock.
 const REPLICA_LEAVES: &str = "DELETE FROM postbox_replica WHERE subscription = ?1 AND owner = ?2";
-/// Relays that are long gone, by primary key; takes the write lock.
+/// Deletes relays that are long gone. By primary key; takes the write lock.
 const REPLICA_FORGET_GONE: &str = "DELETE FROM postbox_replica WHERE subscription = ?1 AND seen_at < ?2";
 
 /// A subscription as it is stored.
@@ -134,16 +135,16 @@ pub(crate) struct SubscriptionRow {
     pub(crate) on_dead: OnDead,
     pub(crate) lanes: u16,
     pub(crate) pause: Option<Pause>,
-    /// Rises with every change of the filter.
+    /// Raised by every change of the filter.
     pub(crate) revision: i64,
-    /// Tells it from others that had its name before.
+    /// Distinguishes it from earlier subscriptions with the same name.
     pub(crate) generation: i64,
-    /// Up to which place events of the stream are of which replay, since the last reset.
+    /// Since the last reset: up to which place events of the stream belong to which replay.
     again: (i64, u32),
 }
 
 impl SubscriptionRow {
-    /// Which replay an event is that comes from the stream.
+    /// Returns the replay number of an event from the stream.
     pub(crate) fn replay_of(&self, seq: i64) -> u32 {
         if seq <= self.again.0 { self.again.1 } else { 0 }
     }
@@ -159,7 +160,7 @@ impl SubscriptionRow {
     }
 }
 
-/// Reads a subscription; `None` if there is none of the name.
+/// Reads a subscription; `None` if there is none with this name.
 pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option<SubscriptionRow>> {
     let found = tx.prepare_cached(SUBSCRIPTION_READ)?.query_row([name.as_str()], |row| {
         let ordering: String = row.get(3)?;
@@ -180,17 +181,17 @@ pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option
     Ok(found.optional()?)
 }
 
-/// Every filter that a subscription had, by revision.
+/// Reads every filter that a subscription had, by revision.
 pub(crate) fn filters(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<BTreeMap<i64, Filter>> {
     let mut statement = tx.prepare_cached(FILTERS_READ)?;
     let rows = statement.query_map([name.as_str()], |row| Ok((row.get(0)?, filter_of(row, 1, 3)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
-/// Written by `subscribe` below; a text that does not parse (somebody's UPDATE) wants everything,
-/// which loses nothing.
+/// Reads a filter that `subscribe` wrote. A text that does not parse, after someone's UPDATE, wants
+/// everything, so that nothing is lost.
 ///
-/// `at` are the columns topics and tenant, `contents` kinds, aggregates and headers.
+/// Topics and tenant start at column `at`; kinds, aggregates and headers at column `contents`.
 fn filter_of(row: &Row<'_>, at: usize, contents: usize) -> rusqlite::Result<Filter> {
     let text = |column| row.get::<_, String>(column);
     Ok(Filter {
@@ -202,7 +203,7 @@ fn filter_of(row: &Row<'_>, at: usize, contents: usize) -> rusqlite::Result<Filt
     })
 }
 
-/// Reads a subscription that has to be there.
+/// Reads a subscription that must exist.
 pub(crate) fn require(operation: &'static str, tx: &Transaction<'_>, name: &SubscriptionName) -> Work<SubscriptionRow> {
     if let Some(stored) = find(tx, name)? {
         return Ok(stored);
@@ -212,12 +213,12 @@ pub(crate) fn require(operation: &'static str, tx: &Transaction<'_>, name: &Subs
     Err(subscription_unknown(operation, name, &known).into())
 }
 
-/// Makes or checks a subscription. Writes only if something differs.
+/// Creates or checks a subscription. Writes only if something differs.
 pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> Work<()> {
     let now = session.settings.now();
     let connection = session.connection()?;
     validate(connection)?;
-    // Another program may have left WAL mode; readers would then wait for writers.
+    // Another program may have left WAL mode, and then readers would wait for writers.
     enter_wal(connection)?;
     session.transact(Flush::Configured, |tx| {
         let log = require_log("subscribe", tx, &subscription.log)?;
@@ -276,7 +277,7 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
             tx.prepare_cached(SUBSCRIPTION_INSERT)?.execute(row)?;
             tx.prepare_cached(EPOCH_NEXT)?.execute([log.as_str()])?;
         }
-        // Those of a known subscription are there, unless somebody deleted them: then nobody knows
+        // The lanes of a known subscription exist, unless someone deleted them. Then nobody knows
         // what they had passed.
         let position = if is_new && subscription.start == StartAt::Now { last } else { 0 };
         tx.prepare_cached(FILTER_KEEP)?.execute([name])?;
@@ -305,21 +306,21 @@ fn refuse_future(tx: &Transaction<'_>, subscription: &Subscription, last: i64) -
     Err(Error::new(ErrorKind::Mismatch, "subscribe", "cursor_from_future", message).into())
 }
 
-/// One question for a lane.
+/// A request for a lane.
 #[derive(Clone)]
 pub(crate) struct AcquireRequest {
     pub(crate) subscription: SubscriptionName,
     pub(crate) owner: OwnerId,
-    /// The lanes it knows it holds.
+    /// The lanes that the caller knows it holds.
     pub(crate) held: Vec<u16>,
     pub(crate) ttl: Duration,
-    /// When the call was made: the lease counts from then, so that a wait in a queue never
-    /// lengthens it.
+    /// When the call was made. The lease counts from then, so that waiting in a queue never extends
+    /// it.
     pub(crate) asked_at: i64,
 }
 
-/// The answer when nothing needs to be written: paused or no lane free, and our heartbeat is fresh.
-/// Keeps hot standbys from writing at every poll.
+/// Returns the answer if nothing needs to be written: the subscription is paused or no lane is
+/// free, and our heartbeat is recent. So standbys do not write at every poll.
 pub(crate) fn peek(session: &mut Session, request: &AcquireRequest) -> Work<Option<Acquired>> {
     let clock = session.settings.now();
     let tx = session.read()?;
@@ -339,7 +340,7 @@ pub(crate) fn peek(session: &mut Session, request: &AcquireRequest) -> Work<Opti
     Ok(Some(Acquired { lease: None, replicas: replicas(&tx, request, clock)?, lanes: stored.lanes, paused }))
 }
 
-/// Notes the heartbeat and takes a free lane if there is one.
+/// Records the heartbeat and takes a free lane if there is one.
 pub(crate) fn acquire(session: &mut Session, request: &AcquireRequest) -> Work<Acquired> {
     let settings = session.settings.clone();
     session.transact(Flush::Configured, |tx| {
@@ -371,7 +372,7 @@ pub(crate) fn acquire(session: &mut Session, request: &AcquireRequest) -> Work<A
     })
 }
 
-/// `clock`: the time now, under the lock of the transaction if it has one.
+/// `clock` is the present time, read under the lock of the transaction if it has one.
 fn free_lane(tx: &Transaction<'_>, request: &AcquireRequest, clock: i64) -> Work<Option<u16>> {
     let held = serde_json::to_string(&request.held).expect("a list of numbers is JSON");
     let parameters = named_params! {
@@ -380,7 +381,7 @@ fn free_lane(tx: &Transaction<'_>, request: &AcquireRequest, clock: i64) -> Work
     Ok(tx.prepare_cached(LANE_FREE)?.query_row(parameters, |row| row.get(0)).optional()?)
 }
 
-/// Relays seen within the lease time, the asking one included.
+/// The number of relays seen within the lease time, the caller included.
 fn replicas(tx: &Transaction<'_>, request: &AcquireRequest, clock: i64) -> Work<u16> {
     let alive_after = request.asked_at.saturating_sub(micros(request.ttl));
     let row = params![request.subscription.as_str(), request.owner.as_str(), alive_after, clock];
@@ -395,7 +396,7 @@ fn heartbeat(tx: &Transaction<'_>, name: &SubscriptionName, owner: &OwnerId, now
     Ok(())
 }
 
-/// Holds the lane longer; a pause ends it instead. Returns whether it is still held.
+/// Extends the lease, or ends it if the subscription is paused. Returns whether it is still held.
 pub(crate) fn renew(session: &mut Session, lease: &Lease, ttl: Duration) -> Work<bool> {
     let now = session.settings.now();
     session.transact(Flush::Configured, |tx| {
@@ -421,7 +422,7 @@ pub(crate) fn release(session: &mut Session, lease: &Lease) -> Work<bool> {
     })
 }
 
-/// Counts the owner as a replica no longer.
+/// Stops counting the owner as a replica.
 pub(crate) fn leave(session: &mut Session, subscription: &SubscriptionName, owner: &OwnerId) -> Work<()> {
     session.transact(Flush::Configured, |tx| {
         tx.prepare_cached(REPLICA_LEAVES)?.execute([subscription.as_str(), owner.as_str()])?;
@@ -429,17 +430,17 @@ pub(crate) fn leave(session: &mut Session, subscription: &SubscriptionName, owne
     })
 }
 
-/// Where a held lane stands.
+/// The state of a leased lane.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LaneRow {
     pub(crate) position: i64,
     pub(crate) window_end: i64,
     pub(crate) lease_until: i64,
-    /// By which filter it reads.
+    /// The revision of the filter that it reads with.
     pub(crate) revision: i64,
 }
 
-/// The lane, or `Stale` if the lease is no longer held.
+/// Returns the lane, or `Stale` if the lease is no longer held.
 pub(crate) fn held(operation: &'static str, tx: &Transaction<'_>, lease: &Lease, now: i64) -> Work<LaneRow> {
     let row = params![lease.subscription.as_str(), lease.lane, lease.epoch, lease.owner.as_str(), now];
     let held = tx.prepare_cached(LANE_HELD)?.query_row(row, |row| {
@@ -449,7 +450,7 @@ pub(crate) fn held(operation: &'static str, tx: &Transaction<'_>, lease: &Lease,
     held.optional()?.ok_or_else(|| Error::stale(operation).into())
 }
 
-/// From here on the lane reads by the subscription's present filter.
+/// Switches the lane to the subscription's present filter.
 pub(crate) fn take_filter(session: &mut Session, lease: &Lease, position: i64) -> Work<()> {
     let now = session.settings.now();
     session.transact(Flush::Configured, |tx| {

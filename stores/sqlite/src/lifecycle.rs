@@ -1,4 +1,4 @@
-//! The life of a subscription: another name, another place, other lanes, its end.
+//! Changes of a whole subscription: rename, reset, number of lanes, removal.
 
 use postbox_core::kit::{
     LOOK_EVENTS_MAX, STEP_ROWS_MAX, lanes_apart, lanes_held, subscription_changed, subscription_exists,
@@ -16,12 +16,12 @@ use crate::replay::{REPLAY_NEXT, leave_stream};
 use crate::schema::SUBSCRIPTION_TABLES;
 use crate::window::log_end;
 
-/// No lease of a subscription that had this name counts for one that is made later. By primary
-/// keys; takes the write lock.
+/// Raises the log's next epoch above those of this subscription, so that no lease of it is valid
+/// for a later subscription with the same name. By primary keys; takes the write lock.
 const EPOCH_RETIRE: &str = "UPDATE postbox_log SET epoch_next = max(epoch_next, \
 (SELECT coalesce(max(epoch) + 1, 0) FROM postbox_lane WHERE subscription = ?1))";
-/// No lease counts any more; nobody gets a lane before the last would have ended, for its holder
-/// does not know. By primary key; takes the write lock.
+/// Invalidates all leases. A lane is granted again only after the last lease would have ended,
+/// because its holder does not know yet. By primary key; takes the write lock.
 const LANE_FENCE: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = NULL WHERE subscription = ?1";
 /// By primary key; takes the write lock.
 const REPLICAS_FORGET: &str = "DELETE FROM postbox_replica WHERE subscription = ?1";
@@ -29,25 +29,26 @@ const REPLICAS_FORGET: &str = "DELETE FROM postbox_replica WHERE subscription = 
 const SUBSCRIPTION_RENAME: &str = "UPDATE postbox_subscription SET name = ?2 WHERE name = ?1";
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_DELETE: &str = "DELETE FROM postbox_subscription WHERE name = ?1";
-/// What it took was not nobody's, though nobody takes it now. By primary key; takes the write lock.
+/// Marks events that had a reader as checked, so that its removal does not make them unrouted. By
+/// primary key; takes the write lock.
 const LOG_SKIP: &str = "UPDATE postbox_log SET routed = max(routed, ?2) WHERE name = ?1";
-/// Epochs of the lanes, and whether one is held, by primary key; no lock of its own.
+/// The epochs of the lanes, and whether one is leased. By primary key; no lock of its own.
 const LANE_EPOCHS: &str = "SELECT epoch, lease_until > ?2 FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
-/// How far each lane came by the filter it reads by, by primary key; takes the write lock.
+/// Records how far each lane came with its current filter. By primary key; takes the write lock.
 const PASSAGE_NOTE_ALL: &str = "INSERT OR IGNORE INTO postbox_passage (subscription, revision, lanes, lane, position) \
 SELECT l.subscription, l.revision, s.lanes, l.lane, l.position FROM postbox_lane l JOIN postbox_subscription s ON s.name = l.subscription \
 WHERE l.subscription = ?1 AND (?2 OR l.revision <> s.revision)";
-/// What is read again was never passed. By primary key; takes the write lock.
+/// Events that will be read again count as never passed. By primary key; takes the write lock.
 const PASSAGE_CUT: &str = "UPDATE postbox_passage SET position = min(position, ?2) WHERE subscription = ?1";
-/// The filter once more, with room before it for a revision that wants nothing. By primary key;
-/// takes the write lock.
+/// Raises the filter's revision by two: the last is the same filter, and the one before it is a
+/// revision that wants nothing (see [`PASSAGE_SKIP`]). By primary key; takes the write lock.
 const SUBSCRIPTION_RESET: &str =
     "UPDATE postbox_subscription SET revision = revision + 2, rerouted_seq = 0 WHERE name = ?1";
 /// By primary key; takes the write lock.
 const LANE_RESET: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = NULL, lease_until = 0, position = ?2, window_end = ?2, \
 revision = (SELECT s.revision FROM postbox_subscription s WHERE s.name = ?1) WHERE subscription = ?1";
-/// What is passed now and was not is passed by a revision that wants nothing. By primary key; takes
-/// the write lock.
+/// Events that the reset skips were passed by the revision that wants nothing. By primary key;
+/// takes the write lock.
 const PASSAGE_SKIP: &str = "INSERT INTO postbox_passage (subscription, revision, lanes, lane, position) \
 SELECT l.subscription, s.revision - 1, s.lanes, l.lane, l.position FROM postbox_lane l JOIN postbox_subscription s ON s.name = l.subscription \
 WHERE l.subscription = ?1";
@@ -55,7 +56,7 @@ WHERE l.subscription = ?1";
 const SENT_CUT: &str = "DELETE FROM postbox_sent WHERE subscription = ?1 AND seq > ?2";
 /// By primary key; takes the write lock.
 const AGAIN_NOTE: &str = "UPDATE postbox_subscription SET again_seq = ?2, again_replay = ?3 WHERE name = ?1";
-/// Where all new lanes begin, with an epoch that none of the former had, and the end of the last
+/// Where all new lanes begin, an epoch that none of the old lanes had, and the end of the last
 /// lease. By primary key; no lock of its own.
 const LANES_JOIN: &str = "SELECT max(position), max(window_end), max(epoch) + 1, max(lease_until), max(lease_ttl), sum(delivered) \
 FROM postbox_lane WHERE subscription = ?1";
@@ -107,7 +108,8 @@ pub(crate) fn remove(tx: &Transaction<'_>, name: &SubscriptionName, generation: 
     Ok(())
 }
 
-/// The subscription, if it is the one that was looked at; its name may be given to another.
+/// Looks up the subscription, if it still is the one with this generation. Its name may be used
+/// again afterwards.
 fn retire(
     tx: &Transaction<'_>,
     operation: &'static str,
@@ -122,23 +124,23 @@ fn retire(
     Ok(stored)
 }
 
-/// The last place that is passed after a reset.
+/// Returns the last place that counts as passed after a reset.
 fn place_of(tx: &Transaction<'_>, table: &str, to: ResetTo) -> Work<i64> {
     let last: i64 = tx.prepare_cached(LOG_LAST)?.query_row([table], |row| row.get(0))?;
     Ok(match to {
         ResetTo::Beginning => 0,
         ResetTo::Now => last,
-        // Never beyond the end: what comes next is not skipped.
+        // Never beyond the end, so that later events are not skipped.
         ResetTo::Seq(seq) => seq.0.saturating_sub(1).clamp(0, last),
         ResetTo::Time(time) => {
-            // A walk of the log; no lock of its own.
+            // Walks the log; no lock of its own.
             let log_since = format!("SELECT coalesce(min(seq) - 1, ?2) FROM {table} WHERE created_at >= ?1");
             tx.query_row(&log_since, params![time.as_microsecond(), last], |row| row.get(0))?
         }
     })
 }
 
-/// What a reset would do.
+/// Returns what a reset would do.
 pub(crate) fn plan(tx: &Transaction<'_>, name: &SubscriptionName, to: ResetTo) -> Work<ResetPlan> {
     let reader = Reader::find("reset", tx, name)?;
     let place = place_of(tx, &reader.table, to)?;
@@ -148,8 +150,8 @@ pub(crate) fn plan(tx: &Transaction<'_>, name: &SubscriptionName, to: ResetTo) -
     Ok(ResetPlan { again, skipped, is_estimate, stamp: stamp(tx, name, 0)?.0 })
 }
 
-/// Events between two places that the subscription wants and has passed, or not; as many as are
-/// counted, and one more.
+/// Counts the events between two places that the subscription wants and has passed, or not passed.
+/// Stops one beyond the limit.
 fn count(tx: &Transaction<'_>, reader: &Reader, (after, up_to): (i64, i64), passed: bool) -> Work<u64> {
     // Walks the primary key; no lock.
     let log_walk =
@@ -174,7 +176,7 @@ fn count(tx: &Transaction<'_>, reader: &Reader, (after, up_to): (i64, i64), pass
     Ok(counted)
 }
 
-/// Who had which lane how often, and whether one is held.
+/// The epochs of all lanes, and whether one is leased.
 fn stamp(tx: &Transaction<'_>, name: &SubscriptionName, now: i64) -> Work<(String, bool)> {
     let mut statement = tx.prepare_cached(LANE_EPOCHS)?;
     let rows =
@@ -188,8 +190,8 @@ fn stamp(tx: &Transaction<'_>, name: &SubscriptionName, now: i64) -> Work<(Strin
     Ok((epochs.join(","), held))
 }
 
-/// Goes on after a place. What is passed by that and was not is passed by a revision that wants
-/// nothing; what is not passed any more was never passed.
+/// Resets the subscription to continue after a place. Events that are skipped were passed by a
+/// revision that wants nothing. Events that are read again count as never passed.
 pub(crate) fn reset(
     tx: &Transaction<'_>,
     name: &SubscriptionName,
@@ -230,8 +232,8 @@ pub(crate) fn reset(
     Ok(ResetPlan { stamp, ..ResetPlan::default() })
 }
 
-/// All new lanes begin where the furthest of the former stands; what another had still to read up
-/// to there leaves the stream.
+/// Changes the number of lanes. All new lanes begin at the position of the furthest old lane.
+/// Events up to there that another lane has still to read get delivery rows.
 pub(crate) fn set_lanes(tx: &Transaction<'_>, name: &SubscriptionName, lanes: u16, now: i64) -> Work<()> {
     let reader = Reader::find("set_lanes", tx, name)?;
     if reader.stored.lanes == lanes {
@@ -246,7 +248,7 @@ pub(crate) fn set_lanes(tx: &Transaction<'_>, name: &SubscriptionName, lanes: u1
     tx.prepare_cached(LANES_DELETE)?.execute([name.as_str()])?;
     tx.prepare_cached(LANES_SET)?.execute(params![name.as_str(), lanes])?;
     for lane in 0..lanes {
-        // What was delivered so far is counted in one of them.
+        // The count of delivered events goes to the first lane.
         let delivered = if lane == 0 { delivered } else { 0 };
         let row = params![name.as_str(), lane, position, window_end, epoch, lease_until, lease_ttl, delivered];
         tx.prepare_cached(LANE_MAKE)?.execute(row)?;
@@ -273,7 +275,8 @@ pub(crate) fn set_lanes(tx: &Transaction<'_>, name: &SubscriptionName, lanes: u1
     }
 }
 
-/// Makes rows of what a lane has still to read and the furthest one has not.
+/// Adds delivery rows for events that a lane has still to read and that lie before the furthest
+/// lane's position.
 fn leave_between(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<()> {
     // Walks the log's primary key between the lanes; no lock of its own.
     let log_walk = format!(

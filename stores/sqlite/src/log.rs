@@ -1,4 +1,4 @@
-//! The log contract: each call is one job on a store thread, or two.
+//! The `Log` contract: each call is one or two jobs on a store thread.
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ use crate::settle::Owned;
 use crate::store::SqliteStore;
 use crate::{due, lease, settle, window};
 
-/// Pages of unwanted rows passed over in one `next_batch`; then it answers empty and goes on at the
-/// next call.
+/// How many pages of unwanted rows one `next_batch` passes. Then it returns an empty batch, and the
+/// next call continues, so that a call stays short.
 const PAGES_MAX: usize = 20;
 
 #[async_trait]
@@ -50,7 +50,7 @@ impl Log for SqliteStore {
         let released = lease.clone();
         if self.writer().call("release", move |session| lease::release(session, &released)).await? {
             self.set_cursor(lease, None);
-            // Whoever waits for a free lane need not wait for its next poll.
+            // Relays that wait for a free lane need not wait for their next poll.
             self.wake();
         }
         Ok(())
@@ -85,7 +85,7 @@ impl Log for SqliteStore {
         let settling = lease.clone();
         self.writer().call("settle", move |session| settle::settle(session, &settling, &owned)).await?;
         if rewind {
-            // The next read begins at the settled position.
+            // The next read starts from the settled position.
             self.set_cursor(lease, None);
         }
         Ok(())
@@ -93,18 +93,19 @@ impl Log for SqliteStore {
 
     async fn hint(&self, lease: &Lease) {
         let mut wakeups = self.wakeups().subscribe();
-        // Comparing with what the last read saw closes the gap between an empty read and this wait.
+        // Compare with what the last read saw: this closes the gap between an empty read and this
+        // wait.
         let seen = self.cursor(lease).map_or_else(|| *wakeups.borrow(), |cursor| cursor.wakeups);
-        // The sender lives in the store, so the wait cannot fail while `self` is borrowed.
+        // The store owns the sender, so the wait cannot fail while `self` is borrowed.
         _ = wakeups.wait_for(|now| *now != seen).await;
     }
 }
 
 impl SqliteStore {
-    /// Reads one page and writes what it needs written before it may be handed out.
+    /// Reads one page, and writes what must be written before it may be handed out.
     ///
-    /// The cursor moves only when everything has been done and nothing is awaited any more: a
-    /// future that is dropped on the way has read nothing.
+    /// The cursor moves only after everything is done and nothing is awaited any more: a future
+    /// that is dropped before that has read nothing.
     async fn next_page(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let cursor = self.cursor(lease);
         let wakeups = *self.wakeups().borrow();

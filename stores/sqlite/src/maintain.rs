@@ -1,5 +1,5 @@
-//! The upkeep of logs: what nobody wants, and retention. In bounded steps, so that the write lock
-//! is never held for long.
+//! Maintenance of logs: unrouted events, and retention. It runs in bounded steps, so that the write
+//! lock is never held for long.
 
 use async_trait::async_trait;
 use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX, STEP_ROWS_MAX, rebase_not_needed};
@@ -57,7 +57,7 @@ impl Maintain for SqliteStore {
     }
 }
 
-/// The subscriptions of a log.
+/// Returns the subscriptions of a log.
 pub(crate) fn readers_of(operation: &'static str, tx: &Transaction<'_>, log: &LogName) -> Work<Vec<Reader>> {
     let names: Vec<String> = tx
         .prepare_cached(SUBSCRIPTIONS_OF_LOG)?
@@ -66,8 +66,8 @@ pub(crate) fn readers_of(operation: &'static str, tx: &Transaction<'_>, log: &Lo
     names.into_iter().map(|name| Reader::find(operation, tx, &SubscriptionName::from_stored(name))).collect()
 }
 
-/// One step that deletes old events that every subscription is done with. What nobody wants is
-/// kept, and so is what was not looked at yet: it may be wanted by nobody.
+/// Runs one step that deletes old events that every subscription is done with. Unrouted events are
+/// kept, and so are events that were not checked for routing yet, because they may be unrouted.
 fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> Work<Changed> {
     let oldest_kept = now.saturating_sub(micros(prune.older_than));
     let log = require_log("prune", tx, log)?;
@@ -98,7 +98,7 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> W
                 && is_done_with(tx, &readers, &head, seq)?
                 && was_taken_out(tx, &readers, prune.code.as_deref(), seq)?
                 && prune.unrouted == is_unrouted(tx, &log, seq)?
-                // About to be handed over.
+                // An unrouted event that a subscription wants by now is about to be handed over.
                 && !(prune.unrouted && readers.iter().any(|reader| reader.is_given(&head, seq)))
             {
                 gone.push(seq);
@@ -125,7 +125,7 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> W
     Ok(Changed { count, next })
 }
 
-/// Deletes events, and what is known of them.
+/// Deletes events and what is recorded of them.
 fn delete(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], gone: &[i64]) -> Work<()> {
     // By primary key; takes the write lock.
     let log_delete = format!("DELETE FROM {} WHERE seq = ?1", log_table(log));
@@ -140,8 +140,8 @@ fn delete(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], gone: &[i64])
     Ok(())
 }
 
-/// Deletes old rows whose event somebody deleted from the log: nobody can deliver it. A step of
-/// them; a dry run counts them all.
+/// Deletes old delivery rows whose event was deleted from the log by hand, so that nobody can
+/// deliver it. Deletes one step of them; a dry run counts all.
 fn prune_missing(tx: &Transaction<'_>, readers: &[Reader], table: &str, oldest_kept: i64, dry_run: bool) -> Work<u64> {
     // By `postbox_delivery_missing`.
     let missing = format!(
@@ -149,7 +149,7 @@ fn prune_missing(tx: &Transaction<'_>, readers: &[Reader], table: &str, oldest_k
          AND d.code = 'event_missing' AND d.state IN ('dead', 'discarded') AND d.updated_at <= ?2 \
          AND NOT EXISTS (SELECT 1 FROM {table} l WHERE l.seq = d.seq)"
     );
-    // The one takes no lock, the other the write lock.
+    // Counting takes no lock, deleting the write lock.
     let (count, delete) = (
         format!("SELECT count(*) {missing}"),
         format!(
@@ -167,7 +167,7 @@ fn prune_missing(tx: &Transaction<'_>, readers: &[Reader], table: &str, oldest_k
     Ok(pruned)
 }
 
-/// Whether an event was taken out of a subscription, having this code, if one is asked for.
+/// Whether an event was discarded with this code in any subscription; true if no code is given.
 fn was_taken_out(tx: &Transaction<'_>, readers: &[Reader], code: Option<&str>, seq: i64) -> Work<bool> {
     let Some(code) = code else { return Ok(true) };
     let mut statement = tx.prepare_cached(DELIVERY_DISCARDED_CODE)?;

@@ -1,4 +1,4 @@
-//! The schema comes, goes and is checked.
+//! Creates, removes and checks the schema.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -13,14 +13,14 @@ use crate::schema::{self, MIGRATION_TABLE, MIGRATIONS, TABLES, VERSION, log_ddl,
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 
-/// Attempts to switch to WAL mode while others start too; with the wait, half a second.
+/// How often to try to switch to WAL mode while other processes start too: half a second in all.
 const WAL_ATTEMPTS_MAX: u32 = 50;
-/// Between two attempts.
+/// The wait between two attempts.
 const WAL_ATTEMPT_WAIT: Duration = Duration::from_millis(10);
 
-/// The highest migration applied. Primary key of a tiny table; no lock.
+/// The highest applied migration. Primary key of a tiny table; no lock.
 const MIGRATION_LAST: &str = "SELECT coalesce(max(number), 0) FROM postbox_migration";
-/// The logs there are, by primary key; no lock.
+/// The names of all logs, by primary key; no lock.
 const LOG_NAMES: &str = "SELECT name FROM postbox_log ORDER BY name";
 /// Whether a log exists, by primary key; no lock.
 const LOG_EXISTS: &str = "SELECT 1 FROM postbox_log WHERE name = ?1";
@@ -36,7 +36,7 @@ impl Migrate for SqliteStore {
     }
 
     async fn down(&self, discard_events: bool) -> Result<Vec<String>> {
-        // Dropped with this future.
+        // Dropped with this future, which tells the job that its caller has gone.
         let caller = Arc::new(());
         let waiting = Arc::downgrade(&caller);
         let removed = self.writer().call("migrate", move |session| down(session, discard_events, &waiting)).await?;
@@ -56,7 +56,7 @@ impl Migrate for SqliteStore {
     }
 }
 
-/// Makes a log: the table `postbox_NAME`. Idempotent.
+/// Creates a log, the table `postbox_NAME`. Idempotent.
 pub(crate) fn create_log(session: &mut Session, log: &LogName) -> Work<()> {
     validate(session.connection()?)?;
     session.transact(Flush::Configured, |tx| {
@@ -67,7 +67,8 @@ pub(crate) fn create_log(session: &mut Session, log: &LogName) -> Work<()> {
     })
 }
 
-/// Takes the write lock before it looks, so that the second of two starters finds nothing to do.
+/// Takes the write lock before it reads, so that of two concurrent starts the second finds nothing
+/// to do.
 fn up(session: &mut Session) -> Work<Vec<String>> {
     let connection = session.create()?;
     refuse_newer(applied(connection)?)?;
@@ -92,8 +93,8 @@ fn up(session: &mut Session) -> Work<Vec<String>> {
     })
 }
 
-/// Switches to WAL mode. SQLite does not wait for locks here (it could be a deadlock), so two
-/// starters on a new file need some patience.
+/// Switches to WAL mode. SQLite does not wait for locks here, because that could be a deadlock, so
+/// two processes that start on a new file have to retry.
 pub(crate) fn enter_wal(connection: &Connection) -> Work<String> {
     let mut attempts = 0;
     loop {
@@ -107,8 +108,8 @@ pub(crate) fn enter_wal(connection: &Connection) -> Work<String> {
     }
 }
 
-/// A command that was stopped while it waited for the lock removes nothing when the lock comes
-/// free: the end asks for `caller`.
+/// Removes the schema. If the command was interrupted while it waited for the lock, nothing is
+/// removed when the lock becomes free: the end checks that `caller` is alive.
 fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<Vec<String>> {
     if !session.settings.path.exists() || applied(session.connection()?)?.is_none() {
         return Ok(Vec::new());
@@ -116,7 +117,7 @@ fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<
     session.transact(Flush::Always, |tx| {
         let Some(last) = applied(tx)? else { return Ok(Vec::new()) };
         refuse_newer(Some(last))?;
-        // Under the write lock: nothing is appended between this look and the end.
+        // Under the write lock nothing is appended between this check and the end.
         if !discard_events && let Some(log) = undelivered(tx)? {
             return Err(events_undelivered(&log).into());
         }
@@ -134,7 +135,7 @@ fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<
     })
 }
 
-/// Checks that the schema is exactly the one this program speaks.
+/// Checks that the schema has exactly the version of this program.
 pub(crate) fn validate(connection: &Connection) -> Work<()> {
     match applied(connection)? {
         None | Some(0) => Err(schema_missing("validate", connection.path().map(std::path::Path::new)).into()),
@@ -157,7 +158,7 @@ fn refuse_newer(applied: Option<i64>) -> Work<()> {
     }
 }
 
-/// The highest migration applied; `None` when there is no schema at all.
+/// The highest applied migration; `None` if there is no schema at all.
 fn applied(connection: &Connection) -> Work<Option<i64>> {
     match connection.query_row(MIGRATION_LAST, [], |row| row.get(0)).map_err(Fault::from) {
         Ok(number) => Ok(Some(number)),
@@ -166,7 +167,7 @@ fn applied(connection: &Connection) -> Work<Option<i64>> {
     }
 }
 
-/// Refuses a log name that would be another table of ours.
+/// Refuses a log name that another table of ours has.
 pub(crate) fn checked_log(operation: &'static str, log: &LogName) -> Result<LogName> {
     let log = LogName::new(log.as_str())?;
     if TABLES.contains(&log.as_str()) {
@@ -188,7 +189,7 @@ pub(crate) fn log_names(connection: &Connection) -> Work<Vec<String>> {
     Ok(connection.prepare_cached(LOG_NAMES)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?)
 }
 
-/// Refuses a log that does not exist, naming those that do.
+/// Refuses a log that does not exist, and names those that do.
 pub(crate) fn require_log(operation: &'static str, tx: &Transaction<'_>, log: &LogName) -> Work<LogName> {
     let log = checked_log(operation, log)?;
     if log_exists(tx, &log)? { Ok(log) } else { Err(log_unknown(operation, tx, &log)?.into()) }
@@ -198,8 +199,8 @@ fn log_unknown(operation: &'static str, connection: &Connection, log: &LogName) 
     Ok(kit::log_unknown(operation, log, &log_names(connection)?))
 }
 
-/// What a missing log table means: an unknown log where there is a schema, a missing schema where
-/// there is none.
+/// Explains a missing log table: the log is unknown if there is a schema; otherwise the schema is
+/// missing.
 pub(crate) fn explain_missing(operation: &'static str, connection: &Connection, log: &LogName, fault: Fault) -> Fault {
     if fault.is_table_missing()
         && let Ok(error) = log_unknown(operation, connection, log)

@@ -1,4 +1,4 @@
-//! `once`: for consumers with a loop of their own.
+//! `once`: deduplication for consumers with their own receive loop.
 
 use postbox_core::kit::check_message_id;
 use postbox_core::{Result, SourceName};
@@ -8,11 +8,11 @@ use crate::append::require_transaction;
 use crate::classify::Work;
 use crate::schema::NOW_MICROS;
 
-/// Takes note of a message id in *your* transaction: `true` the first time, `false` when it was
-/// there. Roll back on failure, and the id is free again; commit, and your effect has happened
+/// Records a message id in *your* transaction: returns `true` the first time, `false` if it was
+/// recorded before. If you roll back, the id is free again. If you commit, your effect has happened
 /// once.
 ///
-/// For consumers with a loop of their own. These ids are kept apart from those of
+/// For consumers with their own receive loop. These ids are separate from those of
 /// [`postbox_core::Receive`], so that a message which was received but not yet applied does not
 /// look applied.
 ///

@@ -1,4 +1,4 @@
-//! The inbox's write side: a message id is stored once.
+//! The inbox's write side: stores each message id once.
 
 use std::time::Duration;
 
@@ -19,8 +19,8 @@ const RECEIPT_FIND: &str = "SELECT digest FROM postbox_receipt WHERE source = ?1
 /// By primary key; takes the write lock.
 const RECEIPT_INSERT: &str = "INSERT INTO postbox_receipt (source, tenant, message_id, digest, log, event_id, received_at) \
 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
-/// By primary key; takes the write lock. The same refused body again only raises the count: a
-/// sender who repeats himself does not fill the disk.
+/// By primary key; takes the write lock. The same refused body again only raises the count, so that
+/// a sender who repeats it does not fill the disk.
 const CONFLICT_NOTE: &str = "INSERT INTO postbox_conflict (source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at) \
 VALUES (?1, ?2, ?3, ?4, ?5, 1, ?6, ?6) \
 ON CONFLICT (source, tenant, message_id, digest_refused) DO UPDATE SET times = times + 1, last_at = excluded.last_at";
@@ -46,7 +46,7 @@ impl Receive for SqliteStore {
         let received = self
             .writer()
             .call("receive", move |session| {
-                // The sender forgets the message once we accept it: flushed always.
+                // Always flushed: the sender forgets the message once it is accepted.
                 session.transact(Flush::Always, |tx| {
                     let log = require_log("receive", tx, &log)?;
                     inbound.iter().map(|inbound| receive(tx, &log, inbound, now)).collect::<Work<Vec<_>>>()
@@ -67,8 +67,8 @@ impl Receive for SqliteStore {
                     let step = params![oldest_kept, STEP_ROWS_MAX as i64];
                     let receipts = tx.prepare_cached(RECEIPT_FORGET)?.execute(step)?;
                     let onces = tx.prepare_cached(ONCE_FORGET)?.execute(step)?;
-                    // Records of conflicts age with the ids they are about; they are no ids and do
-                    // not count.
+                    // Records of conflicts expire like the ids they belong to. They are not ids, so
+                    // they are not counted.
                     tx.prepare_cached(CONFLICT_FORGET)?.execute(step)?;
                     Ok((receipts + onces) as u64)
                 })

@@ -1,5 +1,5 @@
-//! Sending events again: what went out or was skipped leaves the stream once more, with rows that
-//! are due now.
+//! Replay: sends events again that were delivered or skipped. They get delivery rows that are due
+//! now.
 
 use std::collections::BTreeSet;
 
@@ -14,12 +14,12 @@ use crate::inspect::Reader;
 use crate::unrouted::UNROUTED_FORGET;
 use crate::window::log_end;
 
-/// Rows that one step looks at: some tens of milliseconds of the write lock, however few of them
-/// are meant.
+/// How many rows one step reads: some tens of milliseconds of the write lock, however few of them
+/// match.
 const STEP_LOOK_MAX: usize = 20_000;
 
-/// The replay of this step: a number that no event of the subscription had before. By primary key;
-/// takes the write lock.
+/// The replay number of this step, which no event of the subscription has had before. By primary
+/// key; takes the write lock.
 pub(crate) const REPLAY_NEXT: &str =
     "UPDATE postbox_subscription SET replays = replays + 1 WHERE name = ?1 RETURNING replays";
 /// By primary key; takes the write lock.
@@ -30,10 +30,10 @@ VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, 0, ?10, ?11, ?12) ON CONFLICT DO NOT
 /// The place of `deliver_at` in [`LOG_COLUMNS`].
 const DELIVER_AT: usize = 13;
 
-/// A skipped event that is sent all the same, by primary key; takes the write lock.
+/// Records a skipped event that is sent all the same. By primary key; takes the write lock.
 const SENT_NOTE: &str = "INSERT OR IGNORE INTO postbox_sent (subscription, seq) VALUES (?1, ?2)";
 
-/// Gives events rows that are due now, or at their time, all of one replay.
+/// Adds delivery rows, due now or at their time, all of one replay.
 pub(crate) struct SendAgain<'a> {
     tx: &'a Transaction<'a>,
     reader: &'a Reader,
@@ -47,7 +47,8 @@ impl<'a> SendAgain<'a> {
         Ok(Self { tx, reader, replay, now })
     }
 
-    /// Of a row of [`crate::decode::HEAD_COLUMNS`], at its time if that is still to come.
+    /// Sends the event of a row of [`crate::decode::HEAD_COLUMNS`], at `deliver_at` if that is in
+    /// the future.
     pub(crate) fn send(&self, row: &Row<'_>, deliver_at: Option<i64>) -> Work<()> {
         let Self { tx, reader, replay, now } = self;
         let (head, seq) = (Head::read(row)?, seq(row)?);
@@ -60,8 +61,8 @@ impl<'a> SendAgain<'a> {
     }
 }
 
-/// Makes the row of an event that leaves the stream for another reason than a failure: due now, or
-/// at its time. Of a row of [`crate::decode::HEAD_COLUMNS`].
+/// Adds the delivery row of an event that leaves the stream for another reason than a failure. It
+/// is due now, or at `deliver_at`. `row` has [`crate::decode::HEAD_COLUMNS`].
 pub(crate) fn leave_stream(
     tx: &Transaction<'_>,
     reader: &Reader,
@@ -82,7 +83,7 @@ pub(crate) fn leave_stream(
     Ok(())
 }
 
-/// One step.
+/// Runs one step.
 pub(crate) fn replay(tx: &Transaction<'_>, name: &SubscriptionName, replay: &Replay, now: i64) -> Work<Replayed> {
     let reader = Reader::find("replay", tx, name)?;
     let again = if replay.dry_run { None } else { Some(SendAgain::new(tx, &reader, now)?) };
@@ -120,7 +121,7 @@ pub(crate) fn replay(tx: &Transaction<'_>, name: &SubscriptionName, replay: &Rep
     Ok(replayed)
 }
 
-/// Numbers for an IN, which hold nothing but digits.
+/// A list of numbers for `IN`, which contains only digits.
 fn places(seqs: &BTreeSet<i64>) -> String {
     let seqs: Vec<String> = seqs.iter().map(i64::to_string).collect();
     seqs.join(", ")

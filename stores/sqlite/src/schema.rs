@@ -1,11 +1,11 @@
-//! The tables, as numbered migrations. Plain SQL that SQLite 3.38 (the first with JSON built in)
-//! and later understand, so that any language's own SQLite can insert.
+//! The tables, as numbered migrations. They use plain SQL that SQLite 3.38 (the first with built-in
+//! JSON) and later understand, so that any language's own SQLite can insert.
 
 use jiff::Timestamp;
 use postbox_core::LogName;
 use postbox_core::limits::OCCURRED_AT_MIN;
 
-/// A step of the schema. Never changed once released; corrections are new steps.
+/// A step of the schema. Never changed once released: corrections are new steps.
 pub(crate) struct Migration {
     pub(crate) number: i64,
     pub(crate) name: &'static str,
@@ -15,7 +15,7 @@ pub(crate) struct Migration {
 /// Every step, in order.
 pub(crate) const MIGRATIONS: [Migration; 1] = [Migration { number: 1, name: "0001_postbox", sql: postbox }];
 
-/// The highest number this program speaks.
+/// The highest migration number that this program knows.
 pub(crate) const VERSION: i64 = MIGRATIONS[MIGRATIONS.len() - 1].number;
 
 /// Tables other than logs, without their prefix, in the order they are dropped.
@@ -43,20 +43,20 @@ pub(crate) const SUBSCRIPTION_TABLES: [&str; 6] = ["lane", "filter", "passage", 
 pub(crate) const NOW_MICROS: &str =
     "(CAST(strftime('%s','now') AS INTEGER) * 1000000 + CAST(substr(strftime('%f','now'), 4, 3) AS INTEGER) * 1000)";
 
-/// A version 7 UUID: 48 bits of milliseconds, then chance.
+/// A version 7 UUID: 48 bits of milliseconds, then random bits.
 const UUID_V7: &str = "(printf('%08x-%04x-7', (CAST(strftime('%s','now') AS INTEGER) * 1000 + CAST(substr(strftime('%f','now'), 4, 3) AS INTEGER)) >> 16, \
 (CAST(strftime('%s','now') AS INTEGER) * 1000 + CAST(substr(strftime('%f','now'), 4, 3) AS INTEGER)) & 65535) \
 || substr(lower(hex(randomblob(2))), 2) || '-' || substr('89ab', (random() & 3) + 1, 1) || substr(lower(hex(randomblob(2))), 2) \
 || '-' || lower(hex(randomblob(6))))";
 
-/// Where migrations are recorded. Made by `up` itself.
+/// The table that records applied migrations. Created by `up` itself.
 pub(crate) const MIGRATION_TABLE: &str = "CREATE TABLE IF NOT EXISTS postbox_migration (
   number     INTEGER PRIMARY KEY,
   name       TEXT    NOT NULL,
   applied_at INTEGER NOT NULL
 );";
 
-/// Records one migration; parameters number, name.
+/// The statement that records a migration.
 pub(crate) fn migration_insert(migration: &Migration) -> String {
     // Number and name are our own constants.
     format!(
@@ -70,16 +70,16 @@ pub(crate) fn log_table(log: &LogName) -> String {
     format!("postbox_{log}")
 }
 
-/// One log.
+/// The table of a log.
 ///
-/// - `seq` is commit order: SQLite has one writer at a time, and AUTOINCREMENT never gives a number
-///   twice, so the cursor is an integer.
-/// - Every CHECK is named by the code `NewEvent::validate` gives for the same fault, and reports it
-///   for plain INSERTs.
-/// - Times are whole microseconds since 1970, UTC; `occurred_at`, `deliver_at` and `expires_at` may
+/// - `seq` is commit order: SQLite has one writer at a time, and AUTOINCREMENT never assigns a
+///   number twice. So the cursor is an integer.
+/// - Every CHECK is named by the code that `NewEvent::validate` returns for the same fault, and
+///   reports it for plain INSERTs.
+/// - Times are whole microseconds since 1970, UTC. `occurred_at`, `deliver_at` and `expires_at` may
 ///   also be text that SQLite's date functions understand (`datetime('now', '+1 hour')`), UTC.
-/// - `payload` is the last column: rows that a lane passes over are judged without touching its
-///   overflow pages.
+/// - `payload` is the last column, so that rows which a lane passes over are judged without reading
+///   their overflow pages.
 pub(crate) fn log_ddl(log: &LogName) -> String {
     let table = log_table(log);
     let id_pattern = [8, 4, 4, 4, 12].map(|digits| "[0-9a-f]".repeat(digits)).join("-");
@@ -98,8 +98,8 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
         )
     };
     let names = ["aggregate", "kind", "source", "content_type"].map(name).join(",\n  ");
-    // What `NewEvent::validate` allows, up to the last time this program can hold; text is turned
-    // by julianday when it is read.
+    // What `NewEvent::validate` allows, up to the last time that this program can hold. Text is
+    // converted by julianday when it is read.
     let time = |(column, least): (&str, Timestamp)| {
         let (least, day) = (least.as_microsecond(), 2_440_587.5 + (least.as_second() / 86_400) as f64);
         format!(
@@ -111,7 +111,7 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
     };
     let due = Timestamp::UNIX_EPOCH;
     let times = [("occurred_at", OCCURRED_AT_MIN), ("deliver_at", due), ("expires_at", due)].map(time).join(",\n  ");
-    // Exact where both are numbers, as they are where we append.
+    // Exact if both are numbers, as in events that we append.
     let day = |column: &str| {
         format!(
             "CASE typeof({column}) WHEN 'text' THEN julianday({column}) ELSE 2440587.5 + {column} / 86400000000.0 END"
@@ -182,7 +182,7 @@ fn postbox() -> String {
     format!("{TABLES_0001}{logs}")
 }
 
-/// Everything but the logs.
+/// All tables except the logs.
 const TABLES_0001: &str = "CREATE TABLE postbox_log (
   name       TEXT    PRIMARY KEY NOT NULL,
   routed     INTEGER NOT NULL DEFAULT 0,

@@ -1,4 +1,4 @@
-//! Settling: the position and every delivery row in one commit, under the lease's epoch.
+//! Settling: writes the position and every delivery row in one commit, under the lease's epoch.
 
 use std::collections::BTreeSet;
 
@@ -21,7 +21,7 @@ const LANE_SETTLE: &str = "UPDATE postbox_lane SET position = ?3, window_end = m
 /// A row by primary key; no lock of its own.
 const DELIVERY_FIND: &str =
     "SELECT state, attempts, replays, last_attempts FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
-/// A row by primary key; takes the write lock. Code and error stay when the new disposition has
+/// A row by primary key; takes the write lock. Code and error are kept if the new disposition has
 /// none.
 const DELIVERY_PUT: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, due_at, code, error, updated_at, last_attempts) \
@@ -31,18 +31,18 @@ due_at = excluded.due_at, code = coalesce(excluded.code, code), error = coalesce
 last_attempts = excluded.last_attempts";
 /// A row by primary key; takes the write lock.
 const DELIVERY_DELETE: &str = "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
-/// The head of a key, if it is blocked, is due now: whatever it waited for is gone. By
+/// The head of a key, if it is blocked, becomes due now: what it waited for is gone. By
 /// `postbox_delivery_key`; takes the write lock.
 const DELIVERY_RELEASE_HEAD: &str = "UPDATE postbox_delivery SET state = 'retrying', due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND state = 'blocked' AND seq = (SELECT min(seq) FROM postbox_delivery \
 WHERE subscription = ?1 AND key = ?2 AND holds = 1)";
 
-/// A settlement that owns what it needs on another thread: no payloads.
+/// A settlement that owns what another thread needs of it, without the payloads.
 pub(crate) struct Owned {
     pub(crate) position: Option<i64>,
     pub(crate) hold_keys: bool,
     pub(crate) entries: Vec<OwnedEntry>,
-    /// The events that were handed out, in their order.
+    /// The `seq` of the events that were handed out, in order.
     given: Vec<i64>,
 }
 
@@ -53,15 +53,15 @@ pub(crate) struct OwnedEntry {
     topic: String,
     key: Option<Key>,
     created_at: i64,
-    /// What was read of its row.
+    /// The attempts that its row was read with.
     before: u32,
     replays: u32,
     disposition: Disposition,
 }
 
 impl Owned {
-    /// Takes over a settlement; no position goes beyond what this lease was given by `cursor`.
-    /// Nothing was given to a lease that has not read.
+    /// Takes ownership of a settlement. Limits the position to what `cursor` says was handed out
+    /// under this lease. If the lease has not read yet, nothing was.
     pub(crate) fn new(operation: &'static str, settlement: Settlement<'_>, cursor: Option<Cursor>) -> Result<Self> {
         let position = match (settlement.position, &cursor) {
             (Some(position), Some(cursor)) => Some(position.0.min(cursor.read)),
@@ -90,7 +90,7 @@ impl From<Entry<'_>> for OwnedEntry {
     }
 }
 
-/// Settles in a transaction of its own.
+/// Settles in its own transaction.
 pub(crate) fn settle(session: &mut Session, lease: &Lease, settlement: &Owned) -> Work<()> {
     let now = session.settings.now();
     let flushed = session.settings.synchronous == Synchronous::Full;
@@ -100,8 +100,8 @@ pub(crate) fn settle(session: &mut Session, lease: &Lease, settlement: &Owned) -
     })
 }
 
-/// Writes a settlement in a transaction whose lease was checked in it. `flushed`: the commit will
-/// be.
+/// Writes a settlement in a transaction that has already checked the lease. `flushed`: whether the
+/// commit will be flushed.
 pub(crate) fn write(
     tx: &Transaction<'_>,
     lease: &Lease,
@@ -110,7 +110,7 @@ pub(crate) fn write(
     flushed: bool,
     now: i64,
 ) -> Work<()> {
-    // Never back.
+    // The position never moves back.
     let position = settlement.position.unwrap_or(lane.position).max(lane.position);
     let in_stream = |seq: i64| lane.position < seq && seq <= position;
     let mut delivered = settlement.given.iter().filter(|seq| in_stream(**seq)).count();
@@ -124,24 +124,24 @@ pub(crate) fn write(
         }
     }
     if position > lane.position || delivered > 0 {
-        // This very commit flushes all that is visible, so the next window is opened by the way.
+        // This commit flushes all that is visible, so it can open the next window as well.
         let window_end = if flushed { log_end(tx, &log_table(&lease.log))? } else { 0 };
         let row = params![lease.subscription.as_str(), lease.lane, position, window_end, delivered as i64];
         tx.prepare_cached(LANE_SETTLE)?.execute(row)?;
     }
-    // Only now is it known who is still ahead of whom.
+    // Only now is it known which events are still ahead of others.
     let keys: BTreeSet<&Key> = settlement.entries.iter().filter_map(|entry| entry.key.as_ref()).collect();
     keys.into_iter().try_for_each(|key| release_head(tx, &lease.subscription, key.as_str(), now))
 }
 
-/// Makes the next of a key due if nothing is ahead of it any more.
+/// Makes the next row of a key due if nothing is ahead of it any more.
 pub(crate) fn release_head(tx: &Transaction<'_>, subscription: &SubscriptionName, key: &str, now: i64) -> Work<()> {
     tx.prepare_cached(DELIVERY_RELEASE_HEAD)?.execute(params![subscription.as_str(), key, now])?;
     Ok(())
 }
 
-/// Refuses to apply what was settled by an earlier call whose answer was lost, and due rows that
-/// are not as they were read: what handlers do counts once.
+/// Refuses to apply events that an earlier call settled, whose answer was lost, and due rows that
+/// are no longer as they were read. So the work of handlers counts once.
 pub(crate) fn refuse_settled(
     tx: &Transaction<'_>,
     lease: &Lease,
@@ -164,7 +164,7 @@ pub(crate) fn refuse_settled(
     Ok(())
 }
 
-/// A row as it is found.
+/// A row as it was found.
 struct Found {
     state: String,
     attempts: u32,
@@ -177,15 +177,16 @@ fn found(row: &rusqlite::Row<'_>) -> rusqlite::Result<Found> {
 }
 
 impl Found {
-    /// Every change of a row that counts raises one of the two numbers or ends it. A person's word
-    /// stands: discarded stays discarded, dead is left only by a replay.
+    /// Whether the row is as it was read: every relevant change raises one of the two numbers or
+    /// ends the row. An operator's change stands: a discarded row stays discarded, and a dead one
+    /// is only revived by a retry.
     fn is_as_read(&self, entry: &OwnedEntry) -> bool {
         let ended = self.state == State::Dead.as_str() || self.state == State::Discarded.as_str();
         !ended && self.attempts == entry.before && self.replays == entry.replays
     }
 }
 
-/// Writes what became of one event. Says whether it was a row that arrived.
+/// Writes the disposition of one event. Returns whether it deleted the row of a delivered event.
 fn write_entry(
     tx: &Transaction<'_>,
     lease: &Lease,
@@ -199,8 +200,8 @@ fn write_entry(
     let (attempts, last_attempts) = match row {
         Some(row) if !streaming && row.is_as_read(entry) => (row.attempts, row.last_attempts),
         None if streaming => (0, "[]".to_owned()),
-        // A row that is not the one that was read; or an event of the stream that a person
-        // discarded before it was read.
+        // The row is not the one that was read, or an operator discarded this event of the stream
+        // before it was read.
         _ => return Ok(false),
     };
     let holds_key = hold_keys && entry.key.is_some();

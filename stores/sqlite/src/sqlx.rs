@@ -1,4 +1,4 @@
-//! Appending in an `sqlx` transaction.
+//! Appends in an `sqlx` transaction.
 
 use ::sqlx::sqlite::SqliteArguments;
 use ::sqlx::{Arguments, AssertSqlSafe, Connection as _, SqliteConnection};
@@ -13,8 +13,8 @@ use crate::migrate::checked_log;
 use crate::once::once_insert;
 use crate::schema::{NOW_MICROS, log_table};
 
-/// Events in one statement: 14 parameters each stay far below SQLite's limit of 32,766, and a
-/// statement is one message to the connection's thread.
+/// The most events in one statement. With 14 parameters each they stay far below SQLite's limit of
+/// 32,766, and a statement is one message to the connection's thread.
 const EVENTS_PER_STATEMENT: usize = 500;
 
 /// Marks transactions of `sqlx`.
@@ -29,8 +29,8 @@ impl<'a> Transaction<'a, Sqlite, Sqlx> for ::sqlx::Transaction<'_, ::sqlx::Sqlit
     }
 }
 
-/// For functions that are lent a transaction as a connection. `sqlx` counts the transactions that
-/// it began itself: without one of them, an append is refused.
+/// For functions that receive a transaction as a connection. `sqlx` counts the transactions that it
+/// began itself; without one of them, an append is refused.
 impl<'a> Transaction<'a, Sqlite, Sqlx> for SqliteConnection {
     type Appended = AppendFuture<'a>;
 
@@ -58,7 +58,7 @@ async fn append_in(
         insert(connection, &log, &events, "").await?;
         0
     } else {
-        // Several statements, and all of them or none.
+        // Several statements must all take effect, or none.
         let mut savepoint = connection.begin().await.map_err(|error| classify("append", error))?;
         let known = insert_chunks(&mut savepoint, &log, &events).await?;
         savepoint.commit().await.map_err(|error| classify("append", error))?;
@@ -67,7 +67,7 @@ async fn append_in(
     Ok(Appended::new(events.into_iter().map(|(id, _)| id).collect(), known))
 }
 
-/// Refuses a connection without a transaction, where the promise of one could not be kept.
+/// Refuses a connection without a transaction, because change and events could not commit together.
 fn require_transaction(operation: &'static str, connection: &SqliteConnection) -> Result<()> {
     if !connection.is_in_transaction() {
         let message = "sqlx has no transaction open; begin one with it (not with the SQL command), \
@@ -77,7 +77,7 @@ fn require_transaction(operation: &'static str, connection: &SqliteConnection) -
     Ok(())
 }
 
-/// Inserts events; how many of them the log has already.
+/// Inserts events. Returns how many of them the log already has.
 async fn insert_chunks(
     connection: &mut SqliteConnection,
     log: &LogName,
@@ -94,7 +94,7 @@ async fn insert_chunks(
     Ok(known)
 }
 
-/// Inserts rows; how many.
+/// Inserts rows. Returns how many.
 async fn insert(
     connection: &mut SqliteConnection,
     log: &LogName,
@@ -105,7 +105,8 @@ async fn insert(
     events.iter().try_for_each(|(id, event)| bind(&mut arguments, *id, event))?;
     let row = format!("(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NOW_MICROS})");
     let rows = vec![row; events.len()].join(", ");
-    // The only text that is not ours is the log's name, which is letters, digits and underscores.
+    // The only text that is not a constant of ours is the log's name, which has only letters,
+    // digits and underscores.
     let log_append = format!("INSERT INTO {} ({APPEND_COLUMNS}) VALUES {rows}{end}", log_table(log));
     match ::sqlx::query_with(AssertSqlSafe(log_append), arguments).execute(&mut *connection).await {
         Ok(inserted) => Ok(inserted.rows_affected() as usize),
@@ -113,8 +114,8 @@ async fn insert(
     }
 }
 
-/// Of events some of which were left out, inserts those that the log does not have, so that SQLite
-/// says what is in their way.
+/// Inserts those events of a chunk that the log does not have, after some rows were left out.
+/// SQLite then reports why a row was left out, if not because the event is known.
 async fn insert_unknown(
     connection: &mut SqliteConnection,
     log: &LogName,
@@ -136,8 +137,8 @@ async fn insert_unknown(
     Ok(inserted)
 }
 
-/// Takes note of a message id in *your* transaction: `true` the first time. As [`crate::once_in`];
-/// pass `&mut *tx`.
+/// Records a message id in *your* transaction: returns `true` the first time. Like
+/// [`crate::once_in`]; pass `&mut *tx`.
 pub async fn once_in(connection: &mut SqliteConnection, source: &SourceName, message_id: &str) -> Result<bool> {
     check_message_id("once", message_id)?;
     require_transaction("once", connection)?;
@@ -174,7 +175,7 @@ fn bind(arguments: &mut SqliteArguments, id: EventId, event: &NewEvent) -> Resul
     })
 }
 
-/// The one mapping from `sqlx` errors; the codes are SQLite's own.
+/// Maps errors of `sqlx`. The codes are SQLite's own.
 fn classify(operation: &'static str, error: ::sqlx::Error) -> Error {
     let (code, text) = match error.as_database_error() {
         Some(database) => {
@@ -186,7 +187,7 @@ fn classify(operation: &'static str, error: ::sqlx::Error) -> Error {
     from_code(operation, code, &text).with_source(error)
 }
 
-/// A missing log table is an unknown log where there is a schema.
+/// If there is a schema, a missing log table means an unknown log.
 async fn explain(connection: &mut SqliteConnection, log: &LogName, error: Error) -> Error {
     if error.code() != "schema_missing" {
         return error;

@@ -1,4 +1,4 @@
-//! The store itself: three connections, and what it remembers between calls.
+//! The store: three connections, and what it remembers between calls.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,7 +14,7 @@ use crate::migrate::validate;
 use crate::thread::{Role, Settings, Thread};
 use crate::window::Cursor;
 
-/// A Postbox store in a SQLite file. Cheap to clone; clones share everything.
+/// A Postbox store in a SQLite file. Cheap to clone: clones share everything.
 ///
 /// ```no_run
 /// # async fn example() -> postbox_core::Result<()> {
@@ -37,10 +37,10 @@ struct Shared {
     writer: Thread,
     reader: Thread,
     inspector: Thread,
-    /// How far each lane has been read, which is not written down: a crash reads again from the
+    /// How far each lane has been read. Not stored: after a crash, reading starts again from the
     /// settled position.
     cursors: Mutex<HashMap<(SubscriptionName, u16), Cursor>>,
-    /// Rises with everything of ours that may give a lane work.
+    /// Incremented by every local change that may give a lane work.
     wakeups: watch::Sender<u64>,
 }
 
@@ -51,8 +51,8 @@ impl fmt::Debug for SqliteStore {
 }
 
 impl SqliteStore {
-    /// Opens the file, or prepares to: a file that is not there is made by
-    /// [`postbox_core::Migrate::up`] and by nothing else.
+    /// Opens the file, or prepares to. A missing file is created only by
+    /// [`postbox_core::Migrate::up`].
     ///
     /// Errors (`Mismatch`): `store_path_invalid`, `store_folder_missing`, `store_readonly`,
     /// `store_not_a_database`, `store_cannot_open`. A missing schema is reported by the first call
@@ -61,8 +61,7 @@ impl SqliteStore {
         Self::open_with_clock(config, Arc::new(MachineClock::new())).await
     }
 
-    /// [`Self::open`] with another clock: the one lease deadlines, due times and stamps are
-    /// measured on.
+    /// [`Self::open`] with another clock, which measures lease deadlines, due times and stamps.
     pub async fn open_with_clock(config: SqliteConfig, clock: Arc<dyn Clock>) -> Result<Self> {
         let settings = Arc::new(Settings {
             path: config.resolved()?,
@@ -83,7 +82,7 @@ impl SqliteStore {
             }),
         };
         if store.shared.settings.path.exists() {
-            // The first read of the file is what tells a database from something else.
+            // Only reading the file tells a database from something else.
             let looked = store.writer().call("open", |session| validate(session.connection()?)).await;
             match looked {
                 Err(error) if !error.code().starts_with("schema_") => return Err(name_file(error, &store)),
@@ -93,12 +92,12 @@ impl SqliteStore {
         Ok(store)
     }
 
-    /// Appends to the log `outbox` of this store, in transactions of yours.
+    /// Appends to this store's log `outbox`, in your transactions.
     pub fn postbox(&self) -> Postbox<Sqlite> {
         Postbox::new(Sqlite)
     }
 
-    /// Wakes this store's relays: call it after your own commit, and they need not wait for their
+    /// Wakes this store's relays. Call it after your own commit, and they need not wait for their
     /// next poll. Only a hint.
     pub fn wake(&self) {
         self.shared.wakeups.send_modify(|wakeups| *wakeups = wakeups.wrapping_add(1));
@@ -145,12 +144,12 @@ impl SqliteStore {
     }
 
     fn cursors(&self) -> MutexGuard<'_, HashMap<(SubscriptionName, u16), Cursor>> {
-        // Every change is one insert or remove, so a panic elsewhere leaves nothing half done.
+        // Every change is one insert or remove, so a panic elsewhere leaves nothing half-done.
         self.shared.cursors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Puts the file's name in front of a one-line error.
+/// Adds the file's name to a one-line error.
 fn name_file(error: Error, store: &SqliteStore) -> Error {
     let message = format!("{}: {}", store.shared.settings.path.display(), error.message());
     let kind: ErrorKind = error.kind();

@@ -1,4 +1,4 @@
-//! Looking at a log as it grows: `seq` order is commit order (`window.rs`), so a place is a `seq`.
+//! Watches a log as it grows. `seq` order is commit order (`window.rs`), so a place is a `seq`.
 
 use async_trait::async_trait;
 use postbox_core::kit::BatchLimiter;
@@ -12,7 +12,7 @@ use crate::store::SqliteStore;
 use crate::thread::Session;
 use crate::window::log_end;
 
-/// Rows looked at in one call, however few of them are meant: bounds its time.
+/// How many rows one call reads, however few of them match: bounds its time.
 const LOOK_ROWS_MAX: usize = 20_000;
 
 #[async_trait]

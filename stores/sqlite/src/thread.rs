@@ -1,9 +1,9 @@
-//! A connection on a thread of its own, fed by a bounded queue.
+//! A connection on its own thread, fed by a bounded queue.
 //!
-//! SQLite calls block, so they never run on an async worker. The store has three of these: one that
-//! writes, one that reads for relays (in WAL mode a reader never waits for a writer, so a batch is
-//! read while the last one is being flushed), and one that reads for operators, so that counting a
-//! long log delays no delivery.
+//! SQLite calls block, so they never run on an async worker. The store has three of these threads.
+//! One writes. One reads for relays: in WAL mode a reader never waits for a writer, so a batch is
+//! read while the last one is flushed. One reads for operators, so that counting a long log delays
+//! no delivery.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,29 +18,30 @@ use tokio::sync::{mpsc, oneshot};
 use crate::classify::{Fault, Work, read_only, schema_missing};
 use crate::config::Synchronous;
 
-/// Jobs waiting at one thread. Each lane has at most a few at once, and a full queue makes callers
-/// wait, which is the back-pressure wanted.
+/// How many jobs may wait at one thread. Each lane has at most a few at once, and a full queue
+/// makes callers wait, which is the intended back-pressure.
 const QUEUE_JOBS_MAX: usize = 64;
-/// A job is never refused for a wait shorter than this, however small the busy timeout.
+/// A job is never refused for a shorter wait than this, however small the busy timeout is.
 const PATIENCE_MIN: Duration = Duration::from_secs(1);
-/// Prepared statements kept per connection: more than this crate has.
+/// How many prepared statements a connection keeps: more than this crate has.
 const STATEMENTS_MAX: usize = 128;
-/// A write-ahead log that grew beyond this under a long reader is cut back at the next checkpoint.
+/// A write-ahead log that grew beyond this size in bytes, because of a long reader, is truncated at
+/// the next checkpoint.
 const WAL_BYTES_KEPT: i64 = 64 * 1024 * 1024;
 
-/// What a thread's connection may do.
+/// What a thread's connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     Writer,
     Reader,
 }
 
-/// What every thread of a store knows.
+/// What every thread of a store shares.
 pub(crate) struct Settings {
     pub(crate) path: PathBuf,
     pub(crate) busy_timeout: Duration,
     pub(crate) synchronous: Synchronous,
-    /// The file that was opened first; the store is that one and no other.
+    /// The file that was opened first. The store uses that file and no other.
     pub(crate) file: OnceLock<FileId>,
     pub(crate) clock: Arc<dyn Clock>,
 }
@@ -53,7 +54,7 @@ impl Settings {
 
 type Job = Box<dyn FnOnce(&mut Session) + Send>;
 
-/// The way to a connection.
+/// A handle to the thread of a connection.
 #[derive(Clone)]
 pub(crate) struct Thread {
     jobs: mpsc::Sender<Job>,
@@ -61,7 +62,7 @@ pub(crate) struct Thread {
 }
 
 impl Thread {
-    /// Starts a thread; it ends when the last handle is dropped and its queue is empty.
+    /// Starts a thread. It ends when the last handle is dropped and its queue is empty.
     pub(crate) fn start(name: &str, role: Role, settings: Arc<Settings>) -> Result<Self> {
         let (jobs, mut queue) = mpsc::channel::<Job>(QUEUE_JOBS_MAX);
         let mut session = Session { settings: settings.clone(), role, connection: None };
@@ -81,9 +82,9 @@ impl Thread {
 
     /// Runs `work` on the thread's connection and waits for its result.
     ///
-    /// Bounded: a job that has waited longer than twice the busy timeout is refused unrun, and one
-    /// that runs waits for locks at most the busy timeout. A job whose caller has gone is not
-    /// started. Cancel-safe, but a started job runs to its end.
+    /// Bounded in time: a job that has waited longer than twice the busy timeout is refused without
+    /// running, and a running job waits for locks for at most the busy timeout. A job whose caller
+    /// has gone is not started. Cancel-safe, but a started job runs to its end.
     pub(crate) async fn call<T, F>(&self, operation: &'static str, work: F) -> Result<T>
     where
         T: Send + 'static,
@@ -145,7 +146,7 @@ fn commit<T>(connection: &mut Connection, work: impl FnOnce(&Transaction<'_>) ->
 /// Whether a commit is flushed before it returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Flush {
-    /// Whatever the configuration says: somebody outside is about to hear.
+    /// Whatever the configuration says, because someone outside will be answered or sent something.
     Always,
     /// As [`Synchronous`] says.
     Configured,
@@ -158,7 +159,7 @@ pub(crate) struct Session {
     connection: Option<Connection>,
 }
 
-/// Which file a path leads to: device and inode.
+/// Identifies the file that a path leads to: device and inode.
 pub(crate) type FileId = (u64, u64);
 
 fn file_id(path: &Path) -> Option<FileId> {
@@ -171,8 +172,8 @@ impl Session {
         let file = file_id(&self.settings.path);
         let opened = self.settings.file.get();
         if opened.is_some() && opened != file.as_ref() {
-            // An open connection reads and writes the old file for ever, and what was remembered of
-            // it does not fit the new one.
+            // An open connection would go on reading and writing the old file, and what was
+            // remembered of it does not fit the new one.
             return Err(store_replaced(file.is_some()).into());
         }
         if self.connection.is_none() {
@@ -184,12 +185,12 @@ impl Session {
         Ok(self.connection.as_mut().expect("opened just above"))
     }
 
-    /// The connection to a file that is made if it is not there.
+    /// The connection to a file that is created if it is missing.
     pub(crate) fn create(&mut self) -> Work<&mut Connection> {
         if self.connection.is_none() {
-            // For its owner alone: it holds payloads. SQLite takes an empty file for a new
-            // database, gives its -wal and -shm the same mode, and tells what is wrong with a file
-            // that cannot be made.
+            // Only for its owner, because it holds payloads. SQLite accepts an empty file as a new
+            // database, gives its -wal and -shm files the same mode, and reports why a file cannot
+            // be created.
             #[cfg(unix)]
             {
                 use std::os::unix::fs::OpenOptionsExt as _;
@@ -201,12 +202,13 @@ impl Session {
         Ok(self.connection.as_mut().expect("opened just above"))
     }
 
-    /// Runs `work` in a transaction that holds the write lock from its first statement on (so that
-    /// it never fails half-way for want of a lock), and commits if it succeeds.
+    /// Runs `work` in a transaction and commits it if `work` succeeds. The transaction takes the
+    /// write lock with its first statement, so that it never fails halfway because it cannot get
+    /// the lock.
     ///
-    /// `flush`: the commit is flushed to disk whatever the configuration says. That flush covers
-    /// everything the transaction can see, commits of other processes with weaker settings
-    /// included: there is one write-ahead log, and it is flushed as a whole.
+    /// With `Flush::Always` the commit is flushed to disk whatever the configuration says. That
+    /// flush covers everything that the transaction can see, including commits of other processes
+    /// with weaker settings: there is one write-ahead log, and it is flushed as a whole.
     pub(crate) fn transact<T>(&mut self, flush: Flush, work: impl FnOnce(&Transaction<'_>) -> Work<T>) -> Work<T> {
         let configured = self.settings.synchronous;
         let raise = flush == Flush::Always && configured != Synchronous::Full;
@@ -221,15 +223,15 @@ impl Session {
         done
     }
 
-    /// One snapshot for several reads.
+    /// Begins one snapshot for several reads.
     pub(crate) fn read(&mut self) -> Work<Transaction<'_>> {
         Ok(self.connection()?.transaction()?)
     }
 
     /// Opens the file with this thread's settings.
     fn open(&self, create: OpenFlags) -> Work<Connection> {
-        // No URI flag: a path is a path. No shared cache: it would let readers see uncommitted
-        // rows.
+        // No URI flag, because a path is only a path. No shared cache, which would let readers see
+        // uncommitted rows.
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX | create;
         let connection = Connection::open_with_flags(&self.settings.path, flags)?;
         if let Some(file) = file_id(&self.settings.path) {
@@ -248,8 +250,8 @@ impl Session {
         Ok(connection)
     }
 
-    /// After a failed job: a connection that is still inside a transaction, or whose file went
-    /// away, is not trusted again.
+    /// Cleans up after a failed job: a connection that is still inside a transaction, or whose file
+    /// is gone, is dropped.
     fn recover(&mut self) {
         if self.connection.as_ref().is_some_and(|connection| !connection.is_autocommit())
             || !self.settings.path.exists()

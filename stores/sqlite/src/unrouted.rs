@@ -1,9 +1,9 @@
-//! Events that no subscription of their log wants: found in the order of the log, kept, and handed
-//! to the first subscription that begins to want them.
+//! Unrouted events: those that no subscription of their log wants. They are found in the order of
+//! the log, kept, and handed to the first subscription whose filter begins to want them.
 //!
-//! It is decided by the filter that a lane passed an event with, or will read it with. So nothing
-//! is decided while a lane that is held has yet to take a new filter; one that nobody holds passes
-//! nothing more by the former. What was decided is looked at again when a filter changes.
+//! What decides is the filter that a lane passed an event with, or will read it with. So nothing is
+//! decided while a leased lane has yet to take over a new filter; a lane without a lease passes
+//! nothing more with the former one. Decisions are made again when a filter changes.
 
 use postbox_core::kit::unrouted;
 use postbox_core::limits::UNROUTED_COUNT_MAX;
@@ -20,7 +20,7 @@ use crate::replay::SendAgain;
 use crate::schema::log_table;
 use crate::thread::Session;
 
-/// Rows that one step looks at.
+/// How many rows one step reads.
 const STEP_LOOK_MAX: i64 = 10_000;
 
 /// By primary key; no lock of its own.
@@ -33,30 +33,30 @@ const UNROUTED_KEEP: &str = "INSERT OR IGNORE INTO postbox_unrouted (log, seq) V
 pub(crate) const UNROUTED_FORGET: &str = "DELETE FROM postbox_unrouted WHERE log = ?1 AND seq = ?2";
 /// By primary key; no lock.
 const UNROUTED_HAS: &str = "SELECT 1 FROM postbox_unrouted WHERE log = ?1 AND seq = ?2";
-/// The first subscription of a log whose filter is new to unrouted events: a walk of a small table;
-/// no lock of its own.
+/// The first subscription of a log whose filter was not compared with all unrouted events yet.
+/// Walks a small table; no lock of its own.
 const SUBSCRIPTION_TO_REROUTE: &str =
     "SELECT name, rerouted_seq FROM postbox_subscription WHERE log = ?1 AND rerouted <> revision ORDER BY name LIMIT 1";
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_REROUTED: &str = "UPDATE postbox_subscription SET rerouted_seq = ?2, \
 rerouted = CASE WHEN ?2 = 0 THEN revision ELSE rerouted END WHERE name = ?1";
 
-/// It is asked again about what lies beyond a place. By primary key; takes the write lock.
+/// Has it compared again with unrouted events beyond a place. By primary key; takes the write lock.
 const SUBSCRIPTION_ASK: &str = "UPDATE postbox_subscription SET rerouted = 0, \
 rerouted_seq = min(?2, CASE WHEN rerouted = revision THEN ?2 ELSE rerouted_seq END) WHERE name = ?1";
 
-/// Whether an event is one that nobody wants.
+/// Whether an event is unrouted.
 pub(crate) fn is_unrouted(tx: &Transaction<'_>, log: &LogName, seq: i64) -> Work<bool> {
     let row = params![log.as_str(), seq];
     Ok(tx.prepare_cached(UNROUTED_HAS)?.query_row(row, |_| Ok(())).optional()?.is_some())
 }
 
-/// How far the log was looked at.
+/// How far the log was checked for routing.
 pub(crate) fn routed(tx: &Transaction<'_>, log: &LogName) -> Work<i64> {
     Ok(tx.prepare_cached(LOG_ROUTED)?.query_row([log.as_str()], |row| row.get(0))?)
 }
 
-/// One step.
+/// Runs one step.
 pub(crate) fn note_unrouted(tx: &Transaction<'_>, log: &LogName, now: i64) -> Work<Routed> {
     let log = require_log("note_unrouted", tx, log)?;
     let readers = readers_of("note_unrouted", tx, &log)?;
@@ -82,8 +82,9 @@ pub(crate) fn note_unrouted(tx: &Transaction<'_>, log: &LogName, now: i64) -> Wo
     }
 }
 
-/// Hands unrouted events to a subscription that wants them now: what its lanes have passed by a
-/// former filter is sent, the rest they are about to read. What lies before its beginning stays.
+/// Hands unrouted events to a subscription that wants them now. Events that its lanes have passed
+/// with a former filter are sent; the others they are about to read. Events before its start stay
+/// unrouted.
 fn reroute(tx: &Transaction<'_>, log: &LogName, name: &SubscriptionName, after: i64, now: i64) -> Work<()> {
     let reader = Reader::find("note_unrouted", tx, name)?;
     let again = SendAgain::new(tx, &reader, now)?;
@@ -112,7 +113,7 @@ fn reroute(tx: &Transaction<'_>, log: &LogName, name: &SubscriptionName, after: 
     Ok(())
 }
 
-/// Keeps what nobody wants of the next rows.
+/// Checks the next rows, and keeps those that no subscription wants.
 fn route(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], routed: i64) -> Work<Routed> {
     // Walks the log's primary key; no lock of its own.
     let log_walk = format!(
@@ -126,7 +127,8 @@ fn route(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], routed: i64) -
     while let Some(row) = rows.next()? {
         let (head, seq) = (Head::read(row)?, seq(row)?);
         (looked, last) = (looked + 1, seq);
-        // Left out by a filter, and not only by the beginning of all who read.
+        // At least one filter rejected it: events before the start of all subscriptions do not
+        // count.
         let mut is_left_out = readers.iter().any(|reader| reader.is_judged(&head, seq));
         for reader in readers {
             is_left_out &= reader.state_found(tx, &head, seq)? == State::Skipped
@@ -138,7 +140,8 @@ fn route(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], routed: i64) -
     }
     let mut more = looked == STEP_LOOK_MAX;
     if unrouted > 0 {
-        // Somebody whose filter changed since may want them now, whether its lanes took it or not.
+        // A subscription whose filter changed since may want them now, whether its lanes took the
+        // filter over or not.
         for reader in readers.iter().filter(|reader| reader.had_another_filter(routed)) {
             tx.prepare_cached(SUBSCRIPTION_ASK)?.execute(params![reader.name.as_str(), routed])?;
             more = true;
@@ -150,7 +153,7 @@ fn route(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], routed: i64) -
     Ok(Routed { unrouted, more })
 }
 
-/// Counts by topic, as far as the bound goes.
+/// Counts unrouted events by topic, up to a limit.
 pub(crate) fn count_unrouted(session: &mut Session, log: &LogName) -> Work<Unrouted> {
     let now = session.settings.now();
     let tx = session.read()?;

@@ -1,15 +1,15 @@
 //! Reading a lane's stream.
 //!
-//! SQLite has one writer at a time and AUTOINCREMENT numbers rows inside its transaction, so `seq`
+//! SQLite has one writer at a time, and AUTOINCREMENT numbers rows inside its transaction. So `seq`
 //! order *is* commit order: whatever a snapshot shows beyond the cursor is new, and nothing can
 //! appear behind it. The cursor is an integer.
 //!
-//! **Visible is not durable.** Another process may commit with `synchronous = NORMAL`: its rows can
-//! be read before they are flushed, and a power cut takes them back. So what a batch contains was
-//! seen by a flushed commit first: the lane row's `window_end` says up to where. Reading beyond it
-//! opens the next window, which is one write to the lane row, committed with a flush of the
-//! write-ahead log (and with it of everything before) *before* the batch is handed out. `settle`
-//! moves the window along in its own commit, so that a busy lane pays for one flush a batch.
+//! **Visible is not durable.** Another process may commit with `synchronous = NORMAL`. Its rows can
+//! be read before they are flushed, and a power cut can undo them. So a batch contains only rows
+//! that a flushed commit has seen: the lane row's `window_end` says how far. Reading beyond it
+//! opens the next window. That is one write to the lane row, committed with a flush of the
+//! write-ahead log, and so of everything before it, *before* the batch is handed out. `settle`
+//! moves the window along in its own commit, so that a busy lane pays for one flush per batch.
 
 use std::collections::HashMap;
 
@@ -24,15 +24,15 @@ use crate::lease::{self, SubscriptionRow, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
 
-/// Rows looked at in one read when the lane wants few of them: bounds the time of a call, not its
-/// result.
+/// How many rows one read looks at if the lane wants few of them: bounds the time of a call, not
+/// its result.
 const SCAN_ROWS_MAX: usize = 50_000;
 
-/// Most events in one read. A read costs nothing beside its rows here, and more of them at once
-/// than the processor's cache holds take a third longer (measured).
+/// The most events in one read. A read costs nothing beyond its rows here, and more rows than fit
+/// into the processor's cache take a third longer (measured).
 const PAGE_EVENTS_MAX: usize = 1_000;
 
-/// Unwanted rows after which a busy lane writes its position down, so that retention can follow.
+/// After how many unwanted rows a busy lane writes its position, so that retention can follow.
 const PASS_ROWS: i64 = 1_000;
 
 /// The last row of a log, by primary key; no lock.
@@ -41,16 +41,16 @@ const LOG_END: &str = "SELECT coalesce(max(seq), 0) FROM ";
 /// nothing for a stale epoch.
 const LANE_OPEN_WINDOW: &str = "UPDATE postbox_lane SET window_end = max(window_end, ?6), position = max(position, ?7) \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
-/// Rows just read that have left the stream already, by primary key; no lock.
+/// Delivery rows of events that were just read, by primary key; no lock.
 const DELIVERY_IN_RANGE: &str =
     "SELECT seq, state FROM postbox_delivery WHERE subscription = ?1 AND seq > ?2 AND seq <= ?3";
 /// Whether any key of the subscription is held, by `postbox_delivery_key`; no lock.
 const DELIVERY_ANY_HELD: &str = "SELECT 1 FROM postbox_delivery WHERE subscription = ?1 AND holds = 1 LIMIT 1";
-/// Whether a key is held by an event before one, by `postbox_delivery_key`; no lock.
+/// Whether an earlier event holds a key, by `postbox_delivery_key`; no lock.
 const DELIVERY_KEY_HELD: &str =
     "SELECT 1 FROM postbox_delivery WHERE subscription = ?1 AND key = ?2 AND holds = 1 AND seq < ?3 LIMIT 1";
-/// When the first row of the lane is due, by `postbox_delivery_due`, passing those behind the head
-/// of their key (`postbox_delivery_key`); no lock.
+/// When the lane's first row is due, by `postbox_delivery_due`. Skips rows behind the head of their
+/// key (`postbox_delivery_key`); no lock.
 const DELIVERY_NEXT_DUE: &str = "SELECT d.due_at FROM postbox_delivery d WHERE d.subscription = ?1 AND d.lane = ?2 \
 AND d.state IN ('retrying', 'scheduled') AND (d.holds = 0 OR NOT EXISTS (SELECT 1 FROM postbox_delivery h \
 WHERE h.subscription = d.subscription AND h.key = d.key AND h.holds = 1 AND h.seq < d.seq)) ORDER BY d.due_at LIMIT 1";
@@ -59,20 +59,21 @@ WHERE h.subscription = d.subscription AND h.key = d.key AND h.holds = 1 AND h.se
 #[derive(Debug, Clone)]
 pub(crate) struct Cursor {
     pub(crate) epoch: i64,
-    /// The last row that was looked at.
+    /// The last row that was read.
     pub(crate) read: i64,
-    /// The last row of the last batch that was handed out; unsettled while it is beyond the lane's
-    /// position.
+    /// The last row of the last batch that was handed out. It is unsettled while it is beyond the
+    /// lane's position.
     given: i64,
-    /// The events that were handed out and not settled when this was read, in their order.
+    /// The `seq` of the events that were handed out and not settled at the time of this read, in
+    /// order.
     pub(crate) unsettled: Vec<i64>,
-    /// The store's own wakeups when the read began: a later one is a reason to look again.
+    /// The store's wakeup count when the read began. A higher count is a reason to read again.
     pub(crate) wakeups: u64,
     idle: Option<Idle>,
 }
 
-/// What an empty read found, so that the next one need not look: as long as nobody writes to the
-/// file, nothing of it changes.
+/// The result of an empty read, so that the next one can be skipped: while nobody writes to the
+/// file, it stays the same.
 #[derive(Debug, Clone)]
 struct Idle {
     data_version: i64,
@@ -80,7 +81,7 @@ struct Idle {
     due_at: Option<i64>,
 }
 
-/// One read, and what has to be written before it may be handed out.
+/// The result of a read, and what must be written before it may be handed out.
 pub(crate) struct Read {
     pub(crate) batch: Batch,
     pub(crate) cursor: Cursor,
@@ -90,19 +91,19 @@ pub(crate) struct Read {
 /// What `next_batch` writes.
 pub(crate) enum Update {
     Window(WindowUpdate),
-    /// Reads by the present filter from this position on.
+    /// Switch to the present filter at this position.
     Filter(i64),
 }
 
-/// How far a window goes, and what is passed.
+/// The end of a window, and the position of passed rows.
 pub(crate) struct WindowUpdate {
-    /// The end of the new window: the last row the read's snapshot shows.
+    /// The end of the new window: the last row that the read's snapshot shows. Zero opens none.
     window_end: i64,
-    /// Rows up to here are dealt with: nobody wanted them, and nothing before them is unsettled.
+    /// Rows up to here are done: nobody wanted them, and nothing before them is unsettled.
     position: i64,
 }
 
-/// Reads on from the cursor, or from the settled position when this lease has not read yet.
+/// Reads on from the cursor, or from the settled position if this lease has not read yet.
 pub(crate) fn read(
     session: &mut Session,
     lease: &Lease,
@@ -112,8 +113,8 @@ pub(crate) fn read(
 ) -> Work<Read> {
     let now = session.settings.now();
     let connection = session.connection()?;
-    // Taken before the snapshot: if somebody commits in between, the next call only looks once more
-    // than it must.
+    // Read before the snapshot: if someone commits in between, the next call only reads once more
+    // than necessary.
     let data_version: i64 = connection.prepare_cached("PRAGMA data_version")?.query_row([], |row| row.get(0))?;
     if let Some(cursor) = &cursor
         && let Some(idle) = cursor.idle.as_ref().filter(|idle| idle.data_version == data_version)
@@ -128,8 +129,8 @@ pub(crate) fn read(
     let lane = held("next_batch", &tx, lease, now)?;
     let stored = lease::find(&tx, &lease.subscription)?.ok_or_else(|| Error::stale("next_batch"))?;
     if lane.revision != stored.revision {
-        // Everything that was read by the former filter is settled first, so that each event is
-        // judged by one. What nobody wanted of it may be wanted now, and is read again.
+        // Everything that was read with the former filter is settled first, so that each event is
+        // judged by one filter only. Events that it rejected may be wanted now, and are read again.
         let is_settled = cursor.as_ref().is_none_or(|cursor| cursor.given <= lane.position);
         let (epoch, read) = (lease.epoch, lane.position);
         return Ok(match cursor {
@@ -157,8 +158,8 @@ pub(crate) fn read(
     leave_out(&tx, lease, from, last, &mut batch)?;
     hold(&tx, lease, &mut batch)?;
     batch.end = (!batch.deliveries.is_empty()).then_some(Seq(last));
-    // Rows nobody wanted need no settlement: the position follows when all before them is settled
-    // and the lane has nothing better to do, or is far behind.
+    // Rows that nobody wanted need no settlement. The position follows when everything before them
+    // is settled, and the lane is idle or far behind.
     let passed = last - lane.position;
     let passes = batch.end.is_none() && given <= lane.position && passed > 0 && (last == from || passed >= PASS_ROWS);
     let opens = last > lane.window_end && batch.end.is_some();
@@ -172,7 +173,7 @@ pub(crate) fn read(
     Ok(Read { batch, cursor, update })
 }
 
-/// Writes what a read needs written. Flushed if anything of it is going to be published.
+/// Writes the update of a read. Flushes it if an event of the batch is going to be published.
 pub(crate) fn open(session: &mut Session, lease: &Lease, update: &Update) -> Work<()> {
     let update = match update {
         Update::Window(update) => update,
@@ -195,12 +196,12 @@ pub(crate) fn log_end(tx: &Transaction<'_>, table: &str) -> Work<i64> {
     Ok(tx.prepare_cached(&format!("{LOG_END}{table}"))?.query_row([], |row| row.get(0))?)
 }
 
-/// A piece of the log as it was read.
+/// A part of the log that was read.
 struct Page {
     batch: Batch,
-    /// The last row looked at.
+    /// The last row that was read.
     last: i64,
-    /// The last row the snapshot shows.
+    /// The last row that the snapshot shows.
     end: i64,
 }
 
@@ -246,14 +247,15 @@ impl Page {
     }
 }
 
-/// Puts an event at the end of a batch.
+/// Appends an event to a batch.
 pub(crate) fn push(batch: &mut Batch, decoded: Decoded, (attempt, replay): (u32, u32), now: i64) {
     let Decoded { seq, event, unreadable } = decoded;
     let delivery = Delivery { event, seq: Seq(seq), attempt, replay, trace: None };
     batch.push(delivery, unreadable, Some(timestamp(now)));
 }
 
-/// Marks what a person discarded before it was read, and drops what has left the stream already.
+/// Marks events that an operator discarded before they were read, and drops events with another
+/// delivery row.
 fn leave_out(tx: &Transaction<'_>, lease: &Lease, from: i64, last: i64, batch: &mut Batch) -> Work<()> {
     if batch.deliveries.is_empty() {
         return Ok(());
@@ -272,7 +274,7 @@ fn leave_out(tx: &Transaction<'_>, lease: &Lease, from: i64, last: i64, batch: &
     Ok(())
 }
 
-/// Notes the keys with an earlier unfinished event.
+/// Records the keys that an earlier unfinished event holds.
 fn hold(tx: &Transaction<'_>, lease: &Lease, batch: &mut Batch) -> Work<()> {
     let name = lease.subscription.as_str();
     let any = tx.prepare_cached(DELIVERY_ANY_HELD)?.query_row([name], |_| Ok(())).optional()?;
