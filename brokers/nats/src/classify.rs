@@ -1,10 +1,10 @@
-//! What an answer of JetStream, its absence, or a failure of the client means for an event.
+//! Classifies JetStream's answers, missing answers and failures of the client.
 
 use async_nats::{ConnectError, ConnectErrorKind, Message, RequestError, RequestErrorKind};
 use postbox_core::{Down, ErrorKind, Outcome};
 use serde::Deserialize;
 
-/// JetStream's answer to a publish or to a call of its API, as far as it matters here.
+/// JetStream's answer to a publish or an API call, with the fields that matter here.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Answer {
     stream: Option<String>,
@@ -14,37 +14,38 @@ pub(crate) struct Answer {
     pub(crate) error: Option<Refusal>,
 }
 
-/// Why JetStream did not do it.
+/// Why JetStream refused.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub(crate) struct Refusal {
-    /// JetStream's own number of the error.
+    /// JetStream's own error number.
     #[serde(default)]
     pub(crate) err_code: u32,
     #[serde(default)]
     pub(crate) description: String,
 }
 
-/// Numbers of errors that mean that this one message is too large for the stream, with its headers
-/// or without.
+/// Error numbers that say that this message is too large for the stream, with its headers or
+/// without.
 const TOO_LARGE: [u32; 2] = [10_054, 10_097];
-/// The stream could not store it: it is full, or its files failed. Only the text says which.
+/// The stream could not store the message: it is full, or its files failed. Only the text says
+/// which.
 const NOT_STORED: u32 = 10_077;
-/// What the text begins with if a limit is reached: of messages, of bytes, of a subject.
+/// How the text begins if a limit is reached: of messages, of bytes, of a subject.
 const FULL: &str = "maximum ";
-/// The account's share of the server is used up.
+/// The account has used up its share of the server.
 const ACCOUNT_FULL: u32 = 10_002;
-/// The stream that took it is not the one that was expected.
+/// Another stream than the expected one took the subject.
 const OTHER_STREAM: u32 = 10_060;
-/// What the server says while JetStream as a whole cannot work: no quorum, no resources, no memory.
+/// Error numbers while JetStream as a whole cannot work: no quorum, no resources, no memory.
 const SYSTEM: [u32; 5] = [10_008, 10_009, 10_023, 10_028, 10_047];
 
-/// The server's word on one publish.
+/// Returns the outcome of one publish from the server's answer.
 pub(crate) fn answer(message: &Message) -> Outcome {
     let answer: Answer = serde_json::from_slice(&message.payload).unwrap_or_default();
     match answer {
         Answer { error: Some(refusal), .. } => refused(&refusal),
         Answer { stream: Some(_), seq: Some(_), duplicate, .. } => Outcome::Delivered { duplicate },
-        // Somebody answers who is no stream: nothing is stored.
+        // Something answered that is no stream: nothing is stored.
         _ => Outcome::ambiguous("nats_answer_unknown", "the answer to the publish is none of JetStream's"),
     }
 }
@@ -58,17 +59,19 @@ fn refused(refusal: &Refusal) -> Outcome {
             format!("{text}; correct the sink's stream or subject, or the stream's subjects"),
         ),
         code if SYSTEM.contains(&code) => Outcome::unavailable("nats_system_unavailable", text),
-        // Another subject or a smaller event may pass. It waits for room however long that takes.
+        // Another subject or a smaller event may pass. The event waits for space, however long that
+        // takes.
         code if code == ACCOUNT_FULL || (code == NOT_STORED && refusal.description.starts_with(FULL)) => {
             let text = format!("{text}; raise the limit, or delete what is not needed any more");
             Outcome::Throttled { code: "nats_stream_full".into(), error: text, after: None }
         }
-        // A number we do not know: another event may pass.
+        // An unknown error number: another event may pass.
         _ => Outcome::ambiguous("nats_refused", text),
     }
 }
 
-/// No answer. `unsent`: the client had written nothing when the connection was lost.
+/// Returns the outcome of a publish without an answer. `unsent`: the client had written nothing
+/// when the connection was lost.
 pub(crate) fn failure(error: &RequestError, unsent: bool) -> Outcome {
     match error.kind() {
         RequestErrorKind::InvalidSubject => Outcome::dead("subject_invalid", error.to_string()),
@@ -85,12 +88,12 @@ pub(crate) fn failure(error: &RequestError, unsent: bool) -> Outcome {
     }
 }
 
-/// The code of an event whose subject no stream takes, and of a stream that is not there.
+/// The code of an event whose subject no stream takes, and of a missing stream.
 pub(crate) const NO_STREAM: &str = "nats_no_stream";
-/// The code of a consumer that is not there.
+/// The code of a missing consumer.
 pub(crate) const NO_CONSUMER: &str = "nats_no_consumer";
 
-/// No stream takes what this pattern stands for.
+/// No stream takes subjects of this pattern.
 pub(crate) fn no_stream(name: Option<&str>, pattern: &str) -> Down {
     let name = name.unwrap_or("NAME");
     let text = format!(
@@ -99,30 +102,30 @@ pub(crate) fn no_stream(name: Option<&str>, pattern: &str) -> Down {
     Down::new(ErrorKind::Mismatch, NO_STREAM, text)
 }
 
-/// The server refused the publish, and says so to the connection alone.
+/// The server refused the publish, and reported it only on the connection.
 pub(crate) fn no_right(subject: &str) -> Down {
     let text = format!("the server does not let us publish to {subject}; grant the user publish on it");
     Down::new(ErrorKind::Unauthorized, "nats_publish_denied", text)
 }
 
-/// The deadline passed: the stream may have it.
+/// The deadline passed; the stream may have stored the event.
 pub(crate) fn no_ack() -> Outcome {
     Outcome::ambiguous("nats_ack_timeout", "the stream did not acknowledge it in time")
 }
 
-/// The connection was there and is no more.
+/// The connection was lost.
 pub(crate) fn lost() -> Down {
     Down::new(ErrorKind::Unavailable, "nats_disconnected", "the connection to the server was lost")
 }
 
-/// A call of the API that failed.
+/// An API call was refused.
 pub(crate) fn not_done(what: &str, refusal: &Refusal) -> Down {
     let text = format!("{what}: {} ({})", refusal.description, refusal.err_code);
     let kind = if SYSTEM.contains(&refusal.err_code) { ErrorKind::Unavailable } else { ErrorKind::Mismatch };
     Down::new(kind, "nats_refused", text)
 }
 
-/// No connection to this server.
+/// Connecting to this server failed.
 pub(crate) fn connecting(server: &str, error: &ConnectError) -> Down {
     let refused = std::error::Error::source(error).is_some_and(is_refused);
     let (kind, code) = match error.kind() {

@@ -20,16 +20,17 @@ use crate::sink::{NatsSink, Publishing, Target};
 use crate::source::NatsSource;
 use crate::subject;
 
-/// Longest wait for acks: a new leader of a cluster takes 7 s, and after that nothing comes.
+/// The longest wait for acks: electing a new leader of a cluster takes 7 s, and after that no ack
+/// comes any more.
 const ACK_TIMEOUT_MAX: Duration = Duration::from_secs(10);
-/// Most messages given out at once.
+/// The most messages handed out at once.
 const IN_FLIGHT_MAX: usize = 10_000;
-/// Most replicas JetStream keeps.
+/// The most replicas that JetStream keeps.
 const REPLICAS_MAX: u8 = 5;
-/// Longest name of a stream or consumer: it becomes a folder.
+/// The longest name of a stream or consumer, in bytes: it becomes a folder.
 const NAME_BYTES_MAX: usize = 255;
 
-/// The window of a stream that is made, at least: JetStream's own default.
+/// The shortest duplicate window of a stream that we create: JetStream's own default.
 const WINDOW_MIN: Duration = Duration::from_secs(120);
 
 table! {
@@ -122,7 +123,7 @@ table! {
     }
 }
 
-/// Addresses with commas between. The message never repeats one: it may hold a password.
+/// Parses addresses separated by commas. The error never repeats one: it may hold a password.
 fn servers(text: &str) -> Result<Vec<String>, String> {
     let server = |url: &str| {
         let address: ServerAddr = match url.contains("://") {
@@ -140,7 +141,7 @@ fn servers(text: &str) -> Result<Vec<String>, String> {
     text.split(',').map(|url| server(url.trim())).collect()
 }
 
-/// The name of a stream or consumer, which is one token of a subject and a folder.
+/// Checks the name of a stream or consumer, which becomes one token of a subject and a folder.
 pub(crate) fn name(text: &str) -> Result<String, String> {
     let is_free = |c: char| !c.is_whitespace() && !c.is_control() && !".*>/\\".contains(c);
     match (1..=NAME_BYTES_MAX).contains(&text.len()) && text.chars().all(is_free) {
@@ -233,8 +234,8 @@ impl SourceConfig for NatsSourceTable {
         found.map_err(|down| down.error("connect"))
     }
 
-    /// A CloudEvent in binary mode becomes the event that it was; of every other message, the topic
-    /// is the subject.
+    /// A CloudEvent in binary mode becomes the original event. Any other message has its subject as
+    /// topic.
     fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
         Binding::NATS.read(message, name).map(Some)
     }
@@ -253,7 +254,7 @@ impl NatsSourceTable {
     }
 }
 
-/// What a person hears who asks whether events would arrive.
+/// Describes to an operator whether events would arrive.
 async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
     let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
     let pattern = subject::pattern(&table.subject);
@@ -268,7 +269,7 @@ async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
     }
 }
 
-/// What a person hears who asks whether messages would come.
+/// Describes to an operator whether messages would be received.
 async fn look_at_consumer(table: &NatsSourceTable) -> Result<String, Down> {
     let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
     let (stream, name) = (&table.stream, &table.consumer);

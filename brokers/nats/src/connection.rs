@@ -1,8 +1,8 @@
-//! One connection at a time, and a new one when it is lost.
+//! One connection at a time, replaced when it is lost.
 //!
 //! The client would reconnect by itself and then send what was in its queue: an old publish would
-//! go out after its outcome was reported. So each client is for one connection. It ends with it,
-//! and what it had not sent by then is thrown away.
+//! be sent after its outcome was reported. So each client serves a single connection and ends with
+//! it. What it had not sent by then is discarded.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -19,32 +19,32 @@ use tokio::sync::Mutex;
 
 use crate::classify::connecting;
 
-/// Longest wait for one server, TLS and credentials included.
+/// The longest wait for one server, TLS and credentials included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A silent connection is asked so often; after two questions without an answer it is lost, with
-/// all that waits in its queue. That is before the longest wait for acks.
+/// How often a silent connection is pinged. After two pings without an answer it is lost, with all
+/// that waits in its queue. That is before the longest wait for acks ends.
 const PING_INTERVAL: Duration = Duration::from_secs(2);
-/// Where a client is sent that wants to reconnect: nobody listens there.
+/// The address that a client which wants to reconnect is sent to: nothing listens there.
 const NOWHERE: &str = "nats://127.0.0.1:0";
 
-/// Most subjects that are remembered as refused; of others we only know that no answer came.
+/// The most subjects remembered as refused. For others we only know that no answer came.
 const REFUSED_MAX: usize = 1_000;
 
-/// Who we are.
+/// How we authenticate.
 #[derive(Debug, Clone, Default)]
 pub(crate) enum Auth {
-    /// Nobody.
+    /// Without credentials.
     #[default]
     None,
     User(String, Secret),
     Token(Secret),
     /// The seed of an NKey.
     Nkey(Secret),
-    /// A file with a JWT and a seed; read at each connection.
+    /// A file with a JWT and a seed, read at each connection.
     Credentials(PathBuf),
 }
 
-/// Where to and as whom.
+/// The servers and the credentials.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Servers {
     pub(crate) urls: Vec<String>,
@@ -52,17 +52,17 @@ pub(crate) struct Servers {
     pub(crate) tls: Option<TlsTable>,
 }
 
-/// What is done on a new connection before anybody uses it.
+/// What is done on a new connection before it is used.
 type Prepare = Box<dyn Fn(Client) -> BoxFuture<'static, Result<(), Down>> + Send + Sync>;
 
-/// The way to the server.
+/// The connection to the servers.
 pub(crate) struct Link {
     servers: Servers,
     prepare: Prepare,
     current: Mutex<Current>,
     failures: AtomicU64,
-    /// Subjects that we may not publish to, says the server on the connection of now. It says so to
-    /// the connection: the publish itself gets no answer.
+    /// Subjects for which the server refused our publishes on the present connection. It reports
+    /// this to the connection; the publish itself gets no answer.
     refused: Arc<StdMutex<BTreeSet<String>>>,
 }
 
@@ -77,15 +77,15 @@ impl Link {
         Self { servers, prepare, current: Mutex::default(), failures: AtomicU64::new(0), refused: Arc::default() }
     }
 
-    /// A connection to whoever answers, on which nothing is prepared: to look.
+    /// Connects to any server that answers, without preparing the connection: for a check.
     pub(crate) async fn look(servers: Servers) -> Result<Client, Down> {
         Self::new(servers, Box::new(|_| Box::pin(async { Ok(()) }))).client().await
     }
 
-    /// The connection, made if there is none. Who waited for an attempt that failed makes none of
-    /// their own.
+    /// Returns the connection, and makes one if there is none. Callers that waited for an attempt
+    /// that failed make none of their own.
     ///
-    /// Cancel-safety: dropped, there may be no connection.
+    /// Cancel-safety: if dropped, there may be no connection.
     pub(crate) async fn client(&self) -> Result<Client, Down> {
         let failures = self.failures.load(Ordering::Relaxed);
         let mut current = self.current.lock().await;
@@ -116,7 +116,7 @@ impl Link {
         lock(&self.refused).contains(subject)
     }
 
-    /// Gives this connection up: nothing comes back from it, or what was prepared is gone.
+    /// Drops this connection: it does not answer, or what was prepared on it is gone.
     pub(crate) async fn discard(&self, client: &Client) {
         let mut current = self.current.lock().await;
         let id = |client: &Client| {
@@ -131,7 +131,7 @@ impl Link {
     pub(crate) async fn close(&self) {
         let client = self.current.lock().await.client.take();
         if let Some(client) = client {
-            // An error says that it is closed.
+            // An error means that it is closed already.
             let _ = client.drain().await;
         }
     }
@@ -171,7 +171,7 @@ impl Link {
                 remember_refused(&refused, &event);
                 std::future::ready(())
             })
-            // The first time to the server, then nowhere; the second failure ends the client.
+            // Connect to the server first, then to nowhere: the second failure ends the client.
             .max_reconnects(1)
             .reconnect_to_server_callback(|pool, _| async move {
                 let lost = pool.iter().any(|server| server.did_connect);
@@ -198,7 +198,7 @@ impl Link {
     }
 }
 
-/// `Permissions Violation for Publish to "SUBJECT"`
+/// Remembers the subject of `Permissions Violation for Publish to "SUBJECT"`.
 fn remember_refused(refused: &StdMutex<BTreeSet<String>>, event: &Event) {
     let Event::ServerError(ServerError::Other(text)) = event else { return };
     let subject = text.split_once("Violation for Publish to \"").and_then(|(_, rest)| rest.rsplit_once('"'));
@@ -214,7 +214,7 @@ fn lock<T>(mutex: &StdMutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether nothing is known against it.
+/// Whether the connection seems to work.
 pub(crate) fn is_alive(client: &Client) -> bool {
     client.connection_state() == State::Connected
 }

@@ -1,4 +1,4 @@
-//! The few calls of JetStream's API that are needed: what is there, and making it.
+//! The few calls of JetStream's API that are needed, to look things up and to create them.
 
 use std::time::Duration;
 
@@ -8,16 +8,16 @@ use serde_json::{Value, json};
 
 use crate::classify::{self, Answer, Refusal};
 
-/// Longest wait for an answer of the API: a new stream of three replicas takes a second on a busy
-/// machine.
+/// The longest wait for an answer of the API: a new stream with three replicas takes a second on a
+/// busy machine.
 const API_TIMEOUT: Duration = Duration::from_secs(5);
-/// Numbers of what is not there.
+/// Error numbers of missing things.
 const NO_CONSUMER: u32 = 10_014;
 const NO_STREAM: u32 = 10_059;
 
-/// One call. `Ok(Err(…))`: the server refuses it.
+/// Calls the API. `Ok(Err(…))` means that the server refused.
 pub(crate) async fn call(client: &Client, name: &str, body: &Value) -> Result<Result<Value, Refusal>, Down> {
-    // A question without a body is refused if it has one.
+    // The server refuses a body in a request that takes none.
     let body = if body.is_null() { String::new() } else { body.to_string() };
     let request = Request::new().payload(body.into()).timeout(Some(API_TIMEOUT));
     let answered = client.send_request(format!("$JS.API.{name}"), request).await;
@@ -40,7 +40,7 @@ pub(crate) async fn call(client: &Client, name: &str, body: &Value) -> Result<Re
     })
 }
 
-/// A stream that is made if it is missing.
+/// The settings of a stream that is created if it is missing.
 #[derive(Debug, Clone)]
 pub(crate) struct NewStream {
     pub(crate) subjects: Vec<String>,
@@ -48,13 +48,14 @@ pub(crate) struct NewStream {
     pub(crate) duplicate_window: Duration,
 }
 
-/// The time for which a stream remembers message ids; `None` if it is not there.
+/// Returns how long a stream remembers message ids; `None` if there is no such stream.
 pub(crate) async fn duplicate_window(client: &Client, stream: &str) -> Result<Option<Duration>, Down> {
     let window = |info: Value| Duration::from_nanos(info["config"]["duplicate_window"].as_u64().unwrap_or_default());
     Ok(stream_info(client, stream).await?.map(window))
 }
 
-/// The number of the last message that a stream has taken; `None` if it is not there.
+/// Returns the number of the last message that a stream has stored; `None` if there is no such
+/// stream.
 pub(crate) async fn last_number(client: &Client, stream: &str) -> Result<Option<u64>, Down> {
     Ok(stream_info(client, stream).await?.map(|info| info["state"]["last_seq"].as_u64().unwrap_or_default()))
 }
@@ -67,7 +68,7 @@ async fn stream_info(client: &Client, stream: &str) -> Result<Option<Value>, Dow
     }
 }
 
-/// The streams that take any of these subjects.
+/// Returns the streams that take any subject of a pattern.
 pub(crate) async fn streams_of(client: &Client, pattern: &str) -> Result<Vec<String>, Down> {
     let names = match call(client, "STREAM.NAMES", &json!({ "subject": pattern })).await? {
         Ok(names) => names["streams"].as_array().cloned().unwrap_or_default(),
@@ -94,15 +95,15 @@ pub(crate) async fn create_stream(client: &Client, stream: &str, new: &NewStream
 pub(crate) struct ConsumerSpec {
     pub(crate) stream: String,
     pub(crate) name: String,
-    /// Only these subjects.
+    /// If set, only messages with these subjects.
     pub(crate) filter: Option<String>,
     pub(crate) in_flight_max: usize,
     pub(crate) ack_wait: Duration,
-    /// It is made if it is missing.
+    /// Whether it is created if it is missing.
     pub(crate) create: bool,
 }
 
-/// Sees to it that the consumer is there; how long it waits for an acknowledgement.
+/// Makes sure that the consumer exists. Returns how long it waits for an acknowledgement.
 pub(crate) async fn ensure_consumer(client: &Client, spec: &ConsumerSpec) -> Result<Duration, Down> {
     let ConsumerSpec { stream, name, .. } = spec;
     let wait = |info: &Value| Duration::from_nanos(info["config"]["ack_wait"].as_u64().unwrap_or_default());
@@ -127,7 +128,7 @@ pub(crate) async fn ensure_consumer(client: &Client, spec: &ConsumerSpec) -> Res
         let text = format!("the consumer {name} of {stream} is no pull consumer with explicit acks; name another");
         return Err(Down::new(ErrorKind::Mismatch, "nats_consumer_other", text));
     }
-    // It would drop what it has given out so often, and tell nobody.
+    // The consumer would drop a message after this many deliveries, without reporting it.
     if let Some(times) = config["max_deliver"].as_i64().filter(|times| *times > 0) {
         let text = format!(
             "the consumer {name} of {stream} gives a message up after {times} deliveries (max_deliver), so a restart \

@@ -12,17 +12,18 @@
 //! # Ok(()) }
 //! ```
 //!
-//! - A [`NatsSink`] publishes all events of a call without waiting and then waits for the acks. The
-//!   message id is the event's dedupe id, so a repetition within the stream's window is known.
-//! - A [`NatsSource`] acknowledges what is stored, says meanwhile that it is worked on, and gives
-//!   back the rest.
+//! - A [`NatsSink`] publishes all events of a call without waiting, then waits for the acks. The
+//!   message id is the event's dedupe id, so the stream recognises a repeat within its duplicate
+//!   window.
+//! - A [`NatsSource`] acknowledges what is stored, reports messages in progress to the server, and
+//!   gives back the rest.
 //!
 //! The README of this crate has the tables: headers, codes, what it was tested against.
 //!
 //! # What this crate deliberately does not do
 //!
-//! It never retries and never sends what a lost connection had queued (the engine owns retry), uses
-//! no core NATS without a stream, and changes no stream or consumer that is there.
+//! It never retries and never sends what a lost connection had queued (the engine owns retry). It
+//! does not use core NATS without a stream, and never changes an existing stream or consumer.
 
 mod classify;
 mod config;

@@ -1,12 +1,12 @@
-//! What a message of a stream is for a receiver.
+//! Converts a message of a stream for a receiver.
 
 use async_nats::header::{HeaderMap, NATS_MESSAGE_ID};
 use async_nats::{Message, Subject};
 use postbox_core::{Headers, RawMessage};
 use sha2::{Digest as _, Sha256};
 
-/// The message as it came. Its id is the producer's (`Nats-Msg-Id`), or its place: the stream and
-/// the number in it.
+/// Converts a message. Its id is the producer's (`Nats-Msg-Id`), or else the stream's name and its
+/// number in the stream.
 pub(crate) fn raw_message(message: Message, content_type: &str) -> RawMessage {
     let digest = Sha256::digest(&message.payload).into();
     let headers = message.headers.unwrap_or_default();
@@ -24,12 +24,13 @@ pub(crate) fn raw_message(message: Message, content_type: &str) -> RawMessage {
     }
 }
 
-/// Whether this is where a consumer's message is acknowledged: only the server sends there from.
+/// Whether this is the subject that acknowledges a consumer's message. Only the server sends
+/// messages with such a reply subject.
 pub(crate) fn is_ack(reply: &Subject) -> bool {
     reply.starts_with("$JS.ACK.")
 }
 
-/// `STREAM:NUMBER`, from the subject that acknowledges it:
+/// Returns `STREAM:NUMBER` from the subject that acknowledges the message:
 /// `$JS.ACK.STREAM.CONSUMER.TIMES.NUMBER.…`, with a domain and an account before the stream since
 /// 2.10.
 fn place(reply: &Subject) -> Option<String> {
@@ -42,7 +43,7 @@ fn place(reply: &Subject) -> Option<String> {
     Some(format!("{stream}:{number}"))
 }
 
-/// The application's headers that an event can have; several values as one.
+/// Returns the application's headers that an event can have. Several values of one name are joined.
 fn kept(headers: &HeaderMap) -> Headers {
     let is_name = |name: &str| {
         !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))

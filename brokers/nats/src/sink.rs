@@ -19,32 +19,32 @@ use crate::connection::{Link, Servers};
 use crate::jetstream::{NewStream, create_stream, duplicate_window, last_number, streams_of};
 use crate::subject;
 
-/// Most events of a call: a client's queue holds 2,048, so two calls wait for the server and not
+/// The most events of a call. A client's queue holds 2,048, so two calls wait for the server, not
 /// for each other.
 const BATCH_MAX: usize = 1_000;
-/// Calls at once. With order by key a call has one event of each key; the next ones go out while
-/// the slowest ack of the first is waited for.
+/// How many calls run at once. With order by key a call has one event of each key. The next calls
+/// are sent while the slowest ack of the first is outstanding.
 const CONCURRENCY: usize = 8;
-/// Most streams whose memory of ids is looked at.
+/// The most streams whose duplicate window is checked.
 const STREAMS_MAX: usize = 3;
 
-/// The stream that is published to.
+/// The stream that events are published to.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Target {
-    /// Its name, where that is given: no other may take the events.
+    /// Its name, if configured: no other stream may take the events.
     pub(crate) stream: Option<String>,
-    /// It is made so if it is missing.
+    /// How it is created if it is missing.
     pub(crate) create: Option<NewStream>,
-    /// What its subjects must match.
+    /// The pattern that its subjects must match.
     pub(crate) pattern: String,
-    /// The longest time until an event whose ack was lost comes again.
+    /// The longest time until an event whose ack was lost is sent again.
     pub(crate) repeats_within: Duration,
 }
 
 /// Publishes events to JetStream.
 ///
-/// A call never holds two events of a key: JetStream stores each publish for itself, so a later
-/// event of the key could be stored though an earlier one was refused.
+/// A call never holds two events of a key. JetStream stores each publish on its own, so a later
+/// event of the key could be stored although an earlier one was refused.
 pub struct NatsSink {
     link: Link,
     subject: Template,
@@ -62,15 +62,15 @@ pub struct NatsSink {
 pub(crate) struct Publishing {
     pub(crate) subject: Template,
     pub(crate) envelope: Envelope,
-    /// The CloudEvents source of events that name none.
+    /// The CloudEvents source of events that have none.
     pub(crate) source: String,
-    /// Longest wait for the acks of a call.
+    /// The longest wait for the acks of a call.
     pub(crate) timeout: Duration,
     pub(crate) concurrency: Option<usize>,
 }
 
 impl NatsSink {
-    /// A sink that connects when the first event is sent.
+    /// Returns a sink that connects when the first event is sent.
     pub(crate) fn new(servers: Servers, target: Target, how: Publishing, clock: Arc<dyn Clock>) -> Self {
         let (stream, create, pattern) = (target.stream.clone(), target.create.is_some(), target.pattern.clone());
         let (target, warned) = (Arc::new(target), Arc::new(AtomicBool::new(false)));
@@ -92,7 +92,7 @@ impl NatsSink {
         }
     }
 
-    /// The message of an event, or why there can be none.
+    /// Makes the message of an event, or returns why there can be none.
     fn message(&self, delivery: &Delivery) -> Result<(String, HeaderMap, Bytes), Outcome> {
         let event = &delivery.event;
         let subject = subject::render(&self.subject, event)?;
@@ -121,14 +121,14 @@ impl NatsSink {
         Ok(client.send_request(subject, request).await)
     }
 
-    /// The outcome of an event that no stream takes. Others that were taken prove that the server
-    /// and its streams are well, and that it is the subject.
+    /// Returns the outcome of an event that no stream takes. If other events of the call were
+    /// delivered, the server and its streams work, so the subject is the problem.
     fn without_stream(&self, others_delivered: bool) -> Outcome {
         let down = no_stream(self.stream.as_deref(), &self.pattern);
         if others_delivered { down.ambiguous() } else { down.outcome() }
     }
 
-    /// The outcome of an event that no answer came to in time.
+    /// Returns the outcome of an event without an answer in time.
     fn without_answer(&self, delivery: &Delivery, others_delivered: bool) -> Outcome {
         match subject::render(&self.subject, &delivery.event) {
             Ok(subject) if self.link.has_refused(&subject) => {
@@ -143,13 +143,13 @@ impl NatsSink {
 /// The answer to a publish, or why there is none.
 type Acked = Result<Message, RequestError>;
 
-/// Names that no event sets: what JetStream goes by, and what the envelope says.
+/// Whether no event may set this header: JetStream or the envelope uses it.
 fn is_reserved(name: &str) -> bool {
     let begins = name.as_bytes().get(..5);
     Binding::NATS.is_reserved(name) || begins.is_some_and(|begins| begins.eq_ignore_ascii_case(b"nats-"))
 }
 
-/// NATS headers are lines: white space around a value would be lost on the way.
+/// Adds a header. NATS headers are lines, so white space around a value would be lost.
 fn insert(headers: &mut HeaderMap, name: &str, value: &str) -> Result<(), Outcome> {
     let same = value.trim() == value && !value.contains(|c: char| c.is_control() && c != '\t');
     match (name.parse::<HeaderName>(), value.parse::<HeaderValue>()) {
@@ -200,7 +200,8 @@ impl Sink for NatsSink {
                 },
                 () = &mut deadline => break,
             };
-            // Once the connection is lost the count stands: its queue is thrown away.
+            // After the connection is lost the count no longer changes, because its queue is
+            // discarded.
             outcomes[place] = Some(match acked {
                 Ok(Ok(message)) => classify::answer(&message),
                 Ok(Err(error)) => classify::failure(&error, sent() == before),
@@ -220,12 +221,12 @@ impl Sink for NatsSink {
     }
 }
 
-/// The position is the number of the last message that a stream has taken. It does not fall while
-/// the stream is there, whatever is purged or deleted in it.
+/// The high-water mark is the number of the last message that a stream has stored. It never
+/// decreases while the stream exists, whatever is purged or deleted in it.
 #[async_trait]
 impl HighWaterMarks for NatsSink {
     async fn high_water_mark(&self, stream: &str) -> Result<Option<String>> {
-        // What is no name would be another question.
+        // A text that is no name would make a different API call.
         if config::name(stream).is_err() {
             return Ok(None);
         }
@@ -245,7 +246,7 @@ impl HighWaterMarks for NatsSink {
 }
 
 impl NatsSink {
-    /// The outcomes of a call, in the light of each other.
+    /// Returns the outcomes of a call, each in view of the others.
     async fn conclude(
         &self,
         client: &Client,
@@ -261,10 +262,10 @@ impl NatsSink {
             Some(outcome) if is_missing(&outcome) => self.without_stream(delivered),
             Some(outcome) => outcome,
         };
-        // Before another connection forgets what this one was refused.
+        // Before a new connection clears the list of refused subjects.
         let concluded = outcomes.into_iter().zip(deliveries).map(conclude).collect();
-        // Nothing comes back, so something else than the server may be at fault; and a stream that
-        // we make is made on a new connection.
+        // No event was delivered, so the connection itself may be at fault. A stream that we create
+        // is created on a new connection.
         if !delivered && (silent || (missing && self.create)) {
             self.link.discard(client).await;
         }
@@ -272,11 +273,12 @@ impl NatsSink {
     }
 }
 
-/// Makes the stream if that is wanted, and compares its memory of ids with ours.
+/// Creates the stream if configured, and compares its duplicate window with the time in which
+/// events can repeat.
 async fn prepare(client: &Client, target: &Target, warned: &AtomicBool) -> Result<(), Down> {
     let streams = match &target.stream {
         Some(stream) => vec![stream.clone()],
-        // Only for a warning: whoever may not ask is not warned.
+        // Only for a warning: if we have no permission to ask, there is none.
         None => streams_of(client, &target.pattern).await.unwrap_or_default(),
     };
     for stream in streams.iter().take(STREAMS_MAX) {

@@ -1,7 +1,7 @@
 //! The source: a durable pull consumer of a stream.
 //!
-//! Messages are asked for in portions that fit what may be in flight, on an inbox of this
-//! connection. While they are given out, the server hears that they are worked on.
+//! Messages are requested in portions that fit into what may be in flight, on an inbox of the
+//! present connection. While they are handed out, the server is notified that they are in progress.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -26,13 +26,15 @@ use crate::jetstream::{ConsumerSpec, ensure_consumer, nanos};
 use crate::message::{is_ack, raw_message};
 use crate::unreadable::unreadable;
 
-/// How long the server keeps a request for messages open before it asks to be asked again.
+/// How long the server keeps a request for messages open. Then it ends the request, and we ask
+/// again.
 const EXPIRES: Duration = Duration::from_secs(30);
-/// How often it says that it is still there meanwhile.
+/// How often the server sends a heartbeat on an open request.
 const HEARTBEAT: Duration = Duration::from_secs(5);
-/// After this silence nobody is there.
+/// How long a server may be silent before the connection counts as lost: longer than two
+/// heartbeats.
 const SILENCE_MAX: Duration = Duration::from_secs(12);
-/// Longest wait until the server confirms what was settled.
+/// The longest wait for the server to confirm a settlement.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 
 const OPERATION: &str = "receive";
@@ -42,40 +44,41 @@ pub struct NatsSource {
     link: Link,
     spec: ConsumerSpec,
     content_type: String,
-    /// What is asked for, on the connection of now.
+    /// The requests on the present connection.
     pulling: AsyncMutex<Option<Session>>,
     given: Arc<Mutex<Given>>,
-    /// The server on which a connection was lost while messages were asked for. If it is there as
-    /// before, one of them may be the reason.
+    /// The server on which a connection was lost while messages were requested. If it still runs,
+    /// one of the messages may be the reason.
     lost_on: Mutex<Option<String>>,
-    /// We have no right to read messages by their numbers: asked again, we would wait in vain.
+    /// We have no right to read messages by their numbers. Asking again would only wait for a
+    /// timeout.
     may_not_look: AtomicBool,
     settled: Notify,
     closed: CancellationToken,
-    /// How long the consumer waits for an acknowledgement; known once we are connected.
+    /// How long the consumer waits for an acknowledgement, known once connected.
     ack_wait_ms: Arc<AtomicU64>,
     clock: Arc<dyn Clock>,
 }
 
-/// One connection's inbox.
+/// The inbox of one connection.
 struct Session {
     client: Client,
     inbox: Subject,
     messages: Subscriber,
-    /// How many messages were asked for and have not come.
+    /// How many messages were requested and have not arrived.
     asked: usize,
-    /// So many are asked for one at a time, so that one that cannot be read takes no others with
-    /// it.
+    /// How many messages are still to be requested one at a time, so that one that cannot be read
+    /// affects no others.
     singly: usize,
-    /// What the client cannot read and was read otherwise.
+    /// Messages that the client cannot read and that were read through the API instead.
     found: Vec<Message>,
-    /// The numbers under which that is given out. Asked before they are settled, the server might
-    /// send one again.
+    /// The tokens under which these are handed out. Nothing is requested before they are settled,
+    /// because the server might send one of them again.
     found_given: Vec<u64>,
     _progress: AbortOnDropHandle<()>,
 }
 
-/// What is given out on the connection of now: where to settle it.
+/// What is handed out on the present connection, and where to settle it.
 #[derive(Default)]
 struct Given {
     client: Option<Client>,
@@ -84,7 +87,7 @@ struct Given {
 }
 
 impl NatsSource {
-    /// A source that connects when it is asked for messages.
+    /// Returns a source that connects when it is asked for messages.
     pub(crate) fn new(servers: Servers, spec: ConsumerSpec, content_type: String, clock: Arc<dyn Clock>) -> Self {
         let ack_wait_ms = Arc::new(AtomicU64::new(0));
         let (wanted, found) = (spec.clone(), Arc::clone(&ack_wait_ms));
@@ -115,8 +118,8 @@ impl NatsSource {
         lock(&self.given)
     }
 
-    /// An inbox on a connection, which may be a new one. What is given out by then comes again, and
-    /// at once if the server still hears of it.
+    /// Opens an inbox on a connection, which may be a new one. Messages handed out before are
+    /// delivered again, at once if the server can still be notified.
     async fn connect(&self) -> Result<Session, Down> {
         let client = self.link.client().await?;
         let inbox: Subject = client.new_inbox().into();
@@ -143,8 +146,8 @@ impl NatsSource {
         }
     }
 
-    /// Where a connection was lost and the server was not, a message may be the reason. `None`: it
-    /// cannot be looked for.
+    /// Looks for an unreadable message if a connection was lost while the server kept running.
+    /// `None` means that it cannot be looked for.
     async fn look_for_unreadable(&self, client: &Client) -> Option<Vec<Message>> {
         let lost_on = lock(&self.lost_on).clone();
         let found =
@@ -154,7 +157,7 @@ impl NatsSource {
                 }
                 _ => Some(Vec::new()),
             };
-        // Dropped before, it is looked for on the next connection.
+        // Cleared only now: if this future was dropped earlier, the next connection looks for it.
         *lock(&self.lost_on) = None;
         found
     }
@@ -174,7 +177,7 @@ impl NatsSource {
         None
     }
 
-    /// The next messages of this session, once there are any.
+    /// Returns the next messages of this session, once there are any.
     async fn pull(&self, session: &mut Session, max: usize) -> Result<Vec<SourceMessage>, Down> {
         loop {
             let settled = self.settled.notified();
@@ -219,7 +222,7 @@ impl NatsSource {
         let request = json!({ "batch": count, "expires": nanos(EXPIRES), "idle_heartbeat": nanos(HEARTBEAT) });
         let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}");
         let asked = session.client.publish_with_reply(subject, session.inbox.clone(), request.to_string().into());
-        // Dropped here, nothing was asked for: counted before, it would be waited for.
+        // Counted only after the request was sent: if dropped before that, nothing was requested.
         asked.await.map_err(|_| classify::lost())?;
         session.asked = count;
         Ok(())
@@ -234,10 +237,10 @@ impl NatsSource {
         SourceMessage { message: raw_message(message, &self.content_type), token }
     }
 
-    /// What came on the inbox: a message, or the server's word on what was asked for.
+    /// Handles what arrived on the inbox: a message, or the server's status of the request.
     fn take(&self, session: &mut Session, message: Message) -> Result<Option<SourceMessage>, Down> {
-        // A publisher may write a status into its message: what is acknowledged is no word of the
-        // server's.
+        // A publisher may write a status into its message. A message that can be acknowledged is
+        // never a status of the server.
         let status = message.status.filter(|_| !message.reply.as_ref().is_some_and(is_ack));
         let Some(status) = status else {
             session.asked = session.asked.saturating_sub(1);
@@ -247,7 +250,7 @@ impl NatsSource {
         let why = message.description.unwrap_or_default();
         match status {
             StatusCode::IDLE_HEARTBEAT => Ok(None),
-            // Its time is over, there was nothing, or somebody else leads: ask again.
+            // The request expired, there was nothing, or the leader changed: ask again.
             StatusCode::TIMEOUT | StatusCode::NOT_FOUND => {
                 session.asked = 0;
                 Ok(None)
@@ -264,7 +267,8 @@ impl NatsSource {
         }
     }
 
-    /// Tells the server of each, then waits for its word on the last: it hears them in order.
+    /// Sends a settlement for each token, then waits for the server's confirmation of the last: it
+    /// handles them in order.
     async fn settle(&self, tokens: &[AckToken], word: Bytes) -> Result<()> {
         let numbers: Vec<u64> = tokens.iter().filter_map(number).collect();
         let (client, mut replies) = {
@@ -283,8 +287,8 @@ impl NatsSource {
                 let text = "the server did not confirm what was settled; it may come again";
                 Err(Error::new(ErrorKind::Unavailable, "settle", "nats_settle_timeout", text))
             }
-            // The connection is lost: the tokens are of an earlier one, and are given back on the
-            // next.
+            // The connection is lost. The tokens belong to it, and the messages are given back on
+            // the next one.
             _ => return Ok(()),
         };
         {
@@ -301,7 +305,7 @@ const NAK: Bytes = Bytes::from_static(b"-NAK");
 const TERM: Bytes = Bytes::from_static(b"+TERM");
 const PROGRESS: Bytes = Bytes::from_static(b"+WPI");
 
-/// Tells the server of everything that is given out that it is worked on.
+/// Tells the server that everything handed out is still in progress.
 async fn report_progress(client: Client, given: Arc<Mutex<Given>>, clock: Arc<dyn Clock>, every: Duration) {
     while is_alive(&client) {
         clock.sleep(every).await;
@@ -327,7 +331,7 @@ impl Source for NatsSource {
     fn capabilities(&self) -> SourceCapabilities {
         SourceCapabilities {
             in_flight_max: self.spec.in_flight_max,
-            // What is given back comes behind what was given out meanwhile.
+            // A message that is given back is delivered after those handed out meanwhile.
             ordered: false,
             nak_delay: true,
             dead_letters: false,
@@ -344,7 +348,8 @@ impl Source for NatsSource {
                     self.connect().await?
                 }
             };
-            // Kept while we wait: dropped, we lose nothing that comes on the inbox.
+            // Kept during the wait: if this future is dropped, nothing that arrives on the inbox is
+            // lost.
             let session = pulling.insert(session);
             let pulled = self.pull(session, max.max(1)).await;
             if pulled.is_err()
@@ -381,14 +386,15 @@ impl Source for NatsSource {
     async fn close(&self) {
         self.closed.cancel();
         if let Some(mut session) = self.pulling.lock().await.take() {
-            // What was asked for and came is given back too.
+            // Messages that were requested and have arrived are given back too.
             while let Some(Some(message)) = session.messages.next().now_or_never() {
                 let _ = self.take(&mut session, message);
             }
         }
         let tokens: Vec<AckToken> =
             self.given().replies.keys().map(|number| AckToken::new(number.to_be_bytes().to_vec())).collect();
-        // What the server does not hear of comes again after the consumer's wait.
+        // If the server does not receive this, messages are delivered again after the consumer's
+        // ack wait.
         let _ = self.settle(&tokens, NAK).await;
         self.link.close().await;
     }

@@ -1,7 +1,7 @@
-//! From an event to the subject it is published to: a template, and what no subject may be.
+//! The subject that an event is published to: a template, and what no subject may contain.
 //!
-//! A subject is a path of tokens with dots between them. The topic may bring several tokens; every
-//! other field is one, so that a tenant called `a.b` does not end up below the tenant `a`.
+//! A subject is a path of tokens separated by dots. The topic may have several tokens. Every other
+//! field must be one, so that a tenant called `a.b` does not end up below the tenant `a`.
 
 use std::convert::Infallible;
 
@@ -9,29 +9,29 @@ use postbox_config::from_core;
 use postbox_core::template::Field;
 use postbox_core::{Event, Outcome, Template};
 
-/// Longest subject. A server takes 4 KiB for a whole protocol line by default, and file names and
-/// permissions are made of subjects.
+/// The longest subject, in bytes. A server takes 4 KiB for a whole protocol line by default, and
+/// subjects become parts of file names and permissions.
 const SUBJECT_BYTES_MAX: usize = 1_024;
 
 /// The code of an event that no subject can be made of.
 const INVALID: &str = "subject_invalid";
 
-/// A template of subjects.
+/// Parses a template of subjects.
 pub(crate) fn parse(text: &str) -> Result<Template, String> {
     let template = from_core::<Template>(text)?;
-    // With a plain value in each place it must be a subject.
+    // With a plain value for each field, the result must be a subject.
     let plain = template.fill(|_, _| Ok("x")).and_then(|subject| check(&subject));
     plain.map(|()| template).map_err(|fault| format!("{text:?} is no subject: {fault}"))
 }
 
-/// The subject of an event. The error is [`Outcome::Dead`]: the event will never have one.
+/// Returns the subject of an event. The error is [`Outcome::Dead`]: the event will never have one.
 pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
     let subject = template.fill(|field, _| token(field, event))?;
     check(&subject).map_err(|fault| Outcome::dead(INVALID, format!("no subject can be made of the event: {fault}")))?;
     Ok(subject)
 }
 
-/// A pattern that every subject of a template matches, for a stream that takes them.
+/// Returns a pattern that every subject of a template matches, for a stream that takes them.
 pub(crate) fn pattern(template: &Template) -> String {
     let Ok(all) = template.fill(|field, _| Ok::<_, Infallible>(if field == Field::Topic { ">" } else { "*" }));
     let tokens = all.split('.').map(|token| if token.contains(['*', '>']) { "*" } else { token });
@@ -42,7 +42,7 @@ pub(crate) fn pattern(template: &Template) -> String {
     tokens.join(".")
 }
 
-/// The value of a field as a part of the subject.
+/// Returns the value of a field as a part of the subject.
 fn token(field: Field, event: &Event) -> Result<&str, Outcome> {
     let name = field.as_str();
     let dead = |text: String| Err(Outcome::dead(INVALID, text));
@@ -55,7 +55,7 @@ fn token(field: Field, event: &Event) -> Result<&str, Outcome> {
     }
 }
 
-/// What is wrong with a subject to publish to. The text does not repeat it.
+/// Returns what is wrong with a subject to publish to. The text does not repeat the subject.
 fn check(subject: &str) -> Result<(), String> {
     let fault = match () {
         () if subject.len() > SUBJECT_BYTES_MAX => {

@@ -1,8 +1,8 @@
-//! Messages that the client cannot read: a header without a colon, a value that is no UTF-8.
+//! Messages that the client cannot read: a header without a colon, a value that is not UTF-8.
 //!
-//! The client drops the connection when one comes, with all that was asked for together with it,
-//! and so each time it comes again. JetStream's API says such a message as JSON, so it is read by
-//! its number instead.
+//! When one arrives, the client drops the connection, with everything that was requested together
+//! with it, and again at each redelivery. JetStream's API returns such a message as JSON, so it is
+//! read by its number instead.
 
 use std::str::FromStr as _;
 
@@ -17,14 +17,14 @@ use tracing::warn;
 use crate::classify;
 use crate::jetstream::{ConsumerSpec, call};
 
-/// Most messages that are looked at: twice what is in flight by default. What is beyond them is
-/// found once those before are acknowledged.
+/// The most messages to look at: about twice what is in flight by default. Later ones are found
+/// once those before them are acknowledged.
 const LOOK_MAX: usize = 1_000;
-/// There is no message from this number on.
+/// The error number if there is no message from a number on.
 const NO_MESSAGE: u32 = 10_037;
 
-/// Those that the consumer has given out to nobody who could read them, with what can be read of
-/// their headers.
+/// Returns the messages that the consumer has delivered and that the client cannot read, with the
+/// readable part of their headers.
 pub(crate) async fn unreadable(client: &Client, spec: &ConsumerSpec) -> Result<Vec<Message>, Down> {
     let ConsumerSpec { stream, name, .. } = spec;
     let not_done = |refusal| classify::not_done(&format!("the stream {stream} cannot be read by numbers"), &refusal);
@@ -56,7 +56,7 @@ pub(crate) async fn unreadable(client: &Client, spec: &ConsumerSpec) -> Result<V
     Ok(found)
 }
 
-/// What the consumer gives out.
+/// Returns the subjects that the consumer delivers.
 fn filters(config: &Value) -> Vec<String> {
     let several = config["filter_subjects"].as_array().cloned().unwrap_or_default();
     let all = several.iter().chain([&config["filter_subject"]]).filter_map(Value::as_str);
@@ -64,17 +64,17 @@ fn filters(config: &Value) -> Vec<String> {
     if all.is_empty() { vec![">".to_owned()] } else { all }
 }
 
-/// `None`: the client can read it.
+/// Returns the readable part of a message; `None` if the client can read it.
 fn as_far_as_readable(spec: &ConsumerSpec, number: u64, message: &Value) -> Option<Message> {
     let bytes = |key: &str| BASE64_STANDARD.decode(message[key].as_str().unwrap_or_default()).unwrap_or_default();
     let subject = message["subject"].as_str().unwrap_or_default();
     let (headers, whole) = headers(&bytes("hdrs"));
-    // JSON has this character for what is no UTF-8.
+    // The JSON has this character in place of bytes that are not UTF-8.
     if whole && !subject.contains(char::REPLACEMENT_CHARACTER) {
         return None;
     }
     let payload = bytes("data");
-    // For an ack the server looks at the number of the message alone.
+    // For an ack, the server only uses the message's number.
     let ack = format!("$JS.ACK.{}.{}.1.{number}.{number}.0.0", spec.stream, spec.name);
     Some(Message {
         subject: subject.into(),
@@ -87,7 +87,7 @@ fn as_far_as_readable(spec: &ConsumerSpec, number: u64, message: &Value) -> Opti
     })
 }
 
-/// The headers that can be read, and whether the client can read all of the block.
+/// Returns the headers that can be read, and whether the client can read the whole block.
 fn headers(block: &[u8]) -> (HeaderMap, bool) {
     let mut lines = block.split(|byte| *byte == b'\n').map(|line| line.strip_suffix(b"\r").unwrap_or(line));
     let mut headers = HeaderMap::new();
@@ -95,7 +95,7 @@ fn headers(block: &[u8]) -> (HeaderMap, bool) {
         return (headers, true);
     }
     let mut whole = lines.next().and_then(|line| str::from_utf8(line).ok()).is_some_and(is_first_line);
-    // A line that begins with white space belongs to the one before, and is not looked at.
+    // A line that begins with white space continues the one before, and is ignored.
     for line in lines.filter(|line| line.first().is_some_and(|byte| !byte.is_ascii_whitespace())) {
         let text = str::from_utf8(line).ok();
         let header = text.and_then(|text| text.split_once(':')).and_then(|(name, value)| {
