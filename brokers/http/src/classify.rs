@@ -1,5 +1,5 @@
-//! One place that classifies answers, and requests that got none. What they cost the event is the
-//! engine's to decide.
+//! Classifies answers, and requests without one, in one place. The engine decides what an outcome
+//! costs the event.
 
 use std::borrow::Cow;
 use std::io;
@@ -12,10 +12,11 @@ use postbox_core::Outcome;
 
 use crate::guard::Forbidden;
 
-/// A named wait longer than this is a mistake of the target; the retry policy caps it further.
+/// The longest wait that a target may ask for: a longer one is a mistake. The retry policy limits
+/// it further.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Classifies an answer by its status. `text` is what the target said, cut and escaped.
+/// Classifies an answer by its status. `text` is the target's answer, cut and escaped.
 pub(crate) fn classify_status(status: StatusCode, after: Option<Duration>, text: String) -> Outcome {
     let code = || Cow::Owned(format!("http_{}", status.as_u16()));
     match status.as_u16() {
@@ -26,7 +27,8 @@ pub(crate) fn classify_status(status: StatusCode, after: Option<Duration>, text:
         409 => Outcome::Delivered { duplicate: true },
         410 => Outcome::Gone { code: code(), error: text },
         429 => Outcome::Throttled { code: code(), error: text, after },
-        // A gateway answers this for a handler that an event crashed and for one that is down.
+        // A gateway sends these both for a handler that crashed on this event and for one that is
+        // down.
         502..=504 => Outcome::Ambiguous { code: code(), error: text, after },
         500..=599 => Outcome::ServerError { code: code(), error: text, after },
         408 | 425 => Outcome::Retry { code: code(), error: text, after },
@@ -34,7 +36,7 @@ pub(crate) fn classify_status(status: StatusCode, after: Option<Duration>, text:
     }
 }
 
-/// Classifies a request that got no answer.
+/// Classifies a request without an answer.
 pub(crate) fn classify_failure(error: &reqwest::Error) -> Outcome {
     let text = chain(error);
     if let Some(forbidden) = cause::<Forbidden>(error) {
@@ -46,8 +48,8 @@ pub(crate) fn classify_failure(error: &reqwest::Error) -> Outcome {
     if error.is_dns() {
         return Outcome::unavailable("dns_failed", text);
     }
-    // Also after the connection stands: with TLS 1.3 the target judges our certificate when we hold
-    // the handshake for done.
+    // Checked before `is_connect`, because it can happen after the connection is open: with TLS 1.3
+    // the target judges our certificate when our side considers the handshake complete.
     if let Some(tls) = cause::<rustls::Error>(error) {
         return tls_failure(tls, text);
     }
@@ -63,8 +65,8 @@ pub(crate) fn classify_failure(error: &reqwest::Error) -> Outcome {
     Outcome::ambiguous(if error.is_timeout() { "timeout" } else { "connection_lost" }, text)
 }
 
-/// `Retry-After`: seconds or an HTTP date in any of its three forms; anything else counts as
-/// absent.
+/// Parses `Retry-After`: seconds, or an HTTP date in any of its three forms. Anything else counts
+/// as absent.
 pub(crate) fn retry_after(value: &str, now: Timestamp) -> Option<Duration> {
     let value = value.trim();
     if !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit()) {
@@ -79,8 +81,8 @@ pub(crate) fn retry_after(value: &str, now: Timestamp) -> Option<Duration> {
     Some(wait.min(RETRY_AFTER_MAX))
 }
 
-/// The first cause of a type in the chain. An I/O error names as its source what lies *behind* the
-/// error it wraps, so the wrapped one is looked at first.
+/// Returns the first cause of a type in the chain. The source of an I/O error is what lies *behind*
+/// the error it wraps, so the wrapped error is checked first.
 pub(crate) fn cause<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a E> {
     let next = |error: &&'a (dyn std::error::Error + 'static)| {
         let wrapped = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
@@ -89,7 +91,8 @@ pub(crate) fn cause<'a, E: std::error::Error + 'static>(error: &'a (dyn std::err
     std::iter::successors(Some(error), next).find_map(|error| error.downcast_ref::<E>())
 }
 
-/// TLS that failed says nothing of the event. What the target wants of us is named.
+/// Classifies a TLS failure, which says nothing about the event. If the target rejects or requires
+/// our certificate, the code says so.
 pub(crate) fn tls_failure(error: &rustls::Error, text: String) -> Outcome {
     use rustls::AlertDescription as Alert;
     match error {
@@ -105,14 +108,14 @@ pub(crate) fn tls_failure(error: &rustls::Error, text: String) -> Outcome {
             | Alert::CertificateUnknown
             | Alert::UnknownCA
             | Alert::AccessDenied
-            // The signature that goes with it.
+            // The signature made with the certificate's key.
             | Alert::DecryptError,
         ) => Outcome::unavailable("client_cert_refused", format!("the target refuses our certificate ({text})")),
         _ => Outcome::unavailable("tls_failed", text),
     }
 }
 
-/// The causes in one line, without the URL (its query may hold a token).
+/// Joins the causes into one line, without the URL, whose query may hold a token.
 fn chain(error: &reqwest::Error) -> String {
     let mut texts: Vec<String> = Vec::new();
     let mut source = std::error::Error::source(error);

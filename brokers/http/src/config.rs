@@ -1,4 +1,4 @@
-//! What an HTTP sink needs to know.
+//! The configuration of an HTTP sink.
 
 mod table;
 
@@ -22,59 +22,60 @@ use crate::tls;
 
 pub use table::HttpSinkTable;
 
-/// Most requests at once to one target: beyond this a target needs a conversation, not a setting.
+/// The most requests at once to one target. Whoever needs more should talk to the target's owner.
 const CONCURRENCY_MAX: usize = 1_024;
 
-/// Longest URL in bytes: what servers commonly accept.
+/// The longest URL, in bytes: what servers commonly accept.
 const URL_BYTES_MAX: usize = 8_000;
 
 /// The settings of one HTTP target.
 #[derive(Clone)]
 pub struct HttpSinkConfig {
-    /// Where to: `http://` or `https://`, without user name, password and fragment.
+    /// The target: `http://` or `https://`, without user name, password and fragment.
     pub url: String,
-    /// Keys to sign with, all of them each time; several while one rotates. None: not signed.
+    /// Keys to sign with. All of them sign every request; several while one is rotated. None: not
+    /// signed.
     pub keys: Vec<SignKey>,
-    /// Old keys, which sign too, each up to and including the second of its end. At least one of
-    /// `keys` must stay.
+    /// Old keys, which sign too, each up to and including the second of its end. `keys` must have
+    /// at least one.
     pub keys_retiring: Vec<(SignKey, Timestamp)>,
-    /// Headers on every request, e.g. `authorization`. They win over an event's headers of the same
+    /// Headers on every request, e.g. `authorization`. They replace an event's headers of the same
     /// name.
     pub headers: Vec<(String, String)>,
-    /// The form in which events are sent. The signature covers the body of it.
+    /// The form in which events are sent. The signature covers its body.
     pub envelope: Envelope,
-    /// The CloudEvents source of events that name no source.
+    /// The CloudEvents source of events that have none.
     pub source: String,
-    /// Longest wait for a connection, TLS included.
+    /// The longest wait for a connection, TLS included.
     pub connect_timeout: Duration,
-    /// Longest time for one request, from connecting to the end of the answer. Keep it below the
-    /// subscription's timeout, or the relay gives up first and cannot say why.
+    /// The longest time for one request, from connecting to the end of the answer. Keep it below
+    /// the subscription's timeout. Otherwise the relay gives up first and cannot say why.
     pub timeout: Duration,
-    /// Most requests at once.
+    /// The most requests at once.
     pub concurrency: usize,
     /// Networks that may be called although they are not public. Default: none, so that a name
-    /// which leads into your own network, by mistake or on purpose, leads nowhere.
+    /// which leads into your own network, by mistake or on purpose, is refused.
     pub allow: Vec<IpNet>,
-    /// Where this process listens itself. A sink never calls these, whatever is allowed; `0.0.0.0`
-    /// and `::` mean every address of this machine.
+    /// The addresses that this process itself listens on. A sink never calls these, whatever is
+    /// allowed. `0.0.0.0` and `::` mean every address of this machine.
     pub listening: Vec<SocketAddr>,
-    /// Certificates (PEM) to trust beside the system's, for a private authority.
+    /// Certificates (PEM) to trust in addition to the system's, for a private authority.
     pub ca_file: Option<PathBuf>,
-    /// What to show a target that asks for a client certificate (mutual TLS).
+    /// The certificate for a target that asks for one (mutual TLS).
     pub client_cert: Option<ClientCert>,
 }
 
-/// A certificate and its key, by which a target knows us.
+/// A client certificate and its key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientCert {
-    /// The certificate and those between it and the authority (PEM).
+    /// The certificate and its intermediates (PEM).
     pub cert_file: PathBuf,
-    /// Its key (PEM). Nobody but us should be able to read it.
+    /// Its key (PEM). No other user should be able to read it.
     pub key_file: PathBuf,
 }
 
 impl HttpSinkConfig {
-    /// A target with every other setting at its default: not signed, 5 s to connect, 20 s in all,
+    /// A target with all other settings at their defaults: not signed, 5 s to connect, 20 s in all,
     /// 16 requests at once, public addresses only.
     pub fn new(url: impl Into<String>) -> Self {
         Self {
@@ -94,7 +95,7 @@ impl HttpSinkConfig {
         }
     }
 
-    /// Every fault at once, each a line that says how to fix it.
+    /// Returns every fault at once, each as a line that says how to fix it.
     pub fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
         faults.extend(self.target().err());
@@ -115,7 +116,7 @@ impl HttpSinkConfig {
         faults
     }
 
-    /// [`Self::faults`] as an error.
+    /// Returns [`Self::faults`] as an error.
     pub fn validate(&self) -> Result<()> {
         match self.faults() {
             faults if faults.is_empty() => Ok(()),
@@ -123,15 +124,15 @@ impl HttpSinkConfig {
         }
     }
 
-    /// Reads the files that an `https` target needs, as making the sink does: the trusted
-    /// certificates, and ours with its key. The codes are `ca_file_invalid`, `client_cert_invalid`
-    /// and `tls_roots_missing`.
+    /// Reads the files that an `https` target needs, as building the sink does: the trusted
+    /// certificates, and our own with its key. The codes are `ca_file_invalid`,
+    /// `client_cert_invalid` and `tls_roots_missing`.
     pub fn check_files(&self) -> Result<()> {
         let url = self.target().map_err(|fault| Error::invalid("configure", "http_sink_invalid", fault))?;
         tls::client_config(url.scheme() == "https", self.ca_file.as_deref(), self.client_cert.as_ref()).map(drop)
     }
 
-    /// What signs; `None` without keys. What is wrong with the keys never repeats one.
+    /// Returns the signer; `None` without keys. The error never repeats a key.
     pub(crate) fn signer(&self) -> Result<Option<Signer>, String> {
         if self.keys.is_empty() {
             return match self.keys_retiring.is_empty() {
@@ -154,7 +155,7 @@ impl HttpSinkConfig {
         Guard::new(&self.allow, Ourselves::behind(url, &self.listening))
     }
 
-    /// The parsed URL, or what is wrong with it.
+    /// Returns the parsed URL, or what is wrong with it.
     pub(crate) fn target(&self) -> Result<Url, String> {
         let url = parse_url(&self.url)?;
         self.guard(&url).check_host(&url)?;
@@ -162,7 +163,7 @@ impl HttpSinkConfig {
     }
 }
 
-/// Checks the form of a URL, wherever it leads. The message never repeats it: it may hold a
+/// Checks the form of a URL, not where it leads. The error never repeats it: it may hold a
 /// password.
 pub fn check_url(text: &str) -> Result<(), String> {
     parse_url(text).map(drop)
@@ -190,7 +191,7 @@ fn parse_url(text: &str) -> Result<Url, String> {
 
 impl fmt::Debug for HttpSinkConfig {
     /// Header values may be credentials, and the URL may carry a token in its user name, path or
-    /// query: only its host is shown.
+    /// query, so only its host is shown.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&str> = self.headers.iter().map(|(name, _)| name.as_str()).collect();
         let url = Url::parse(&self.url).ok();
@@ -213,7 +214,7 @@ impl fmt::Debug for HttpSinkConfig {
     }
 }
 
-/// What is wrong with the name of a header of our own.
+/// Returns what is wrong with the name of a configured header.
 fn header_name_fault(name: &str) -> Option<String> {
     match HeaderName::try_from(name) {
         Err(_) => Some(format!("{name:?} is no header name")),
@@ -228,7 +229,7 @@ fn header_value_fault(value: &str) -> Option<&'static str> {
     HeaderValue::try_from(value).err().map(|_| "the value has a character that headers cannot carry")
 }
 
-/// What somebody who wants to set a reserved header most likely wants.
+/// Suggests what to use instead of a reserved header.
 fn instead(name: &HeaderName) -> &'static str {
     match name.as_str() {
         "cookie" | "proxy-authorization" => "send credentials as `authorization`",

@@ -1,4 +1,4 @@
-//! Trying a target without a request: its name, its address, its port, its certificate.
+//! Checks a target without a request: its name, address, port and certificate.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -17,13 +17,13 @@ use crate::config::HttpSinkConfig;
 use crate::guard::{Guard, Lookup, SystemLookup};
 use crate::tls;
 
-/// How long a target with TLS 1.3 has to say that it does not want us: it judges our certificate
-/// when we hold the handshake for done. Most say nothing.
+/// How long to wait for a TLS 1.3 target to reject our certificate. It judges it when our side
+/// considers the handshake complete, and most say nothing.
 const VERDICT_WAIT: Duration = Duration::from_millis(300);
 
 impl HttpSinkConfig {
     /// Connects to the target as the sink does, under the same address guard, up to the end of the
-    /// TLS handshake, and hangs up. No request is sent. Says where it got to.
+    /// TLS handshake, and hangs up. Sends no request. Returns where it connected to.
     ///
     /// The codes are those of the sink: `dns_failed`, `address_forbidden`, `connect_refused`,
     /// `connect_timeout`, `connect_failed`, `tls_failed`, `client_cert_required`,
@@ -127,12 +127,12 @@ fn handshake(stream: &mut TcpStream, host: &str, tls: ClientConfig, limit: Durat
         }
     }
     stream.set_read_timeout(Some(VERDICT_WAIT))?;
-    // It said nothing: it has nothing against us.
+    // If the target says nothing, it accepts us.
     if tls.read_tls(stream).is_ok() {
         tls.process_new_packets().map_err(io::Error::other)?;
     }
     tls.send_close_notify();
-    // Whether it hears that does not matter.
+    // It does not matter whether this arrives.
     _ = tls.write_tls(stream);
     Ok(())
 }
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
     use crate::guard::Looking;
 
-    /// A name service that leads home.
+    /// A name service that answers with this machine.
     struct Home;
 
     impl Lookup for Home {

@@ -1,4 +1,4 @@
-//! A GET that a stranger can cause: bounded, and to public addresses only.
+//! A GET that an outsider can cause: limited in size and time, and to public addresses.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,29 +10,29 @@ use reqwest::{Client, redirect, retry};
 use crate::guard::{Guard, GuardedResolver, SystemLookup};
 use crate::tls;
 
-/// Longest time for one request.
+/// The longest time for one request.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Largest answer: certificates have some 2 KiB, confirmations less.
+/// The largest answer, in bytes: certificates have about 2 KiB, confirmations less.
 const BODY_BYTES_MAX: usize = 16 * 1024;
 
-/// What came of a request.
+/// The result of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fetched {
     /// The answer.
     Body(Bytes),
-    /// The server says that there is no such thing, or it is too large to be one.
+    /// The server says that there is no such thing, or the answer is too large.
     Refused(String),
-    /// No answer, or the server is out of order.
+    /// There was no answer, or the server is failing.
     Failed(String),
 }
 
-/// A client with the guard of the sinks: public addresses only, `https` only, no redirect, no
-/// proxy, bounded in size and time.
+/// A client with the address guard of the sinks: public addresses only, `https` only, no redirects,
+/// no proxy, limited in size and time.
 pub struct PublicClient(Client);
 
 impl PublicClient {
-    /// A client that keeps so many idle connections: a stranger who causes requests must not cause
-    /// a handshake for each.
+    /// Returns a client that keeps this many idle connections, so that an outsider who causes
+    /// requests does not cause a handshake for each.
     pub fn new(idle_connections_max: usize) -> Result<Self> {
         let client = Client::builder()
             .tls_backend_preconfigured(tls::client_config(true, None, None)?)
@@ -52,7 +52,7 @@ impl PublicClient {
         Ok(Self(client))
     }
 
-    /// GETs what is at `url`. Never prints it: it may hold a token.
+    /// Fetches `url` with a GET. Never prints the URL: it may hold a token.
     pub async fn get(&self, url: String) -> Fetched {
         let lost = |error: reqwest::Error| Fetched::Failed(error.without_url().to_string());
         let mut response = match self.0.get(url).send().await {

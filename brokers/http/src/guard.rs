@@ -1,10 +1,10 @@
 //! The address guard: which addresses a sink may connect to.
 //!
-//! Public ones, and those of networks that are allowed by name. Every address that a name resolves
-//! to is checked as a number, each time a connection is made, and the connection goes to the very
-//! address that was checked, with the name kept for TLS. There is no second look-up that could
-//! answer differently, no redirect, no proxy, and a name with one forbidden address among good ones
-//! is refused altogether.
+//! Public addresses, and those of explicitly allowed networks. Every address that a name resolves
+//! to is checked as a number, each time a connection is made. The connection goes to the very
+//! address that was checked; the name is kept for TLS. There is no second lookup that could answer
+//! differently, no redirect and no proxy. A name with one forbidden address among good ones is
+//! refused altogether.
 //!
 //! The standard library's helpers miss mapped, translated and tunnelled forms, so the tables here
 //! are our own.
@@ -19,7 +19,7 @@ use ipnet::IpNet;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use url::{Host, Url};
 
-/// Which addresses one target may have.
+/// The addresses that one target may have.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Guard {
     /// Networks that may be called although they are not public.
@@ -32,9 +32,9 @@ impl Guard {
         Self { allow: allow.to_vec(), ourselves }
     }
 
-    /// Checks what of a URL's host is known without looking it up. The URL parser has turned
-    /// `0x7f.1`, `2130706433` and their like into numbers already; `localhost` can only be this
-    /// machine (RFC 6761); other names are checked when they are resolved.
+    /// Checks what is known of a URL's host without a lookup. The URL parser has already turned
+    /// `0x7f.1`, `2130706433` and the like into numbers. `localhost` can only be this machine (RFC
+    /// 6761). Other names are checked when they are resolved.
     pub(crate) fn check_host(&self, url: &Url) -> Result<(), String> {
         let addresses = match url.host() {
             Some(Host::Ipv4(address)) => vec![IpAddr::V4(address)],
@@ -47,9 +47,9 @@ impl Guard {
         self.check(addresses).map_err(|forbidden| forbidden.to_string())
     }
 
-    /// Checks all addresses of one name: one forbidden among good ones spoils them all.
+    /// Checks all addresses of one name: one forbidden address refuses the name.
     pub(crate) fn check(&self, addresses: impl IntoIterator<Item = IpAddr>) -> Result<(), Forbidden> {
-        // `::ffff:10.0.0.1` *is* 10.0.0.1 for the operating system, so it is judged and allowed as
+        // For the operating system `::ffff:10.0.0.1` *is* 10.0.0.1, so it is checked and allowed as
         // that.
         let addresses: Vec<IpAddr> = addresses.into_iter().map(|address| address.to_canonical()).collect();
         if let Some(own) = addresses.iter().find(|address| self.ourselves.listen_at(**address)) {
@@ -67,8 +67,9 @@ fn is_localhost(name: &str) -> bool {
     name.eq_ignore_ascii_case("localhost") || name.to_ascii_lowercase().ends_with(".localhost")
 }
 
-/// Where this process listens, as far as one target's port leads there. Allowing a network does not
-/// allow these: a customer's URL would make us post to our own ingress, or ask our own metrics.
+/// The addresses that this process listens on with one target's port. Allowing a network does not
+/// allow these: otherwise a customer's URL could make us post to our own ingress, or request our
+/// own metrics.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Ourselves(Vec<IpAddr>);
 
@@ -79,8 +80,8 @@ impl Ourselves {
     }
 
     fn listen_at(&self, address: IpAddr) -> bool {
-        // Nobody's address as a target means this machine, as a listener every address of this
-        // machine; that of version 6 takes both versions.
+        // The unspecified address (`0.0.0.0`, `::`) means this machine as a target, and every
+        // address of this machine as a listener. The listener `::` takes both IP versions.
         let takes = |own: &IpAddr| own.is_unspecified() && (own.is_ipv6() || address.is_ipv4());
         self.0
             .iter()
@@ -88,8 +89,8 @@ impl Ourselves {
     }
 }
 
-/// Only to an address of its own does a machine bind a socket; nothing is sent. When it says
-/// something else than "not mine", it might be.
+/// Whether an address belongs to this machine: only then can a socket be bound to it. Nothing is
+/// sent. Any error except "not my address" counts as yes.
 fn is_of_this_machine(address: IpAddr) -> bool {
     match UdpSocket::bind((address, 0)) {
         Ok(_) => true,
@@ -130,12 +131,12 @@ impl fmt::Display for Forbidden {
 
 impl std::error::Error for Forbidden {}
 
-/// Addresses on their way.
+/// A lookup in progress.
 pub(crate) type Looking = BoxFuture<'static, io::Result<Vec<SocketAddr>>>;
 
-/// Who knows the addresses of a name. Its answer is never trusted.
+/// Resolves names. The answer is never trusted.
 pub(crate) trait Lookup: Send + Sync + 'static {
-    /// The addresses of `name`, with any port.
+    /// Returns the addresses of `name`, with any port.
     fn look_up(&self, name: &str) -> Looking;
 }
 
@@ -145,12 +146,12 @@ pub(crate) struct SystemLookup;
 impl Lookup for SystemLookup {
     fn look_up(&self, name: &str) -> Looking {
         let name = name.to_owned();
-        // Port 0: the client puts the URL's port in.
+        // Port 0, because the client sets the URL's port.
         Box::pin(async move { Ok(tokio::net::lookup_host((name.as_str(), 0)).await?.collect()) })
     }
 }
 
-/// Resolves names for the client and lets no forbidden address through.
+/// Resolves names for the client and refuses forbidden addresses.
 pub(crate) struct GuardedResolver {
     pub(crate) guard: Guard,
     pub(crate) lookup: Arc<dyn Lookup>,
@@ -168,7 +169,7 @@ impl Resolve for GuardedResolver {
     }
 }
 
-/// Networks of version 4 that are not public, as (network, prefix length).
+/// IPv4 networks that are not public, as (network, prefix length).
 const FORBIDDEN_V4: [(Ipv4Addr, u32); 18] = [
     (Ipv4Addr::new(0, 0, 0, 0), 8),        // this network
     (Ipv4Addr::new(10, 0, 0, 0), 8),       // private
@@ -190,7 +191,8 @@ const FORBIDDEN_V4: [(Ipv4Addr, u32); 18] = [
     (Ipv4Addr::new(240, 0, 0, 0), 4),      // reserved, broadcast
 ];
 
-/// Networks inside 2000::/3 that are not public; everything outside of it is forbidden anyway.
+/// Networks inside 2000::/3 that are not public. Everything outside of 2000::/3 is forbidden
+/// anyway.
 const FORBIDDEN_V6: [(Ipv6Addr, u32); 6] = [
     (Ipv6Addr::new(0x2001, 0, 0, 0, 0, 0, 0, 0), 23), // protocol assignments: Teredo, ORCHID, benchmarks
     (Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0), 32), // documentation
@@ -200,7 +202,7 @@ const FORBIDDEN_V6: [(Ipv6Addr, u32); 6] = [
     (Ipv6Addr::new(0x3fff, 0, 0, 0, 0, 0, 0, 0), 20), // documentation
 ];
 
-/// NAT64's well-known prefix: an address of version 4 in the last 32 bits.
+/// NAT64's well-known prefix: an IPv4 address in the last 32 bits.
 const NAT64: (Ipv6Addr, u32) = (Ipv6Addr::new(0x64, 0xff9b, 0, 0, 0, 0, 0, 0), 96);
 /// Global unicast.
 const GLOBAL_V6: (Ipv6Addr, u32) = (Ipv6Addr::new(0x2000, 0, 0, 0, 0, 0, 0, 0), 3);

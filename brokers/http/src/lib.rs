@@ -12,13 +12,14 @@
 //! # Ok(sink) }
 //! ```
 //!
-//! - [`HttpSink`] posts each event in the target's [`Envelope`](postbox_core::Envelope) (unless
-//!   another is chosen, the payload as it is with CloudEvents headers) and signs it as Standard
-//!   Webhooks says; the answer's status becomes an [`Outcome`](postbox_core::Outcome). It serves
-//!   webhook targets and your own HTTP handlers alike.
-//! - [`PublicClient`] fetches from addresses that strangers may name, with the guard of the sink.
-//! - A sink calls public addresses only, and those of networks that are allowed
-//!   ([`HttpSinkConfig::allow`]), whatever the URL or the DNS says.
+//! - [`HttpSink`] posts each event in the target's [`Envelope`](postbox_core::Envelope) and signs
+//!   it as Standard Webhooks defines. By default this is the unchanged payload with CloudEvents
+//!   headers. The answer's status becomes an [`Outcome`](postbox_core::Outcome). It serves webhook
+//!   targets and your own HTTP handlers alike.
+//! - [`PublicClient`] fetches from addresses that outsiders may name, with the address guard of the
+//!   sink.
+//! - A sink calls only public addresses and those of allowed networks ([`HttpSinkConfig::allow`]),
+//!   whatever the URL or the DNS says.
 //!
 //! The README of this crate has the tables: headers, statuses, codes, limits.
 //!

@@ -1,4 +1,4 @@
-//! From an event to its request.
+//! Turns an event into its request.
 //!
 //! | header | value |
 //! |---|---|
@@ -10,7 +10,7 @@
 //!
 //! An event's header is *reserved*, and left out, if HTTP itself, Postbox or a credential uses its
 //! name ([`is_reserved`]), or if the target's configuration sets it. So no event can pose as
-//! another, smuggle a request or carry credentials to a target.
+//! another, smuggle a request or send credentials to a target.
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
@@ -20,8 +20,9 @@ use postbox_core::{Delivery, Envelope, Outcome};
 use postbox_webhook::UnixSeconds;
 use postbox_webhook::standard::{ID_HEADER, Signer, TIMESTAMP_HEADER};
 
-/// Headers of one request and not of the message in it: framing and routing of HTTP, credentials,
-/// what the body decides. No event sets them on its way out, and none keeps them from its way in.
+/// Headers that belong to one request, not to the message in it: framing and routing of HTTP,
+/// credentials, and what the body determines. No outgoing event sets them, and no incoming event
+/// keeps them.
 pub const OF_ONE_REQUEST: [&str; 19] = [
     "accept-encoding",
     "authorization",
@@ -48,10 +49,10 @@ pub const OF_ONE_REQUEST: [&str; 19] = [
 const RESERVED: [&str; 5] =
     ["http2-settings", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-http-method-override"];
 
-/// Beginnings of names that events cannot set: what we sign and say ourselves.
+/// Prefixes of names that events cannot set: what we sign and set ourselves.
 const RESERVED_PREFIXES: [&str; 3] = ["webhook-", "svix-", "proxy-"];
 
-/// Whether a header's name is not an event's to set.
+/// Whether an event may not set a header of this name.
 pub(crate) fn is_reserved(name: &HeaderName) -> bool {
     let name = name.as_str();
     OF_ONE_REQUEST.contains(&name)
@@ -60,7 +61,7 @@ pub(crate) fn is_reserved(name: &HeaderName) -> bool {
         || Binding::HTTP.is_reserved(name)
 }
 
-/// What is the same for every request to a target.
+/// What is the same in every request to a target.
 pub(crate) struct Template {
     pub(crate) envelope: Envelope,
     pub(crate) signer: Option<Signer>,
@@ -69,7 +70,7 @@ pub(crate) struct Template {
 }
 
 impl Template {
-    /// The headers and the body of one request, or why there can be none.
+    /// Makes the headers and the body of one request, or returns why there can be none.
     pub(crate) fn fill(&self, delivery: &Delivery, now: Timestamp) -> Result<(HeaderMap, Bytes), Outcome> {
         let event = &delivery.event;
         let wrapped = self.envelope.wrap(event, &self.source)?;
@@ -103,7 +104,7 @@ impl Template {
             headers.insert(TIMESTAMP_HEADER, HeaderValue::from(now.as_second()));
             return Ok(());
         };
-        // The clock is absurd, which is nobody's fault here: try again.
+        // The clock is wrong, which is not the event's fault: try again.
         let signed = signer
             .sign(id, UnixSeconds(now.as_second()), body)
             .map_err(|error| Outcome::retry("sign_failed", error.to_string()))?;
@@ -114,7 +115,7 @@ impl Template {
     }
 }
 
-/// A header value; text beyond ASCII goes out as UTF-8.
+/// Makes a header value; text beyond ASCII is sent as UTF-8.
 fn value_of(name: &str, value: String) -> Result<HeaderValue, Outcome> {
     HeaderValue::from_maybe_shared(Bytes::from(value)).map_err(|_| invalid(name))
 }

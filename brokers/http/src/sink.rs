@@ -16,18 +16,18 @@ use crate::guard::{GuardedResolver, Lookup, SystemLookup};
 use crate::request::Template;
 use crate::tls;
 
-/// How much of an answer is kept for a person to read.
+/// How many bytes of an answer are kept for an operator to read.
 const EXCERPT_BYTES_MAX: usize = 512;
-/// How much of an answer is read so that its connection can be used again; beyond it a new
+/// How many bytes of an answer are read so that its connection can be reused. Beyond that a new
 /// connection is cheaper.
 const DRAIN_BYTES_MAX: usize = 64 * 1024;
-/// How long the rest of an answer is waited for once its status is known: the outcome is decided by
+/// How long to wait for the rest of an answer once its status is known: the outcome is decided by
 /// then.
 const DRAIN_TIME_MAX: Duration = Duration::from_millis(500);
-/// How long an idle connection is kept: below the minute after which servers and load balancers
+/// How long an idle connection is kept: less than the minute after which servers and load balancers
 /// commonly hang up.
 const IDLE_TIME_MAX: Duration = Duration::from_secs(30);
-/// Most headers of an answer that are read; an endless list ends here.
+/// The most headers of an answer that are read, so that an endless list is cut off.
 const RESPONSE_HEADERS_MAX: usize = 100;
 
 /// Posts events to a URL. See the crate's README for headers, statuses and codes.
@@ -40,8 +40,8 @@ pub struct HttpSink {
 }
 
 impl HttpSink {
-    /// A sink for one target. Connects to nothing yet; every fault of the configuration is reported
-    /// at once.
+    /// Returns a sink for one target. Connects to nothing yet. Reports every fault of the
+    /// configuration at once.
     ///
     /// `clock` stamps signatures and reads dates in `Retry-After`.
     pub fn new(config: HttpSinkConfig, clock: Arc<dyn Clock>) -> Result<Self> {
@@ -117,7 +117,7 @@ fn client(config: &HttpSinkConfig, url: &Url, lookup: Arc<dyn Lookup>) -> Result
         .no_proxy()
         .redirect(redirect::Policy::none())
         .referer(false)
-        // The engine owns retry; a hidden second request would also hide a duplicate.
+        // The engine owns retry. A hidden second request would also hide a duplicate.
         .retry(retry::never())
         .connect_timeout(config.connect_timeout)
         .timeout(config.timeout)
@@ -133,7 +133,8 @@ fn client(config: &HttpSinkConfig, url: &Url, lookup: Arc<dyn Lookup>) -> Result
     })
 }
 
-/// The beginning of the answer's body. Reads on a little so that the connection can be used again.
+/// Returns the beginning of the answer's body. Reads a little further so that the connection can be
+/// reused.
 async fn excerpt(mut response: Response) -> Vec<u8> {
     let mut excerpt = Vec::new();
     let drain = async {
@@ -146,13 +147,13 @@ async fn excerpt(mut response: Response) -> Vec<u8> {
             excerpt.extend_from_slice(&chunk[..chunk.len().min(room)]);
         }
     };
-    // Too slow or broken off: what came so far will do.
+    // Too slow or broken off: what was read so far is enough.
     let _ = tokio::time::timeout(DRAIN_TIME_MAX, drain).await;
     excerpt
 }
 
-/// Text from outside as one harmless line: no control characters, no terminal escapes, no turned
-/// writing direction.
+/// Turns text from outside into one harmless line: no control characters, no terminal escapes, no
+/// change of writing direction.
 fn escape(bytes: &[u8]) -> String {
     let mut safe = String::new();
     for c in String::from_utf8_lossy(bytes).chars() {

@@ -1,9 +1,9 @@
 //! TLS for outgoing requests: rustls with ring, named explicitly, so that no process-wide provider
 //! is needed.
 //!
-//! The trust roots are the operating system's (through the platform verifier, which honours
-//! `SSL_CERT_FILE` on Linux), plus a file of your own for a private authority. They are read only
-//! when the URL is `https`: a plain target works in a container without any certificates.
+//! The trust roots are the operating system's, through the platform verifier, which honours
+//! `SSL_CERT_FILE` on Linux, plus a file of your own for a private authority. They are read only if
+//! the URL is `https`, so that a plain target works in a container without any certificates.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use tracing::warn;
 
 use crate::config::ClientCert;
 
-/// The client's TLS settings for a target.
+/// Returns the client's TLS settings for a target.
 pub(crate) fn client_config(
     https: bool,
     ca_file: Option<&Path>,
@@ -29,7 +29,7 @@ pub(crate) fn client_config(
         .with_safe_default_protocol_versions()
         .map_err(|error| Error::invalid("configure", "tls_invalid", error.to_string()))?;
     if !https {
-        // Never used: the URL is plain and redirects are not followed. With no roots it would trust
+        // Never used: the URL is plain and redirects are not followed. Without roots it would trust
         // nobody.
         return Ok(builder.with_root_certificates(RootCertStore::empty()).with_no_client_auth());
     }
@@ -74,8 +74,8 @@ fn read_certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDe
     Ok(certificates)
 }
 
-/// The key of a client certificate. Says so when others can read it: whoever has it is us for every
-/// target.
+/// Reads the key of a client certificate. Warns if other users can read it: whoever has it can pose
+/// as us to every target.
 fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
     let shown = path.display();
     #[cfg(unix)]

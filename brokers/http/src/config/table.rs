@@ -1,4 +1,4 @@
-//! `sink = { type = "http", … }`: its keys, and the sink that is built from them.
+//! The keys of `sink = { type = "http", … }`, and the sink that is built from them.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -63,7 +63,7 @@ fn url(text: &str) -> Result<String, String> {
     check_url(text).map(|()| text.to_owned())
 }
 
-/// A network, or a single address.
+/// Parses a network, or a single address.
 fn network(text: &str) -> Result<IpNet, String> {
     let net = text.parse::<IpNet>().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
     net.map_err(|_| format!("{text:?} is no network; write e.g. \"10.20.0.0/16\""))
@@ -114,8 +114,8 @@ impl HttpSinkTable {
         }
     }
 
-    /// A URL must not lead back to us. Names are looked up later, at each connection; numbers are
-    /// known now.
+    /// Checks that the URL does not lead back to us. Numeric addresses are known now; names are
+    /// looked up later, at each connection.
     fn check_target(&self, section: &Section<'_>) {
         let target = HttpSinkConfig { listening: section.reader.listening.get().into_iter().collect(), ..self.plain() };
         if let Err(fault) = target.target() {
@@ -130,7 +130,7 @@ impl HttpSinkTable {
         }
     }
 
-    /// Everything but the keys to sign with.
+    /// Everything except the signing keys.
     fn plain(&self) -> HttpSinkConfig {
         let files = self.client_cert.clone().zip(self.client_key.clone());
         HttpSinkConfig {
@@ -169,7 +169,7 @@ impl HttpSinkTable {
     }
 }
 
-/// With the keys to sign with. The message never repeats a key.
+/// Adds the signing keys. The error never repeats a key.
 fn with_keys(mut config: HttpSinkConfig, secrets: &[LiveSecret]) -> Result<HttpSinkConfig, String> {
     for live in secrets {
         let key = SignKey::parse(live.secret.expose()).map_err(|error| error.to_string())?;
@@ -181,7 +181,7 @@ fn with_keys(mut config: HttpSinkConfig, secrets: &[LiveSecret]) -> Result<HttpS
     Ok(config)
 }
 
-/// What a text that is no signing key probably is.
+/// Suggests what a text that is no signing key probably is.
 fn unlike_a_key(secrets: &[LiveSecret]) -> Option<&'static str> {
     let any = |is: fn(&str) -> bool| secrets.iter().any(|live| is(live.secret.expose()));
     if any(|text| text.starts_with("whpk_")) {

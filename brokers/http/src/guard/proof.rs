@@ -1,9 +1,9 @@
-//! The proof that no forbidden address is ever connected to: the kernel's own record of every
-//! connection this program tried, while it was given hundreds of spellings of forbidden addresses,
-//! names that lead to them, and a resolver that changes its mind.
+//! Proves that no forbidden address is ever connected to. The evidence is the kernel's own record
+//! of every connection that this program tried, while it was given hundreds of spellings of
+//! forbidden addresses, names that lead to them, and a resolver that changes its answer.
 //!
-//! It runs in a network namespace without any route, so that even a guard that fails reaches
-//! nobody. The test starts itself again under `strace` and reads the record.
+//! It runs in a network namespace without any route, so that even a failing guard reaches nobody.
+//! The test starts itself again under `strace` and reads the record.
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
@@ -22,10 +22,11 @@ const THIS_TEST: &str = "guard::proof::no_forbidden_address_is_ever_connected_to
 const RECORDED: &str = "POSTBOX_SSRF_RECORDED";
 /// How often the resolver flips.
 const FLIPS: usize = 10_000;
-/// Public: what the flipping resolver says every other time. Nobody is reached, because there is no
-/// route.
+/// The public address that the flipping resolver returns every other time. It cannot be reached,
+/// because there is no route.
 const PUBLIC: IpAddr = IpAddr::V4(Ipv4Addr::new(8, 8, 8, 8));
-/// Forbidden, and allowed explicitly: shows that the record would show a forbidden connection.
+/// A forbidden address that is explicitly allowed: proves that the record would show a forbidden
+/// connection.
 const ALLOWED: Ipv4Addr = Ipv4Addr::new(10, 99, 99, 99);
 
 /// One or two addresses of every forbidden network.
@@ -103,7 +104,7 @@ const FORBIDDEN_V6: [&str; 30] = [
     "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff",
 ];
 
-/// How one address of version 4 can be written as the host of a URL.
+/// Returns the ways to write one IPv4 address as the host of a URL.
 fn spellings(octets: [u8; 4]) -> Vec<String> {
     let [a, b, c, d] = octets;
     let whole = u32::from_be_bytes(octets);
@@ -155,12 +156,12 @@ fn spellings(octets: [u8; 4]) -> Vec<String> {
     ]
 }
 
-/// Every spelling of a forbidden place, as a host.
+/// Returns every spelling of a forbidden address, as a host.
 fn hosts() -> Vec<String> {
     let mut hosts: Vec<String> = FORBIDDEN_V4.into_iter().flat_map(spellings).collect();
     hosts.extend(FORBIDDEN_V6.iter().map(|address| format!("[{address}]")));
     hosts.extend(["[::1%25lo]", "[fe80::1%25eth0]", "[::1%lo]"].map(str::to_owned));
-    // Names: what they lead to is `Leading`'s to say.
+    // Names; `Leading` decides what they lead to.
     hosts.extend(
         ["localhost", "LOCALHOST", "localhost.", "a.localhost", "ⓛocalhost", "metadata.google.internal"]
             .map(str::to_owned),
@@ -176,7 +177,7 @@ fn hosts() -> Vec<String> {
     hosts
 }
 
-/// Forbidden addresses of both versions, as names lead to them.
+/// Forbidden addresses of both IP versions, for names to lead to.
 fn places() -> Vec<IpAddr> {
     let v4 = FORBIDDEN_V4.into_iter().map(|octets| IpAddr::V4(octets.into()));
     let mapped = FORBIDDEN_V4.into_iter().map(|octets| IpAddr::V6(Ipv4Addr::from(octets).to_ipv6_mapped()));
@@ -184,7 +185,7 @@ fn places() -> Vec<IpAddr> {
     v4.chain(mapped).chain(v6).collect()
 }
 
-/// Leads names to forbidden places: alone, before and after a public one.
+/// Resolves names to forbidden addresses: alone, before and after a public one.
 struct Leading;
 
 impl Lookup for Leading {
@@ -201,7 +202,7 @@ impl Lookup for Leading {
     }
 }
 
-/// Says a public address and a forbidden one by turns.
+/// Returns a public and a forbidden address in turns.
 #[derive(Default)]
 struct Flipping(AtomicUsize);
 
@@ -214,7 +215,7 @@ impl Lookup for Flipping {
     }
 }
 
-/// Does not know.
+/// Fails to resolve.
 struct Failing;
 
 impl Lookup for Failing {
@@ -240,7 +241,7 @@ impl postbox_core::Clock for Clock {
     }
 }
 
-/// A sink for the URL, unless it is refused already.
+/// A sink for the URL, unless it is refused at once.
 fn sink(url: &str, allow: &[&str], lookup: impl Lookup) -> Option<HttpSink> {
     let allow = allow.iter().map(|net| net.parse().expect("a network")).collect();
     let config = HttpSinkConfig { allow, ..HttpSinkConfig::new(url) };
@@ -257,7 +258,7 @@ async fn deliver(sink: &HttpSink) -> String {
     }
 }
 
-/// What is recorded: tries everything that must not work, and two things that may.
+/// The recorded run: tries everything that must not work, and two things that may.
 async fn try_everything() {
     let hosts = hosts();
     let distinct: BTreeSet<&String> = hosts.iter().collect();
@@ -289,7 +290,7 @@ async fn try_everything() {
     writeln!(std::io::stdout(), "{figures}").expect("whoever started this reads it");
 }
 
-/// The addresses of version 4 and 6 in a record of system calls.
+/// The IPv4 and IPv6 addresses in a record of system calls.
 fn addresses(record: &str) -> BTreeSet<IpAddr> {
     let quoted = |text: &str| text.split('"').next().and_then(|address| address.parse().ok());
     let v4 = record.split("inet_addr(\"").skip(1).filter_map(quoted);
@@ -319,12 +320,12 @@ fn no_forbidden_address_is_ever_connected_to() {
         String::from_utf8_lossy(&output.stderr)
     );
     let record = std::fs::read_to_string(record.path()).expect("the record");
-    // Exactly these: the public address of the flipping resolver, and the allowed one.
+    // Exactly these two: the public address of the flipping resolver, and the allowed one.
     assert_eq!(addresses(&record), BTreeSet::from([PUBLIC, IpAddr::V4(ALLOWED)]), "{text}");
     assert!(record.matches("8.8.8.8").count() >= FLIPS / 2, "the record is not whole");
 }
 
-/// A failure, or a visible skip on a machine of one's own.
+/// Fails, or on a developer's machine may skip visibly.
 fn missing(error: &std::io::Error) {
     let allowed = std::env::var_os("POSTBOX_ALLOW_SKIP").is_some_and(|value| value == "1");
     assert!(allowed && std::env::var_os("CI").is_none(), "strace: {error}; install it with `cargo xtask servers`");

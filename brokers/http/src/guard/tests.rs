@@ -1,4 +1,4 @@
-//! Which addresses are let through, one by one.
+//! Tests which addresses are allowed, one by one.
 
 use std::io::Write as _;
 
@@ -164,7 +164,7 @@ async fn names_are_checked_when_they_are_resolved() {
     assert!(allowed.resolve("localhost".parse().expect("a name")).await.is_ok());
 }
 
-/// Every name is this machine's.
+/// Resolves every name to this machine.
 struct Here;
 
 impl Lookup for Here {
@@ -224,7 +224,8 @@ fn our_own_addresses_are_refused_whatever_is_allowed() {
     ] {
         assert_eq!(reported(url, listening), None, "{url} is not {listening}");
     }
-    // Only a kernel with IPv6 can say that these are not its own; of any other they might be.
+    // Only a kernel with IPv6 can tell that these are not its own addresses. On any other they
+    // might be.
     let foreign = [("http://[2606:4700::1]:8600/", "[::]:8600"), ("http://[fe80::1]:8600/", "[::]:8600")];
     let has_v6 = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)).is_ok();
     for (url, listening) in foreign {
@@ -235,7 +236,7 @@ fn our_own_addresses_are_refused_whatever_is_allowed() {
     }
 }
 
-/// A failure once all else is proven, or a visible skip on a machine of one's own.
+/// Fails once all else is proven, or on a developer's machine may skip visibly.
 fn unproven(count: usize) {
     let allowed = std::env::var_os("POSTBOX_ALLOW_SKIP").is_some_and(|value| value == "1");
     let what =
