@@ -1,29 +1,30 @@
-//! What is done about a message that the client cannot read, e.g. whose id is no UTF-8.
+//! Handles messages that the client cannot read, e.g. because their id is not UTF-8.
 //!
-//! The client ends the connection when one comes, with all that was out of the queue together with
-//! it, and so each time it comes again: until a person takes it out, or a quorum queue has counted
-//! as many deliveries as its limit allows. So messages are taken one at a time for a while: then no
-//! other comes again with it, and none is counted towards that limit.
+//! When one arrives, the client ends the connection, with everything that was out of the queue
+//! together with it, and again at each redelivery. That goes on until an operator removes the
+//! message, or a quorum queue reaches its delivery limit for it. So for a while messages are taken
+//! one at a time. Then no other message is redelivered with it, and none is counted towards that
+//! limit.
 
 use std::time::Duration;
 
-/// First and longest wait before the queue is consumed again. The cap bounds what a queue that
-/// gives out nothing else costs.
+/// The first and the longest wait before the queue is consumed again. The longest wait bounds the
+/// cost of a queue that delivers nothing else.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// How carefully a queue is consumed.
 #[derive(Debug, Default)]
 pub(crate) struct Caution {
-    /// How often such a message came.
+    /// How often such a message arrived.
     times: u32,
     not_before: Duration,
-    /// How many others have come since.
+    /// How many other messages have arrived since.
     passed: usize,
 }
 
 impl Caution {
-    /// Such a message came.
+    /// Notes that such a message arrived.
     pub(crate) fn raise(&mut self, now: Duration) {
         let pause = PAUSE_MIN.saturating_mul(2_u32.saturating_pow(self.times)).min(PAUSE_MAX);
         *self = Self { times: self.times.saturating_add(1), not_before: now + pause, passed: 0 };
@@ -33,7 +34,7 @@ impl Caution {
         self.times > 0
     }
 
-    /// How long nothing is consumed from now on.
+    /// How long to wait from now on before consuming.
     pub(crate) fn pause(&self, now: Duration) -> Duration {
         self.not_before.saturating_sub(now)
     }
@@ -42,7 +43,7 @@ impl Caution {
         self.passed += count;
     }
 
-    /// As many have passed as may have been with it in one portion.
+    /// Whether as many messages have passed as may have been delivered together with it.
     pub(crate) fn is_over(&self, in_flight_max: usize) -> bool {
         self.is_raised() && self.passed >= in_flight_max
     }

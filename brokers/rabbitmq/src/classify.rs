@@ -1,17 +1,17 @@
-//! What an answer of the server, its absence, or a failure of the client means for an event.
+//! Classifies the server's answers, missing answers and failures of the client.
 
 use lapin::protocol::AMQPErrorKind;
 use lapin::{Error as ClientError, ErrorKind as Client};
 use postbox_core::{Down, ErrorKind, Outcome, excerpt};
 
-/// AMQP's own numbers of errors.
+/// AMQP's own error numbers.
 const ACCESS_REFUSED: u16 = 403;
 const NOT_FOUND: u16 = 404;
 const RESOURCE_LOCKED: u16 = 405;
 const PRECONDITION_FAILED: u16 = 406;
 const NOT_ALLOWED: u16 = 530;
 
-/// The connection was there and is no more.
+/// The connection was lost.
 pub(crate) fn lost(why: &str) -> Down {
     Down::new(ErrorKind::Unavailable, "rabbitmq_connection_lost", format!("the connection was lost: {why}"))
 }
@@ -19,7 +19,7 @@ pub(crate) fn lost(why: &str) -> Down {
 /// The code of a message that the client cannot read.
 pub(crate) const UNREADABLE: &str = "rabbitmq_message_unreadable";
 
-/// The consumer ended with this.
+/// Classifies the error that ended the consumer.
 pub(crate) fn ended(queue: &str, error: &ClientError) -> Down {
     let Client::ParsingError(why) = error.kind() else { return lost(&error.to_string()) };
     let text = format!(
@@ -32,10 +32,10 @@ pub(crate) fn ended(queue: &str, error: &ClientError) -> Down {
     Down::new(ErrorKind::Invalid, UNREADABLE, text)
 }
 
-/// The code of what is not there.
+/// The code of a missing queue or exchange.
 pub(crate) const MISSING: &str = "rabbitmq_not_found";
 
-/// What was asked for on a channel, and refused or not answered.
+/// Classifies a request on a channel that was refused or not answered.
 pub(crate) fn refused(what: &str, error: &ClientError) -> Down {
     let text = safe(error);
     let (kind, code, cure) = match number(error) {
@@ -51,12 +51,12 @@ pub(crate) fn refused(what: &str, error: &ClientError) -> Down {
     Down::new(kind, code, format!("{what}: {text}{cure}"))
 }
 
-/// No connection to this server.
+/// Connecting to this server failed.
 pub(crate) fn connecting(server: &str, error: &ClientError) -> Down {
     let text = format!("no connection to {server}: {}", safe(error));
     let (kind, code) = match (error.kind(), number(error)) {
         (_, Some(ACCESS_REFUSED)) => (ErrorKind::Unauthorized, "rabbitmq_unauthorized"),
-        // There is no such virtual host, or not for us.
+        // There is no such virtual host, or we may not use it.
         (_, Some(NOT_ALLOWED)) => (ErrorKind::Unauthorized, "rabbitmq_vhost_refused"),
         (Client::IOError(io), _) if io.kind() == std::io::ErrorKind::ConnectionRefused => {
             (ErrorKind::Unavailable, "connect_refused")
@@ -69,7 +69,8 @@ pub(crate) fn connecting(server: &str, error: &ClientError) -> Down {
     Down::new(kind, code, text)
 }
 
-/// The publish was refused, with its channel. `body_bytes` of this one event.
+/// Classifies a refused publish, which ended its channel. `body_bytes` is the size of this event's
+/// body.
 pub(crate) fn unpublished(error: &ClientError, body_bytes: usize, written: bool) -> Outcome {
     let text = safe(error);
     match number(error) {
@@ -80,7 +81,8 @@ pub(crate) fn unpublished(error: &ClientError, body_bytes: usize, written: bool)
         Some(ACCESS_REFUSED) => {
             Outcome::ambiguous("rabbitmq_access_refused", format!("{text}; grant the user `write` on the exchange"))
         }
-        // The channel ended with one message, and the others of the call with it.
+        // One message ended the channel, and failed the others of the call with it. Only the one
+        // that is too large is dead.
         Some(PRECONDITION_FAILED) if size_limit(&text).is_some_and(|most| body_bytes > most) => {
             Outcome::dead("payload_too_large", text)
         }
@@ -93,13 +95,13 @@ pub(crate) fn unpublished(error: &ClientError, body_bytes: usize, written: bool)
     }
 }
 
-/// `… larger than configured max size N`
+/// Parses the limit from `… larger than configured max size N`.
 fn size_limit(text: &str) -> Option<usize> {
     let (_, most) = text.split_once("max size ")?;
     most.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
-/// No queue took it.
+/// No queue took the message.
 pub(crate) fn returned(number: u16, text: &str) -> Outcome {
     let text = format!(
         "no queue takes its routing key ({number} {}); bind one, or give the exchange an alternate exchange",
@@ -108,17 +110,17 @@ pub(crate) fn returned(number: u16, text: &str) -> Outcome {
     Outcome::ambiguous("rabbitmq_unroutable", text)
 }
 
-/// A queue refused it: it is full (`overflow = reject-publish`), or lost its replicas.
+/// A queue refused the message: it is full (`overflow = reject-publish`), or lost its replicas.
 pub(crate) fn rejected() -> Outcome {
     Outcome::ambiguous("rabbitmq_rejected", "a queue refused it: it is full, or not available")
 }
 
-/// The deadline passed: the queues may have it.
+/// The deadline passed; the queues may have stored the message.
 pub(crate) fn no_confirm() -> Outcome {
     Outcome::ambiguous("rabbitmq_confirm_timeout", "the server did not confirm it in time")
 }
 
-/// The server takes nothing from this connection: it is short of something.
+/// The server accepts nothing from this connection: it is short of a resource.
 pub(crate) fn blocked(reason: &str) -> Outcome {
     let text = format!("blocked: {}; the server takes no messages until that has passed", excerpt(reason));
     Outcome::unavailable("rabbitmq_blocked", text)
@@ -132,7 +134,7 @@ fn number(error: &ClientError) -> Option<u16> {
     })
 }
 
-/// Text from outside as one harmless line.
+/// Turns text from outside into one harmless line.
 fn safe(error: &ClientError) -> String {
     excerpt(&match error.kind() {
         Client::ProtocolError(error) => error.get_message().to_string(),

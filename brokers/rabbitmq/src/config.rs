@@ -20,9 +20,9 @@ use crate::route;
 use crate::sink::RabbitmqSink;
 use crate::source::RabbitmqSource;
 
-/// Longest wait for confirms.
+/// The longest wait for confirms.
 const CONFIRM_TIMEOUT_MAX: Duration = Duration::from_secs(10);
-/// No server takes a larger message.
+/// The largest message, in bytes, that any server accepts.
 const MESSAGE_BYTES_MAX: usize = 512 * 1024 * 1024;
 
 table! {
@@ -98,7 +98,7 @@ fn name(text: &str) -> Result<String, String> {
     }
 }
 
-/// Addresses with commas between. The message never repeats one: it may hold a password.
+/// Parses addresses separated by commas. The error never repeats one: it may hold a password.
 fn servers(text: &str) -> Result<Vec<String>, String> {
     let server = |url: &str| {
         let rest = url.strip_prefix("amqp://").or_else(|| url.strip_prefix("amqps://"));
@@ -232,8 +232,8 @@ impl SourceConfig for RabbitmqSourceTable {
         look.await.map_err(|down: Down| down.error("connect"))
     }
 
-    /// A CloudEvent in binary mode becomes the event that it was; of every other message, the topic
-    /// is the routing key.
+    /// A CloudEvent in binary mode becomes the original event. Any other message has its routing
+    /// key as topic.
     fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
         Binding::AMQP.read(message, name).map(Some)
     }

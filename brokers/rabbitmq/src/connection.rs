@@ -1,8 +1,8 @@
-//! One connection at a time, and a new one when it is lost.
+//! One connection at a time, replaced when it is lost.
 //!
 //! The client could recover a connection by itself and would then send what was in its queue: an
-//! old publish would go out after its outcome was reported. So each connection is for once. It ends
-//! with its socket, which we hold, and what was not written by then is thrown away.
+//! old publish would be sent after its outcome was reported. So each connection is used once. It
+//! ends with its socket, which we hold, and what was not written by then is discarded.
 
 use std::io;
 use std::net::{Shutdown, TcpStream};
@@ -29,32 +29,33 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::classify::connecting;
 
-/// Longest wait for one server, TLS and credentials included.
+/// The longest wait for one server, TLS and credentials included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest wait for a server's word at the end.
+/// The longest wait for the server's answer when closing.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// A server that is silent for twice as long is lost. Less is not advised: both sides may be busy.
+/// The heartbeat interval in seconds. A server that is silent for twice as long is lost. Shorter
+/// intervals are not recommended, because both sides may be busy.
 const HEARTBEAT_S: u16 = 5;
-/// Channels that are kept open for the next calls.
+/// How many channels are kept open for later calls.
 const IDLE_MAX: usize = 32;
 
-/// Where to and as whom.
+/// The servers and the credentials.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Servers {
     pub(crate) urls: Vec<String>,
     pub(crate) user: Option<(String, Secret)>,
     pub(crate) tls: TlsTable,
-    /// What the server calls the connection.
+    /// The name of the connection, as the server shows it.
     pub(crate) name: String,
-    /// Which address is tried first: an attempt may be dropped while one does not answer, and the
-    /// next must not begin with it again.
+    /// Which address is tried first. An attempt may be dropped while one address does not answer,
+    /// and the next attempt must not begin with it again.
     pub(crate) first: Arc<AtomicUsize>,
 }
 
 impl Servers {
-    /// A connection to the first that takes us. Each is tried once.
+    /// Connects to the first server that accepts us. Each is tried once.
     ///
-    /// Cancel-safety: dropped, there is none.
+    /// Cancel-safety: if dropped, there is no connection.
     pub(crate) async fn connect(&self) -> Result<Connection, Down> {
         let mut down = Down::new(ErrorKind::Mismatch, "connect_failed", "there is no server to connect to");
         let first = self.first.load(Ordering::Relaxed);
@@ -118,7 +119,7 @@ impl Servers {
     }
 }
 
-/// Files are read at each connection, so that they may be renewed.
+/// Makes the TLS connector. The files are read at each connection, so that they may be renewed.
 fn connector(tls: &TlsTable) -> io::Result<RustlsConnector> {
     let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
     let certificates = |path: &Path| -> io::Result<Vec<CertificateDer<'static>>> {
@@ -138,14 +139,15 @@ fn connector(tls: &TlsTable) -> io::Result<RustlsConnector> {
     }
 }
 
-/// Our hold on a connection: dropped, nothing passes any more, and the client's thread ends.
+/// Our handle on a connection. When it is dropped, nothing is sent any more, and the client's
+/// thread ends.
 #[derive(Default)]
 struct Socket(OnceLock<TcpStream>);
 
 impl Drop for Socket {
     fn drop(&mut self) {
         if let Some(stream) = self.0.get() {
-            // An error says that it is shut down.
+            // An error means that it is shut down already.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -153,15 +155,15 @@ impl Drop for Socket {
 
 /// A connection to a server. Dropping it ends it at once.
 pub(crate) struct Connection {
-    // The first field is dropped first: then nothing of the others goes out.
+    // The first field is dropped first, so that nothing of the others is sent.
     _socket: Arc<Socket>,
     client: Client,
-    /// Why the server takes nothing, while it does.
+    /// Why the server accepts nothing, while it is blocked.
     blocked: Arc<StdMutex<String>>,
     lost: CancellationToken,
-    /// Each for one exchange.
+    /// Unused channels, each for one exchange.
     idle: StdMutex<Vec<(ShortString, Channel)>>,
-    /// Channels with something that was not written. Closing one would put the close before it.
+    /// Channels with unwritten publishes. Closing one would send the close before them.
     stuck: StdMutex<Vec<Channel>>,
     given_up: AtomicBool,
     _events: AbortOnDropHandle<()>,
@@ -187,12 +189,12 @@ impl Connection {
         Self { _socket: socket, client, blocked, lost, idle, stuck, given_up, _events }
     }
 
-    /// Whether nothing is known against it.
+    /// Whether the connection seems to work.
     fn is_alive(&self) -> bool {
         self.client.status().connected() && !self.lost.is_cancelled()
     }
 
-    /// Why the server takes no messages from us now. It says so at the first publish.
+    /// Why the server accepts no messages from us now. It reports this at the first publish.
     pub(crate) fn blocked(&self) -> Option<String> {
         self.client.status().blocked().then(|| match lock(&self.blocked).as_str() {
             "" => "the server is short of memory or disk".to_owned(),
@@ -200,12 +202,13 @@ impl Connection {
         })
     }
 
-    /// Most bytes of a frame.
+    /// The largest frame, in bytes.
     pub(crate) fn frame_bytes_max(&self) -> usize {
         usize::try_from(self.client.configuration().frame_max()).unwrap_or(usize::MAX)
     }
 
-    /// A new channel. The client does not answer if the connection is lost meanwhile.
+    /// Opens a channel. The client never answers if the connection is lost meanwhile, so that is
+    /// watched too.
     pub(crate) async fn channel(&self) -> lapin::Result<Channel> {
         tokio::select! {
             biased;
@@ -214,10 +217,11 @@ impl Connection {
         }
     }
 
-    /// A channel in confirm mode for an exchange that is there, on which nobody else publishes.
+    /// Returns a channel in confirm mode for an existing exchange, on which nobody else publishes.
     ///
-    /// An exchange that is missing ends the channel. With publishes in the client's queue it would
-    /// end the connection: they would go out on a channel that is closed.
+    /// A missing exchange ends the channel. If publishes were in the client's queue by then, it
+    /// would end the connection, because they would be sent on a closed channel. So the exchange is
+    /// checked first.
     pub(crate) async fn lease(&self, exchange: &ShortString) -> lapin::Result<Lease<'_>> {
         let idle = {
             let mut idle = lock(&self.idle);
@@ -230,7 +234,7 @@ impl Connection {
             None => {
                 let channel = self.channel().await?;
                 channel.confirm_select(ConfirmSelectOptions::default()).await?;
-                // Nobody may ask for the default exchange; it is always there.
+                // The default exchange cannot be checked; it always exists.
                 if !exchange.as_str().is_empty() {
                     declare_passively(&channel, exchange.clone()).await?;
                 }
@@ -241,14 +245,14 @@ impl Connection {
         Ok(Lease { connection: self, exchange, channel: Some(channel), unwritten: AtomicUsize::new(0) })
     }
 
-    /// Nothing comes back from it, or something is left in its queue.
+    /// Marks the connection for replacement: it does not answer, or something is left in its queue.
     pub(crate) fn give_up(&self) {
         self.given_up.store(true, Ordering::Relaxed);
     }
 
-    /// Says goodbye, so that the server gives back at once what is unsettled.
+    /// Closes the connection properly, so that the server requeues unsettled messages at once.
     pub(crate) async fn close(&self) {
-        // Whoever does not answer is left.
+        // A server that does not answer is not waited for.
         let _ = timeout(CLOSE_TIMEOUT, self.client.close(200, "closed".into())).await;
     }
 }
@@ -258,7 +262,8 @@ pub(crate) struct Lease<'a> {
     connection: &'a Connection,
     exchange: ShortString,
     channel: Option<Channel>,
-    /// Publishes that are in the client's queue. It hands a message over whole or not at all.
+    /// The number of publishes in the client's queue. The client hands over a message as a whole or
+    /// not at all.
     pub(crate) unwritten: AtomicUsize,
 }
 
@@ -267,7 +272,7 @@ impl Lease<'_> {
         self.channel.as_ref().expect("it is there until it is given back")
     }
 
-    /// Every confirm has come: the next call may have it.
+    /// Returns the channel for the next call. Every confirm must have arrived.
     pub(crate) fn give_back(mut self) {
         let mut idle = lock(&self.connection.idle);
         if idle.len() < IDLE_MAX {
@@ -279,15 +284,15 @@ impl Lease<'_> {
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
         if *self.unwritten.get_mut() > 0 {
-            // A late publish must not follow the one that replaces it: neither on this connection,
-            // which is for nobody else, nor on another.
+            // A late publish must not follow the one that replaces it, neither on this connection,
+            // whose channel nobody else gets, nor on another.
             lock(&self.connection.stuck).extend(self.channel.take());
             self.connection.give_up();
         }
     }
 }
 
-/// The way to the server, for calls that share a connection.
+/// The connection to the servers, shared by calls.
 pub(crate) struct Link {
     servers: Servers,
     current: Mutex<Current>,
@@ -305,11 +310,12 @@ impl Link {
         Self { servers, current: Mutex::default(), failures: AtomicU64::new(0) }
     }
 
-    /// The connection, made if there is none. Who waited for an attempt that failed makes none of
-    /// their own. One that was given up is still the one while it is blocked: another would be
-    /// blocked as well, and hear of it only after it had sent something.
+    /// Returns the connection, and makes one if there is none. Callers that waited for an attempt
+    /// that failed make none of their own. A connection that was given up is kept while the server
+    /// blocks it: another would be blocked as well, and would learn of it only after sending
+    /// something.
     ///
-    /// Cancel-safety: dropped, there may be no connection.
+    /// Cancel-safety: if dropped, there may be no connection.
     pub(crate) async fn connection(&self) -> Result<Arc<Connection>, Down> {
         let failures = self.failures.load(Ordering::Relaxed);
         let mut current = self.current.lock().await;
@@ -348,10 +354,10 @@ impl Link {
     }
 }
 
-/// Whether there is such an exchange; changes nothing.
+/// Checks that an exchange exists; changes nothing.
 pub(crate) async fn declare_passively(channel: &Channel, exchange: ShortString) -> lapin::Result<()> {
     let options = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
-    // The kind is not looked at.
+    // The kind is ignored.
     channel.exchange_declare(exchange, ExchangeKind::Topic, options, FieldTable::default()).await
 }
 

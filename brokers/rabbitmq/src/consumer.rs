@@ -1,4 +1,4 @@
-//! A queue, made if that is wanted, and what is consumed from it.
+//! A queue, created if configured, and its consumer.
 
 use std::fmt::Display;
 use std::time::Duration;
@@ -12,26 +12,27 @@ use tokio::time::timeout;
 use crate::classify::{self, MISSING};
 use crate::connection::{Connection, Servers, declare_passively};
 
-/// Longest wait for an answer that needs no work.
+/// The longest wait for an answer that needs no work.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often a message of a queue that we make may come again. A quorum queue of RabbitMQ 4 drops
-/// it after 20 times otherwise, and each stop of ours is one; what is poison, we know ourselves.
+/// How often a message may be redelivered by a queue that we create. By default a quorum queue of
+/// RabbitMQ 4 drops it after 20 deliveries, and each stop of ours counts as one. Poison messages
+/// are detected by us.
 const DELIVERY_LIMIT: i32 = i32::MAX;
 
-/// The queue that is consumed from.
+/// The queue that is consumed.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct QueueSpec {
     pub(crate) name: String,
-    /// Made if it is missing: durable, a quorum queue.
+    /// Whether it is created if it is missing: durable, a quorum queue.
     pub(crate) create: bool,
-    /// What a queue that is made is bound to, with which routing key.
+    /// The exchange and routing key that a created queue is bound to.
     pub(crate) binding: Option<(String, String)>,
-    /// Where it sends what is rejected.
+    /// Where the queue sends rejected messages.
     pub(crate) dead_letter_exchange: Option<String>,
     pub(crate) in_flight_max: u16,
 }
 
-/// One connection's consumer.
+/// The consumer of one connection.
 pub(crate) struct Session {
     pub(crate) connection: Connection,
     pub(crate) channel: Channel,
@@ -39,9 +40,9 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// Cancel-safety: dropped, there is none.
+    /// Connects and starts consuming. `prefetch` is the most messages that are out of the queue.
     ///
-    /// `prefetch`: most messages that are out of the queue.
+    /// Cancel-safety: if dropped, there is no session.
     pub(crate) async fn open(servers: &Servers, spec: &QueueSpec, prefetch: u16) -> Result<Self, Down> {
         let connection = servers.connect().await?;
         match find_queue(&connection, &spec.name).await {
@@ -49,7 +50,8 @@ impl Session {
             found => found?,
         }
         if spec.create {
-            // Each time: a start that ended between the two would leave a queue that gets nothing.
+            // At every start: a start that ended between creating and binding would leave a queue
+            // that gets nothing.
             bind(&connection, spec).await?;
         }
         let channel = ask("opening a channel", connection.channel()).await?;
@@ -61,22 +63,22 @@ impl Session {
     }
 }
 
-/// Bounds what the server gives out. The server does what a channel says in order, so its answer
-/// also says that it has heard everything before.
+/// Limits what the server delivers. The server handles the commands of a channel in order, so its
+/// answer also confirms everything sent before.
 pub(crate) async fn bound(channel: &Channel, prefetch: u16) -> Result<(), Down> {
     ask("bounding the prefetch", channel.basic_qos(prefetch, BasicQosOptions::default())).await
 }
 
-/// Whether there is such a queue; changes nothing.
+/// Checks that a queue exists; changes nothing.
 pub(crate) async fn find_queue(connection: &Connection, name: &str) -> Result<(), Down> {
-    // An error ends the channel.
+    // An error ends the channel, so it has its own.
     let channel = ask("opening a channel", connection.channel()).await?;
     let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
     ask(format!("the queue {name}"), channel.queue_declare(short(name), options, FieldTable::default())).await?;
     Ok(())
 }
 
-/// Whether there is such an exchange; changes nothing.
+/// Checks that an exchange exists; changes nothing.
 pub(crate) async fn find_exchange(connection: &Connection, name: &str) -> Result<(), Down> {
     let channel = ask("opening a channel", connection.channel()).await?;
     ask(format!("the exchange {name}"), declare_passively(&channel, short(name))).await
@@ -106,7 +108,7 @@ async fn bind(connection: &Connection, spec: &QueueSpec) -> Result<(), Down> {
     ask(format!("binding the queue {} to the exchange {exchange}", spec.name), binding).await
 }
 
-/// A name of the configuration, whose length is checked there.
+/// A name of the configuration, which has checked its length.
 fn short(name: &str) -> ShortString {
     ShortString::try_new(name).unwrap_or_default()
 }

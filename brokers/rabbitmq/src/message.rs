@@ -1,4 +1,4 @@
-//! An event as a message, and a message as a receiver sees it.
+//! Converts an event to a message, and a message for a receiver.
 
 use std::borrow::Cow;
 
@@ -12,19 +12,20 @@ use sha2::{Digest as _, Sha256};
 
 use crate::route;
 
-/// Longest name, key or property: its length is one byte on the wire.
+/// The longest name, key or property, in bytes: its length is one byte on the wire.
 pub(crate) const SHORT_BYTES_MAX: usize = 255;
-/// `delivery-mode` of a message that is to be on disk before it is confirmed.
+/// The `delivery-mode` of a message that must be on disk before it is confirmed.
 const PERSISTENT: u8 = 2;
-/// Bytes of the frame with the properties that are there in any case: the frame's own 8, class and
-/// weight 4, size of the body 8, flags 2, size of the table 4, delivery mode 1.
+/// The fixed bytes of the frame with the properties: the frame itself 8, class and weight 4, size
+/// of the body 8, flags 2, size of the table 4, delivery mode 1.
 const FRAME_BYTES: usize = 8 + 4 + 8 + 2 + 4 + 1;
 
-/// Room for what the server adds on the way to a consumer (`x-delivery-count`, `x-death`). It would
-/// take a message that fills the frame, and then could give it to nobody.
+/// Bytes reserved for what the server adds before delivery (`x-delivery-count`, `x-death`). It
+/// would accept a message that fills the frame, and then could deliver it to nobody.
 const SERVERS_BYTES: usize = 4_096;
 
-/// What the server goes by or writes itself: never an event's to set, and no application's.
+/// Headers that the server uses or writes itself. No event may set them, and they are not the
+/// application's.
 const SERVERS_OWN: [&str; 9] = [
     "bcc",
     "cc",
@@ -38,13 +39,13 @@ const SERVERS_OWN: [&str; 9] = [
 ];
 const SERVERS_OWN_PREFIXES: [&str; 2] = ["x-first-death-", "x-last-death-"];
 
-/// How events become messages.
+/// How events are converted to messages.
 #[derive(Debug, Clone)]
 pub(crate) struct Form {
     pub(crate) exchange: Template,
     pub(crate) routing_key: Template,
     pub(crate) envelope: Envelope,
-    /// The CloudEvents source of events that name none.
+    /// The CloudEvents source of events that have none.
     pub(crate) source: String,
     pub(crate) body_bytes_max: usize,
 }
@@ -60,7 +61,7 @@ pub(crate) struct Outgoing {
 }
 
 impl Form {
-    /// The message of an event, or why there can be none.
+    /// Makes the message of an event, or returns why there can be none.
     pub(crate) fn message(&self, delivery: &Delivery, frame_bytes_max: usize) -> Result<Outgoing, Outcome> {
         let event = &delivery.event;
         let exchange = route::render(&self.exchange, event)?;
@@ -78,7 +79,7 @@ impl Form {
         let own = own.map(|(name, value)| (name.to_owned(), Cow::Borrowed(value)));
         let (mut headers, mut bytes) = (FieldTable::default(), FRAME_BYTES);
         for (name, value) in own.chain(Binding::AMQP.spell(&wrapped)) {
-            // The length of the name, the type and length of the value.
+            // The length of the name; then the type and length of the value.
             bytes += 1 + name.len() + 5 + value.len();
             headers.insert(short(name, "header's name")?, AMQPValue::LongString(value.as_ref().into()));
         }
@@ -110,7 +111,7 @@ fn is_servers_own(name: &str) -> bool {
     SERVERS_OWN.contains(&name.as_str()) || SERVERS_OWN_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// The message as it came. Its id is the producer's `message-id`, or a CloudEvent's own.
+/// Converts a message. Its id is the producer's `message-id`, or a CloudEvent's own.
 pub(crate) fn raw_message(message: Message, content_type: &str) -> RawMessage {
     let Message { routing_key, properties, data, .. } = message;
     let headers = properties.headers().as_ref().map(kept).unwrap_or_default();
@@ -126,7 +127,7 @@ pub(crate) fn raw_message(message: Message, content_type: &str) -> RawMessage {
     }
 }
 
-/// The application's headers that an event can have. Numbers and truths become text.
+/// Returns the application's headers that an event can have. Numbers and booleans become text.
 fn kept(table: &FieldTable) -> Headers {
     let is_name = |name: &str| {
         !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))
@@ -146,7 +147,7 @@ fn kept(table: &FieldTable) -> Headers {
             _ => None,
         };
         let value = value.filter(|value| !value.chars().any(|c| c.is_control() && c != '\t'));
-        // Both spellings of CloudEvents are one.
+        // Both spellings of CloudEvents headers become one.
         let name = name.as_str().replacen("cloudEvents:", "cloudEvents_", 1);
         if let Some(value) = value
             && is_name(&name)

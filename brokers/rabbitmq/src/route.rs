@@ -1,7 +1,7 @@
-//! From an event to the exchange and the routing key it is published with.
+//! The exchange and the routing key that an event is published with.
 //!
-//! A routing key is a path of words with dots between them. The topic may bring several words;
-//! every other field is one, so that a tenant called `a.b` does not end up below the tenant `a`.
+//! A routing key is a path of words separated by dots. The topic may have several words. Every
+//! other field must be one, so that a tenant called `a.b` does not end up below the tenant `a`.
 
 use postbox_config::from_core;
 use postbox_core::template::Field;
@@ -11,10 +11,10 @@ use crate::message::SHORT_BYTES_MAX;
 
 /// The code of an event that no exchange or routing key can be made of.
 const INVALID: &str = "route_invalid";
-/// What begins so belongs to the server: its own exchanges and queues, and replies to others.
+/// The prefix of names that belong to the server: its own exchanges and queues, and replies.
 const SERVERS_OWN: &str = "amq.";
 
-/// A template of exchanges or routing keys.
+/// Parses a template of exchanges or routing keys.
 pub(crate) fn parse(text: &str) -> Result<Template, String> {
     let template = from_core::<Template>(text)?;
     if let Some((field, _)) = template.adjacent() {
@@ -27,7 +27,7 @@ pub(crate) fn parse(text: &str) -> Result<Template, String> {
     }
 }
 
-/// The route of an event. The error is [`Outcome::Dead`]: the event will never have one.
+/// Returns the route of an event. The error is [`Outcome::Dead`]: the event will never have one.
 pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
     let route = template.fill(|field, behind| value(field, behind, event))?;
     let fault = match () {
@@ -43,7 +43,7 @@ pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outco
     Err(Outcome::dead(INVALID, format!("no exchange or routing key can be made of the event: {fault}")))
 }
 
-/// The value of a field, with `behind` after it.
+/// Returns the value of a field that is followed by `behind`.
 fn value<'a>(field: Field, behind: &str, event: &'a Event) -> Result<&'a str, Outcome> {
     let name = field.as_str();
     let fault = match field.of(event) {
@@ -51,7 +51,7 @@ fn value<'a>(field: Field, behind: &str, event: &'a Event) -> Result<&'a str, Ou
         value if field != Field::Topic && value.contains('.') => {
             format!("the event's {name} has a dot and would be several words; leave {{{name}}} out")
         }
-        // A topic is several words anyway.
+        // A topic may have several words.
         value if !behind.is_empty() && !behind.starts_with('.') && value.contains(behind) => {
             format!("the event's {name} holds {behind:?}, which ends it in the exchange or routing key")
         }
@@ -91,7 +91,7 @@ mod tests {
             let dead = render("{topic}", NewEvent::json(value, "")).expect_err(value);
             assert!(matches!(&dead, Outcome::Dead { code, .. } if code == INVALID), "{value:?}: {dead:?}");
         }
-        // Wildcards mean something in a binding; in a routing key they are themselves.
+        // Wildcards have a meaning in a binding, but not in a routing key.
         assert_eq!(render("{topic}", NewEvent::json("#", "")).as_deref(), Ok("#"));
         let of = |tenant: &str| NewEvent::json("t", "").tenant(tenant).key("k");
         assert!(render("x.{tenant}", of("a.b")).is_err(), "one word a tenant");

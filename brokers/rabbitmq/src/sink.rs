@@ -18,18 +18,19 @@ use crate::classify;
 use crate::connection::{Connection, Lease, Link, Servers};
 use crate::message::{Form, Outgoing};
 
-/// Most events of a call: beyond this, more confirms on their way are not faster.
+/// The most events of a call: more outstanding confirms are not faster.
 const BATCH_MAX: usize = 1_000;
-/// Calls at once, unless the subscription says otherwise. With order by key a call has one event of
-/// each key; the next ones go out while the slowest confirm of the first is waited for.
+/// How many calls run at once, unless the subscription sets it. With order by key a call has one
+/// event of each key. The next calls are sent while the slowest confirm of the first is
+/// outstanding.
 const CONCURRENCY: usize = 4;
-/// Exchanges of a call that are published to at once, each on a channel of its own.
+/// To how many exchanges a call publishes at once, each on its own channel.
 const EXCHANGES_AT_ONCE: usize = 16;
 
 /// Publishes events to exchanges.
 ///
-/// A call never holds two events of a key: a queue takes or refuses each message for itself, so a
-/// later event of the key could be stored though an earlier one was refused.
+/// A call never holds two events of a key. A queue takes or refuses each message on its own, so a
+/// later event of the key could be stored although an earlier one was refused.
 ///
 /// Cancel-safety: the messages of a dropped call may be in the queues.
 pub struct RabbitmqSink {
@@ -40,14 +41,16 @@ pub struct RabbitmqSink {
     clock: Arc<dyn Clock>,
 }
 
-/// The end of a call's time.
+/// The deadline of a call.
 type Deadline<'a> = Shared<BoxFuture<'a, ()>>;
 
-/// What became of one publish: the server's word, or a failure and whether it was written by then.
+/// The result of one publish: the server's confirmation, or a failure and whether the publish was
+/// written by then.
 type Confirmed = Result<Confirmation, (ClientError, bool)>;
 
 impl RabbitmqSink {
-    /// A sink that connects when the first event is sent. `timeout` is the longest a call waits.
+    /// Returns a sink that connects when the first event is sent. `timeout` is the longest that a
+    /// call waits.
     pub(crate) fn new(
         servers: Servers,
         form: Form,
@@ -59,8 +62,8 @@ impl RabbitmqSink {
     }
 }
 
-/// Publishes to one exchange. A channel ends with a refusal, so each exchange has its own: one
-/// that is missing fails no event of another.
+/// Publishes to one exchange. A refusal ends a channel, so each exchange has its own: a missing one
+/// fails no event of another.
 async fn publish_all(
     connection: &Connection,
     exchange: ShortString,
@@ -92,7 +95,7 @@ async fn publish_all(
         let Some((index, next)) = next else { break };
         confirmed[index] = Some(next);
     }
-    // What came before the last one is there, too.
+    // Confirms that arrived before the last one count, too.
     while let Some(Some((index, next))) = confirms.next().now_or_never() {
         confirmed[index] = Some(next);
     }
@@ -116,10 +119,10 @@ async fn publish(lease: &Lease<'_>, message: &Outgoing) -> Confirmed {
     written.map_err(|error| (error, false))?.await.map_err(|error| (error, true))
 }
 
-/// The outcomes of messages that were published on one channel.
+/// Returns the outcomes of messages that were published on one channel.
 ///
-/// The server returns a message before it confirms it. The client hands a returned message over
-/// with whichever confirm comes next, so it is known by its id, not by the confirm it came with.
+/// The server returns a message before it confirms it. The client hands over a returned message
+/// with whichever confirm comes next, so the message is identified by its id, not by that confirm.
 fn judge(
     messages: Vec<(usize, Outgoing)>,
     confirmed: Vec<Option<Confirmed>>,
@@ -137,11 +140,12 @@ fn judge(
     let returns: HashMap<String, Outcome> = confirmed.iter().flatten().filter_map(returned).collect();
     let outcome = |message: &Outgoing, confirmed: Option<Confirmed>| match (returns.get(&message.id), confirmed) {
         (Some(returned), _) => returned.clone(),
-        // It came with another's return, so its own may still be on the way.
+        // This confirm carried another message's return, so the return of this message may still
+        // arrive.
         (None, Some(Ok(Confirmation::Ack(Some(_))))) if !whole => classify::no_confirm(),
         (None, Some(Ok(Confirmation::Ack(_)))) => Outcome::DELIVERED,
         (None, Some(Ok(Confirmation::Nack(_)))) => classify::rejected(),
-        // Not on a channel in confirm mode.
+        // Cannot happen on a channel in confirm mode.
         (None, Some(Ok(Confirmation::NotRequested))) => classify::no_confirm(),
         (None, Some(Err((error, written)))) => failed(&error, message.body.len(), written),
         (None, None) => unanswered(),
@@ -149,7 +153,8 @@ fn judge(
     messages.into_iter().zip(confirmed).map(|((place, message), it)| (place, outcome(&message, it))).collect()
 }
 
-/// The client hears of a lost connection before its status says so.
+/// The outcome of a failed publish. Also gives up the connection, because the client learns of a
+/// lost connection before its status shows it.
 fn failed(connection: &Connection, error: &ClientError, body_bytes: usize, written: bool) -> Outcome {
     if !error.is_amqp_soft_error() {
         connection.give_up();
@@ -157,7 +162,7 @@ fn failed(connection: &Connection, error: &ClientError, body_bytes: usize, writt
     classify::unpublished(error, body_bytes, written)
 }
 
-/// Nothing was heard in time.
+/// The outcome if nothing was answered in time.
 fn unanswered(connection: &Connection, otherwise: impl FnOnce() -> Outcome) -> Outcome {
     connection.blocked().map_or_else(otherwise, |reason| classify::blocked(&reason))
 }
@@ -199,7 +204,7 @@ impl Sink for RabbitmqSink {
             results.into_iter().for_each(|(place, outcome)| outcomes[place] = outcome);
         }
         drop(published);
-        // Something else than the server may be at fault; one that only blocks us says so.
+        // The connection may be at fault, not the server. If the server only blocks us, it says so.
         let silent = outcomes.contains(&classify::no_confirm());
         if silent && !outcomes.iter().any(Outcome::is_delivered) {
             connection.give_up();
@@ -223,7 +228,7 @@ mod tests {
         BasicProperties::default().with_message_id(id.into())
     }
 
-    /// The second is returned, and the client hands it over with the confirm of the first.
+    /// The second message is returned, and the client hands it over with the confirm of the first.
     #[test]
     fn a_return_is_of_the_message_it_names() {
         let message = |id: &str| Outgoing {

@@ -21,53 +21,53 @@ use crate::connection::Servers;
 use crate::consumer::{QueueSpec, Session, bound};
 use crate::message::raw_message;
 
-/// Longest wait until the server has heard what is settled.
+/// The longest wait for the server to process a settlement.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Longest wait for the end of a consumer whose connection seems to be lost.
+/// The longest wait for the end of a consumer whose connection seems to be lost.
 const END_TIMEOUT: Duration = Duration::from_millis(200);
 
 const OPERATION: &str = "receive";
 
 /// A consumer of a queue.
 ///
-/// What is given back with a delay waits here and counts as in flight: a queue has no delay, and
-/// each return to it counts towards its delivery limit.
+/// A message that is given back with a delay waits here and counts as in flight: a queue has no
+/// delays, and each return to it counts towards its delivery limit.
 pub struct RabbitmqSource {
     servers: Servers,
     spec: QueueSpec,
     content_type: String,
     consuming: AsyncMutex<Consuming>,
     state: Mutex<State>,
-    /// One settlement at a time: one that says "all up to here" is not overtaken.
+    /// Allows one settlement at a time, so that one that says "all up to here" is not overtaken.
     settling: AsyncMutex<()>,
     changed: Notify,
     closed: CancellationToken,
     clock: Arc<dyn Clock>,
 }
 
-/// The session of now, and how carefully the next one begins.
+/// The present session, and how carefully the next one begins.
 #[derive(Default)]
 struct Consuming {
     session: Option<Session>,
     caution: Caution,
 }
 
-/// What came on the connection of now and is not settled.
+/// What has arrived on the present connection and is not settled.
 #[derive(Default)]
 struct State {
     channel: Option<Channel>,
-    /// The session is over, or must be: the server may not have heard a settlement.
+    /// The session is over, or must end, because the server may not have processed a settlement.
     is_lost: bool,
     times: u64,
-    /// Given out, by a number of that one time: the delivery tag and the message.
+    /// Messages that are handed out, by the number of the token, each with its delivery tag.
     given: BTreeMap<u64, (u64, RawMessage)>,
-    /// Given back, by delivery tag: to be given out again, each not before its time. What waits
-    /// holds up those behind it.
+    /// Messages that were given back, by delivery tag, each with the time when it may be handed out
+    /// again. A waiting message holds up those behind it.
     waiting: BTreeMap<u64, (Duration, RawMessage)>,
 }
 
-/// What the server hears of a message.
+/// How a message is settled.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Word {
     Ack,
@@ -81,7 +81,7 @@ impl State {
         SourceMessage { message, token: AckToken::new(self.times.to_be_bytes().to_vec()) }
     }
 
-    /// What was given back and is due.
+    /// Hands out messages that were given back and are due.
     fn give_again(&mut self, max: usize, now: Duration) -> Vec<SourceMessage> {
         let mut messages = Vec::new();
         while messages.len() < max
@@ -98,7 +98,7 @@ impl State {
         self.given.remove(&u64::from_be_bytes(token.as_bytes().try_into().ok()?))
     }
 
-    /// All of it comes again, with other tags and tokens.
+    /// Forgets everything: it will be redelivered with other tags and tokens.
     fn forget(&mut self, channel: Option<Channel>) {
         *self = Self { channel, times: self.times, ..Self::default() };
     }
@@ -110,7 +110,7 @@ impl State {
 }
 
 impl RabbitmqSource {
-    /// A source that connects when it is asked for messages.
+    /// Returns a source that connects when it is asked for messages.
     pub(crate) fn new(servers: Servers, spec: QueueSpec, content_type: String, clock: Arc<dyn Clock>) -> Self {
         Self {
             servers,
@@ -129,7 +129,7 @@ impl RabbitmqSource {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next messages from the server, once there are any.
+    /// Returns the next messages from the server, once there are any.
     async fn receive(&self, consuming: &mut Consuming, max: usize) -> Result<Vec<SourceMessage>, Down> {
         let Consuming { session, caution } = consuming;
         if caution.is_over(usize::from(self.spec.in_flight_max)) && self.state().floor().is_none() {
@@ -171,7 +171,7 @@ impl RabbitmqSource {
             if down.code() == UNREADABLE {
                 consuming.caution.raise(self.clock.monotonic());
             }
-            // The tokens of what is given out now are of an earlier connection.
+            // The tokens of what is handed out now belong to an earlier connection.
             self.state().forget(None);
             if messages.is_empty() {
                 return Err(down);
@@ -180,8 +180,8 @@ impl RabbitmqSource {
         Ok(messages)
     }
 
-    /// Ends a session on which a settlement was not heard. How its consumer ends may say why; what
-    /// it still brings comes again.
+    /// Ends a session on which a settlement was not processed. The end of its consumer may say why.
+    /// Messages that still arrive on it are redelivered.
     async fn lose(&self, consuming: &mut Consuming) {
         if let Some(session) = &mut consuming.session {
             let ended = async {
@@ -206,7 +206,7 @@ impl RabbitmqSource {
         self.state().give(tag, raw_message(message, &self.content_type))
     }
 
-    /// Tells the server, and waits until it has heard.
+    /// Sends a settlement to the server, and waits until it is processed.
     async fn settle(&self, tokens: &[AckToken], word: Word) -> Result<()> {
         let _one = self.settling.lock().await;
         let (channel, tags, floor) = {
@@ -216,7 +216,8 @@ impl RabbitmqSource {
             (state.channel.clone(), tags, state.floor())
         };
         let (Some(channel), Some(last)) = (channel, tags.last().copied()) else { return Ok(()) };
-        // All that is unsettled up to the last of these is among them: one word for all.
+        // If these tags include everything unsettled up to one of them, a single acknowledgement
+        // settles all of it.
         let below = tags.partition_point(|tag| floor.is_none_or(|floor| *tag < floor));
         let (alone, all_to) = match (word, below) {
             (Word::Ack, 1..) => (&tags[below..], Some(if below == tags.len() { last } else { tags[below - 1] })),
@@ -237,8 +238,8 @@ impl RabbitmqSource {
             sent && bound(&channel, self.spec.in_flight_max).await.is_ok()
         };
         if timeout(SETTLE_TIMEOUT, heard).await != Ok(true) {
-            // They come again on the next connection, as those do whose tokens are of an earlier
-            // one.
+            // The messages are redelivered on the next connection, as are those whose tokens belong
+            // to an earlier one.
             self.state().is_lost = true;
             self.changed.notify_waiters();
         }
@@ -248,7 +249,7 @@ impl RabbitmqSource {
 
 #[async_trait]
 impl Source for RabbitmqSource {
-    /// In order with one consumer of the queue.
+    /// In order if the queue has one consumer.
     fn capabilities(&self) -> SourceCapabilities {
         SourceCapabilities {
             in_flight_max: usize::from(self.spec.in_flight_max),
@@ -292,7 +293,7 @@ impl Source for RabbitmqSource {
         self.settle(tokens, Word::Ack).await
     }
 
-    /// The message is kept here until its time. If we end before, it comes at the next start.
+    /// Keeps the message here until its time. If we stop before, it is delivered at the next start.
     async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
         let due = self.clock.monotonic() + delay;
         let mut state = self.state();
@@ -312,7 +313,7 @@ impl Source for RabbitmqSource {
 
     async fn close(&self) {
         self.closed.cancel();
-        // A waiting call sees it and ends.
+        // A waiting call notices the cancellation and ends.
         if let Some(session) = self.consuming.lock().await.session.take() {
             session.connection.close().await;
         }
