@@ -1,5 +1,5 @@
-//! What an answer of SQS or SNS, its absence, or a failure of the client means. What it costs is
-//! the engine's to decide.
+//! Classifies answers of SQS and SNS, missing answers and failures of the client. The engine
+//! decides what they cost.
 
 use std::error::Error as StdError;
 
@@ -7,24 +7,24 @@ use aws_sdk_sqs::config::http::HttpResponse;
 use aws_sdk_sqs::error::{ProvideErrorMetadata, SdkError};
 use postbox_core::{Error, ErrorKind, Outcome, excerpt};
 
-/// Whom a failure concerns.
+/// What a failure concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Concerns {
-    /// Everybody: nothing was taken, or nothing was sent.
+    /// All messages: nothing was accepted, or nothing was sent.
     Everybody,
-    /// Everybody, until a person mends our credentials or what they may do.
+    /// All messages, until an operator fixes our credentials or permissions.
     Credentials,
-    /// Whoever asks too often.
+    /// The rate of requests.
     Pace,
     /// This message, for good.
     Message,
-    /// This message, perhaps: it looks the same if it is every message.
+    /// Perhaps this message: the answer would be the same if it concerned all.
     Perhaps,
-    /// Nobody knows: the message may have been taken.
+    /// Unknown: the message may have been accepted.
     Unknown,
 }
 
-/// Why something was not done, or may not have been.
+/// Why something was not done, or may not have been done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Refusal {
     pub(crate) concerns: Concerns,
@@ -32,7 +32,7 @@ pub(crate) struct Refusal {
     text: String,
 }
 
-/// What AWS's code of an error says: whom it concerns, our code for it, and what to do.
+/// Returns what an AWS error code means: what it concerns, our code for it, and the cure.
 fn meaning(code: &str, text: &str) -> (Concerns, &'static str, &'static str) {
     use Concerns::{Credentials, Everybody, Message, Pace, Perhaps};
     let code = code.strip_prefix("AWS.SimpleQueueService.").unwrap_or(code);
@@ -82,24 +82,24 @@ impl Refusal {
         Self { concerns, code, text: text.into() }
     }
 
-    /// AWS's word, on one message or on all of a request.
+    /// AWS's answer about one message, or about a whole request.
     pub(crate) fn answered(aws: &str, text: Option<&str>) -> Self {
         let text = text.unwrap_or_default();
         let (concerns, code, cure) = meaning(aws, text);
         Self::new(concerns, code, excerpt(&format!("{aws}: {text}{cure}")))
     }
 
-    /// No answer within the time of a call.
+    /// There was no answer within the time of a call.
     pub(crate) fn timed_out() -> Self {
         Self::new(Concerns::Unknown, "aws_timeout", "no answer in time")
     }
 
-    /// The client makes no request of it.
+    /// The client could not build a request.
     pub(crate) fn incomplete(error: impl std::fmt::Display) -> Self {
         Self::new(Concerns::Everybody, "aws_request_invalid", error.to_string())
     }
 
-    /// What became of a request that failed as a whole.
+    /// Classifies a request that failed as a whole.
     pub(crate) fn of<E>(error: &SdkError<E, HttpResponse>) -> Self
     where
         E: ProvideErrorMetadata + StdError + 'static,
@@ -131,7 +131,7 @@ impl Refusal {
         }
     }
 
-    /// Whether it is about what a message holds, so that others of its request may be right.
+    /// Whether it is about the contents of one message, so that others of its request may be fine.
     pub(crate) fn is_of_one(&self) -> bool {
         self.concerns == Concerns::Message || self.code == "aws_refused"
     }
@@ -157,7 +157,7 @@ impl Refusal {
     }
 }
 
-/// Why a request never left, if it did not.
+/// Returns why a request was never sent; `None` if it may have been.
 fn unsent(error: &(dyn StdError + 'static), text: &str, is_other: bool) -> Option<(Concerns, &'static str)> {
     let connecting = find::<hyper_util::client::legacy::Error>(error).is_some_and(|error| error.is_connect());
     let io = find::<std::io::Error>(error).map(std::io::Error::kind);
@@ -178,7 +178,7 @@ fn find<'a, E: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Optio
     std::iter::successors(Some(error), |&error| error.source()).find_map(|error| error.downcast_ref())
 }
 
-/// What is behind an error of the client, which itself says no more than where it arose.
+/// Returns the causes of a client error, which itself only says where it arose.
 fn chain(error: &(dyn StdError + 'static)) -> String {
     let error = error.source().unwrap_or(error);
     let all: Vec<String> =

@@ -21,15 +21,15 @@ use crate::message::{Reading, Writing};
 use crate::sink::{SqsSink, Target};
 use crate::source::{DELAY_SECONDS_MAX, Receiving, SqsSource};
 
-/// Calls at once unless the subscription says otherwise: AWS answers one in 10 to 20 ms.
+/// How many calls run at once, unless the subscription sets it: AWS answers one in 10 to 20 ms.
 const CONCURRENCY: usize = 16;
-/// What AWS takes, for a message and for all of a request.
+/// The largest message, and the largest request, in bytes, that AWS accepts.
 const MESSAGE_BYTES_MAX: usize = 1024 * 1024;
-/// Most messages given out at once.
+/// The most messages handed out at once.
 const IN_FLIGHT_MAX: usize = 10_000;
-/// For so long a queue or topic that keeps order knows what it had.
+/// How long a FIFO queue or topic remembers deduplication ids.
 const DEDUPE_WINDOW: Duration = Duration::from_secs(300);
-/// Longest wait of a person who asks whether it would work.
+/// The longest wait of a connection check.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
 
 table! {
@@ -120,7 +120,7 @@ fn is_visibility(time: &Duration) -> Result<(), String> {
     }
 }
 
-/// Warns if a repetition may come when its destination has forgotten the first.
+/// Warns if an event may be repeated after its destination has forgotten the first one.
 fn check_window(context: &SinkContext, fifo: bool, name: &str) {
     let repeats_within = context.repeats_within;
     if fifo && repeats_within > DEDUPE_WINDOW {
@@ -152,7 +152,7 @@ async fn topic_client(topic: &TopicArn, aws: &Option<AwsTable>) -> Result<aws_sd
     Ok(aws_sdk_sns::Client::new(&config))
 }
 
-/// What a person hears who asks whether a queue is there.
+/// Describes to an operator whether a queue exists.
 async fn look_at_queue(queue: &QueueUrl, aws: &Option<AwsTable>) -> Result<String> {
     let client = queue_client(queue, aws).await?;
     let request = client.get_queue_attributes().queue_url(&queue.url);
@@ -218,7 +218,7 @@ impl SourceConfig for SqsSourceTable {
         look_at_queue(&self.queue_url, &self.aws).await
     }
 
-    /// A CloudEvent in binary mode becomes the event that it was.
+    /// A CloudEvent in binary mode becomes the original event.
     fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
         Binding::FIELDS.read(message, name).map(Some)
     }

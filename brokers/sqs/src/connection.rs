@@ -1,4 +1,4 @@
-//! Where a queue or a topic is, and a client for it that tries nothing twice.
+//! The address of a queue or a topic, and a client for it that never retries.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,14 +19,14 @@ use url::Url;
 
 use crate::config::AwsTable;
 
-/// Longest wait for a connection, TLS included.
+/// The longest wait for a connection, TLS included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The address of a queue: `https://sqs.REGION.amazonaws.com/ACCOUNT/NAME`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct QueueUrl {
     pub(crate) url: String,
-    /// Who is asked, unless the configuration names somebody else.
+    /// The server to ask, unless the configuration names another.
     pub(crate) origin: String,
     pub(crate) region: Option<String>,
     pub(crate) name: String,
@@ -48,7 +48,7 @@ impl std::str::FromStr for QueueUrl {
         let url = check_url(text).ok_or_else(|| fault.clone())?;
         let name = url.path_segments().and_then(|mut path| path.next_back()).unwrap_or_default();
         let labels: Vec<&str> = url.host_str().unwrap_or_default().split('.').collect();
-        // Also of gateways and endpoints of a VPC: what follows `sqs` is the region.
+        // Works for gateways and endpoints of a VPC too: the label after `sqs` is the region.
         let region = labels.windows(2).find(|pair| pair[0] == "sqs" || pair[0] == "sqs-fips").map(|pair| pair[1]);
         match name {
             "" => Err(fault),
@@ -75,7 +75,7 @@ impl std::str::FromStr for TopicArn {
     }
 }
 
-/// A plain address of HTTP: nothing in it that would go elsewhere, or be a secret.
+/// Parses a plain HTTP address, without parts that would lead elsewhere or be a secret.
 pub(crate) fn check_url(text: &str) -> Option<Url> {
     let url = Url::parse(text).ok()?;
     let is_plain = url.query().is_none() && url.fragment().is_none() && url.username().is_empty();
@@ -83,8 +83,8 @@ pub(crate) fn check_url(text: &str) -> Option<Url> {
     (is_plain && is_http && url.host_str().is_some_and(|host| !host.is_empty())).then_some(url)
 }
 
-/// What a client is made of. Calls nobody, unless the region has to be asked for. `region` and
-/// `origin` are what the address of a queue or topic says.
+/// Builds the configuration of a client. Sends no request, unless the region has to be looked up.
+/// `region` and `origin` come from the address of the queue or topic.
 pub(crate) async fn load(aws: AwsTable, region: Option<&str>, origin: Option<&str>) -> Result<SdkConfig> {
     let roots = match &aws.ca_file {
         Some(path) => TrustStore::empty().with_pem_certificate(certificates(path).await?),
@@ -95,7 +95,7 @@ pub(crate) async fn load(aws: AwsTable, region: Option<&str>, origin: Option<&st
     let http = Builder::new().tls_provider(Provider::Rustls(CryptoMode::Ring)).tls_context(tls).build_https();
     let mut loader = aws_config::defaults(BehaviorVersion::v2026_01_12())
         .http_client(http)
-        // The engine retries. A slow answer is its caller's to give up.
+        // The engine retries, and the caller decides when a slow answer is given up.
         .retry_config(RetryConfig::disabled())
         .stalled_stream_protection(StalledStreamProtectionConfig::disabled())
         .timeout_config(TimeoutConfig::builder().connect_timeout(CONNECT_TIMEOUT).build());
@@ -116,7 +116,7 @@ pub(crate) async fn load(aws: AwsTable, region: Option<&str>, origin: Option<&st
     }
 }
 
-/// The file's certificates, which a client takes without looking.
+/// Reads the file's certificates and checks them, because a client accepts them unchecked.
 async fn certificates(path: &Path) -> Result<Vec<u8>> {
     let fault = |why: String| invalid("ca_file_invalid", format!("{}: {why}", path.display()));
     let pem = tokio::fs::read(path).await.map_err(|error| fault(error.to_string()))?;

@@ -1,4 +1,4 @@
-//! Messages of SQS and SNS: a body of text and at most ten attributes, both ways.
+//! Messages of SQS and SNS in both directions: a body of text and at most ten attributes.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -8,23 +8,23 @@ use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 
-/// The id to deduplicate by. Another producer's `id` may be anything, so the name is ours alone.
+/// The id to deduplicate by. Another producer's `id` may be anything, so this name is our own.
 const ID: &str = "postbox-id";
 const TOPIC: &str = "postbox-topic";
 const KEY: &str = "postbox-key";
 const CONTENT_TYPE: &str = "content-type";
-/// A JSON object of the headers that cannot be attributes of their own.
+/// A JSON object of the headers that cannot be attributes.
 const HEADERS: &str = "postbox-headers";
-/// Attributes that are no headers.
+/// Attributes that are not headers.
 const RESERVED: [&str; 5] = [ID, TOPIC, KEY, CONTENT_TYPE, HEADERS];
 
-/// Most attributes of a message; with more, SNS does not pass it on to a queue.
+/// The most attributes of a message: SNS does not pass a message with more on to a queue.
 const ATTRIBUTES_MAX: usize = 10;
-/// Longest name of an attribute.
+/// The longest name of an attribute, in bytes.
 const NAME_BYTES_MAX: usize = 256;
-/// The type of every attribute, which counts as a part of the message.
+/// The type of every attribute, which counts towards the message's size.
 pub(crate) const STRING: &str = "String";
-/// Longest name of a group.
+/// The longest name of a group, in bytes.
 const GROUP_BYTES_MAX: usize = 128;
 
 /// An event as a message.
@@ -32,31 +32,31 @@ const GROUP_BYTES_MAX: usize = 128;
 pub(crate) struct Outgoing {
     pub(crate) body: String,
     pub(crate) attributes: Vec<(String, String)>,
-    /// Where order is kept.
+    /// Only for a FIFO queue or topic.
     pub(crate) fifo: Option<Fifo>,
-    /// What counts as its size.
+    /// The size that AWS counts, in bytes.
     pub(crate) bytes: usize,
 }
 
-/// What keeps messages in order and apart.
+/// The ids by which a FIFO queue or topic orders and deduplicates messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Fifo {
     pub(crate) group: String,
     pub(crate) id: String,
 }
 
-/// How events become messages.
+/// How events are converted to messages.
 #[derive(Debug, Clone)]
 pub(crate) struct Writing {
     pub(crate) envelope: Envelope,
-    /// The CloudEvents source of events that name none.
+    /// The CloudEvents source of events that have none.
     pub(crate) source: String,
     pub(crate) fifo: bool,
     pub(crate) bytes_max: usize,
 }
 
 impl Writing {
-    /// The message of an event, or why there can be none.
+    /// Makes the message of an event, or returns why there can be none.
     pub(crate) fn message(&self, delivery: &Delivery) -> Result<Outgoing, Outcome> {
         let event = &delivery.event;
         let wrapped = self.envelope.wrap(event, &self.source)?;
@@ -101,7 +101,7 @@ fn body(body: Vec<u8>) -> Result<String, Outcome> {
     }
 }
 
-/// Adds these as attributes, as far as they can be some; the rest goes into one together.
+/// Adds headers as attributes as far as possible. The rest goes into one attribute together.
 fn add(attributes: &mut Vec<(String, String)>, headers: impl Iterator<Item = (String, String)>) {
     let (mut plain, odd): (Vec<_>, Vec<_>) = headers.partition(|(name, value)| is_name(name) && is_text(value));
     let room = ATTRIBUTES_MAX - attributes.len();
@@ -111,18 +111,18 @@ fn add(attributes: &mut Vec<(String, String)>, headers: impl Iterator<Item = (St
     }
     attributes.append(&mut plain);
     if !rest.is_empty() {
-        // JSON escapes whatever a value may not hold otherwise.
+        // JSON escapes the characters that an attribute's value may not contain.
         attributes.push((HEADERS.to_owned(), serde_json::json!(rest).to_string()));
     }
 }
 
-/// What a body or a value may be.
+/// Whether a text may be a body or a value.
 fn is_text(text: &str) -> bool {
     let allowed = |c| matches!(c, '\t' | '\n' | '\r' | ' '..='\u{fffd}' | '\u{10000}'..);
     !text.is_empty() && text.chars().all(allowed)
 }
 
-/// Whether an attribute can have this name, and is a header then.
+/// Whether an attribute can have this name and then is a header.
 fn is_name(name: &str) -> bool {
     let lower = name.to_ascii_lowercase();
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
@@ -133,7 +133,7 @@ fn is_name(name: &str) -> bool {
         && !RESERVED.contains(&lower.as_str())
 }
 
-/// The group of a key: the key itself, or its digest where it cannot be a name.
+/// Returns the group of a key: the key itself, or its digest if it cannot be a group's name.
 fn group(key: &str) -> String {
     let is_name = (1..=GROUP_BYTES_MAX).contains(&key.len()) && key.bytes().all(|byte| byte.is_ascii_graphic());
     if is_name { key.to_owned() } else { format!("sha256:{}", hex(&Sha256::digest(key))) }
@@ -143,17 +143,17 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// How messages of a queue are read.
+/// How messages of a queue are converted.
 #[derive(Debug, Clone)]
 pub(crate) struct Reading {
-    /// The topic of messages that name none; without one, their SNS topic's name or the queue's.
+    /// The topic of messages that name none. If unset, the name of their SNS topic or of the queue.
     pub(crate) topic: Option<String>,
     pub(crate) queue: String,
-    /// What messages are that do not say so.
+    /// The content type of messages that name none.
     pub(crate) content_type: String,
 }
 
-/// What SNS makes of a message for a queue whose subscription is not raw.
+/// The JSON that SNS wraps a message in for a queue whose subscription is not raw.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Notification {
@@ -172,7 +172,7 @@ struct NotificationAttribute {
     value: String,
 }
 
-/// What a queue holds of a message, whether SNS has wrapped it or not.
+/// A message from a queue, without the wrapping of SNS.
 struct Incoming {
     id: Option<String>,
     sns_topic: Option<String>,
@@ -205,8 +205,8 @@ impl Incoming {
 }
 
 impl Reading {
-    /// The message as the producer gave it. Its id is the producer's, if that is Postbox; otherwise
-    /// the one that SNS or SQS gave it.
+    /// Converts a message back to what the producer sent. Its id is the producer's if that is
+    /// Postbox, and otherwise the one from SNS or SQS.
     pub(crate) fn message(&self, mut message: Message) -> RawMessage {
         let group = message.attributes.as_mut().and_then(|all| all.remove(&MessageSystemAttributeName::MessageGroupId));
         let Incoming { id, sns_topic, body, mut attributes } = Incoming::new(message);
@@ -214,13 +214,13 @@ impl Reading {
         let key = attributes.remove(KEY);
         let topic = attributes.remove(TOPIC).or_else(|| self.topic.clone()).or(sns_topic);
         let content_type = attributes.remove(CONTENT_TYPE);
-        // Last: what is in there is a header, whatever its name.
+        // Last, because everything in it is a header, whatever its name.
         if let Some(rest) = attributes.get(HEADERS).and_then(|json| serde_json::from_str::<Headers>(json).ok()) {
             attributes.remove(HEADERS);
             rest.into_iter().for_each(|(name, value)| _ = attributes.entry(name).or_insert(value));
         }
         RawMessage {
-            // A group of ours without a key is none.
+            // A group that Postbox set for an event without a key is no key.
             key: if own_id.is_some() { key } else { key.or(group) },
             id: own_id.or(id),
             digest: Sha256::digest(&body).into(),
@@ -356,7 +356,8 @@ mod tests {
         assert_eq!((message.payload.as_ref(), message.headers.len()), (&b"{\"a\":1}"[..], 1));
         let named = Reading { topic: Some("orders.paid".into()), ..reading() };
         assert_eq!(named.message(Message::builder().body(body).build()).topic, "orders.paid");
-        // One that somebody sends on, with attributes of its own, is a payload as any other.
+        // A notification that someone forwards with attributes of its own is a payload like any
+        // other.
         let value = MessageAttributeValue::builder().data_type(STRING).string_value("1").build().expect("a type");
         let message = reading().message(Message::builder().body(body).message_attributes("x", value).build());
         assert_eq!(message.payload, body);

@@ -1,4 +1,4 @@
-//! The sink: a call is one batch of ten, or several where its messages are large.
+//! The sink: a call is one batch of ten, or several if its messages are large.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -13,25 +13,26 @@ use tokio::time::{Instant, timeout_at};
 use crate::classify::{Concerns, Refusal};
 use crate::message::{Outgoing, STRING, Writing};
 
-/// Most messages of a request.
+/// The most messages of a request.
 pub(crate) const BATCH_MAX: usize = 10;
 
-/// Where messages go: always the same place, whatever is in an event.
+/// Where messages are sent: always the same place, whatever an event contains.
 #[derive(Debug, Clone)]
 pub(crate) enum Target {
     Queue(aws_sdk_sqs::Client, String),
     Topic(aws_sdk_sns::Client, String),
 }
 
-/// What became of each message of a request, by its number there; the others have no answer.
+/// The answer for each message of a request, by its number in the request. Missing ones have no
+/// answer.
 type Answers = HashMap<usize, Result<(), Refusal>>;
 
 /// Sends events to a queue of SQS, or publishes them to a topic of SNS.
 ///
-/// The events of a call have different keys: each message of a request is taken or refused for
-/// itself, so a later event of a key could be taken though an earlier one was refused.
+/// The events of a call have different keys. Each message of a request is accepted or refused on
+/// its own, so a later event of a key could be accepted although an earlier one was refused.
 ///
-/// Cancel-safety: the events of a dropped call may have been taken.
+/// Cancel-safety: the events of a dropped call may have been accepted.
 #[derive(Debug)]
 pub struct SqsSink {
     target: Target,
@@ -45,8 +46,9 @@ impl SqsSink {
         Self { target, writing, timeout, concurrency }
     }
 
-    /// Sends messages as one request. Where that is refused as a whole because of what one holds,
-    /// nothing of it was taken: then each is sent for itself, so that the one alone is refused.
+    /// Sends messages as one request. If the request is refused as a whole because of one message's
+    /// contents, nothing was accepted. Then each message is sent alone, so that only the faulty one
+    /// is refused.
     async fn send(&self, batch: &[(usize, Outgoing)], deadline: Instant) -> Vec<(usize, Outcome)> {
         match self.send_once(batch, deadline).await {
             Err(refusal) if refusal.is_of_one() && batch.len() > 1 => {
@@ -76,12 +78,12 @@ impl SqsSink {
     }
 }
 
-/// The same for all of them.
+/// The same outcome for all of them.
 fn refused(batch: &[(usize, Outgoing)], refusal: &Refusal) -> Vec<(usize, Outcome)> {
     batch.iter().map(|(place, _)| (*place, refusal.clone().outcome())).collect()
 }
 
-/// Messages as requests: each of ten at most, and together no larger than one message may be.
+/// Groups messages into requests: at most ten each, and together no larger than one message may be.
 fn batches(messages: Vec<(usize, Outgoing)>, bytes_max: usize) -> Vec<Vec<(usize, Outgoing)>> {
     let (mut batches, mut bytes): (Vec<Vec<(usize, Outgoing)>>, usize) = (Vec::new(), 0);
     for message in messages {
@@ -97,8 +99,8 @@ fn batches(messages: Vec<(usize, Outgoing)>, bytes_max: usize) -> Vec<Vec<(usize
     batches
 }
 
-/// Sends messages as one request; what became of each. The two services have the same request in
-/// types of their own.
+/// Sends messages as one request and returns the answers. A macro, because the two services have
+/// the same request in different types.
 macro_rules! answers {
     ($messages:ident, $request:expr, $entries:ident, $entry:ident, $body:ident, $value:ident) => {{
         let mut request = $request;

@@ -1,5 +1,4 @@
-//! The source: it asks a queue for messages, and keeps them from coming again until they are
-//! settled.
+//! The source: requests messages of a queue, and keeps them hidden until they are settled.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,19 +20,19 @@ use crate::classify::Refusal;
 use crate::message::Reading;
 use crate::sink::BATCH_MAX;
 
-/// How long SQS waits for a message before it answers that there is none: as long as it allows.
+/// How long SQS waits for a message before it answers that there is none: the longest it allows.
 const WAIT: Duration = Duration::from_secs(20);
-/// Most requests for messages at once, while there are plenty.
+/// The most requests for messages at once, while there are plenty of messages.
 const POLLS_MAX: usize = 4;
-/// Longest wait for any other answer.
+/// The longest wait for any other answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest delay SQS knows, in seconds.
+/// The longest delay that SQS accepts, in seconds.
 pub(crate) const DELAY_SECONDS_MAX: u64 = 43_200;
 
 /// A queue of SQS.
 ///
-/// SQS hides a message that it gave until a deadline, which is moved on while the message is held.
-/// So a message comes again when it is given back, or some time after we are gone.
+/// SQS hides a delivered message until a deadline, which is extended while the message is held. So
+/// a message is delivered again when it is given back, or some time after we are gone.
 pub struct SqsSource {
     queue: Arc<Queue>,
     in_flight_max: usize,
@@ -46,53 +45,54 @@ struct Queue {
     client: Client,
     url: String,
     reading: Reading,
-    /// How long SQS hides what it gave.
+    /// How long SQS hides a delivered message.
     visibility: Duration,
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
-    /// Deadlines are moved by one at a time: what is given back must not be hidden again by a
-    /// request that was made up before.
+    /// Allows one change of deadlines at a time: a request prepared earlier must not hide a message
+    /// again that was given back since.
     moving: tokio::sync::Mutex<()>,
-    /// Something came, was settled or given back, or the source was closed.
+    /// Signals that a message arrived, was settled or was given back, or that the source was
+    /// closed.
     changed: Notify,
 }
 
-/// What is done with messages that are held.
+/// What is done with held messages.
 #[derive(Debug, Clone, Copy)]
 enum Change {
-    /// They are hidden for so long from now on.
+    /// Hide them for this long from now on.
     Hide(Duration),
     Delete,
 }
 
 #[derive(Default)]
 struct State {
-    /// Came and was not given out yet, in the order in which it came.
+    /// Messages that have arrived and are not handed out yet, in order of arrival.
     ready: VecDeque<(String, RawMessage)>,
-    /// The receipts of what is given out, by a number of that one time.
+    /// The receipts of messages that are handed out, by the number of their token.
     given: BTreeMap<u64, String>,
     times: u64,
     polls: JoinSet<()>,
-    /// How many requests are out, and for how many messages.
+    /// How many requests are outstanding, and for how many messages.
     polling: usize,
     asked: usize,
-    /// The last answer was full: there is more.
+    /// Whether the last answer was full, so that there are more.
     plenty: bool,
     failure: Option<Refusal>,
     closed: bool,
 }
 
-/// How a source reads.
+/// How a source receives.
 pub(crate) struct Receiving {
     pub(crate) reading: Reading,
     pub(crate) visibility: Duration,
     pub(crate) in_flight_max: usize,
-    /// The queue keeps its groups in order.
+    /// Whether the queue keeps its groups in order.
     pub(crate) fifo: bool,
 }
 
 impl SqsSource {
-    /// A source that asks for messages when it is asked for some.
+    /// Returns a source that requests messages when it is asked for some.
     pub(crate) fn new(client: Client, url: String, how: Receiving, clock: Arc<dyn Clock>) -> Self {
         let Receiving { reading, visibility, in_flight_max, fifo } = how;
         let (state, moving, changed) = (Mutex::default(), tokio::sync::Mutex::default(), Notify::new());
@@ -101,7 +101,7 @@ impl SqsSource {
         Self { queue, in_flight_max, ordered: fifo, _holding: holding }
     }
 
-    /// Takes messages out of those that are given.
+    /// Removes messages from those that are handed out, and returns their receipts.
     fn take_back(&self, tokens: &[AckToken]) -> Vec<String> {
         let number = |token: &AckToken| token.as_bytes().try_into().map(u64::from_be_bytes).ok();
         let mut state = self.queue.state();
@@ -117,8 +117,8 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks for so many messages, and keeps what comes. A task of its own: a call that is dropped
-    /// must not lose what SQS gave in answer.
+    /// Requests `count` messages and keeps what arrives. Runs as its own task, because a dropped
+    /// call must not lose what SQS delivered.
     async fn poll(self: Arc<Self>, count: usize) {
         let received = self.receive(count).await;
         {
@@ -150,7 +150,7 @@ impl Queue {
         Ok(answer.map_err(|error| Refusal::of(&error))?.messages.unwrap_or_default())
     }
 
-    /// Moves the deadlines of everything that is held, again and again.
+    /// Extends the deadlines of all held messages, again and again.
     async fn hold(self: Arc<Self>) {
         loop {
             self.clock.sleep(self.visibility / 3).await;
@@ -159,12 +159,13 @@ impl Queue {
                 let state = self.state();
                 state.ready.iter().map(|(receipt, _)| receipt).chain(state.given.values()).cloned().collect()
             };
-            // What fails comes again, and is known then.
+            // A message whose change fails is delivered again, and is recognised then.
             let _ = self.change(&receipts, Change::Hide(self.visibility)).await;
         }
     }
 
-    /// Does this with all of them, ten a request, all requests at once; the first failure of any.
+    /// Changes all of them, ten per request, all requests at once. Returns the first failure of
+    /// any.
     async fn change(&self, receipts: &[String], change: Change) -> Result<(), Refusal> {
         let ten = |ten| async move { timeout(TIMEOUT, self.change_ten(ten, change)).await };
         let changed = join_all(receipts.chunks(BATCH_MAX).map(ten)).await;
@@ -197,14 +198,14 @@ impl Queue {
     }
 }
 
-/// Whole seconds, none too few.
+/// Whole seconds, rounded up.
 fn seconds(time: Duration) -> i32 {
     let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
     i32::try_from(seconds.min(DELAY_SECONDS_MAX)).unwrap_or(i32::MAX)
 }
 
 impl State {
-    /// What has come, at most so many.
+    /// Hands out messages that have arrived, at most `max`.
     fn give(&mut self, max: usize) -> Vec<SourceMessage> {
         let count = self.ready.len().min(max.max(1));
         let mut messages = Vec::with_capacity(count);
@@ -216,7 +217,7 @@ impl State {
         messages
     }
 
-    /// For how many messages another request may ask; `None` if there is to be none.
+    /// Returns how many messages the next request may ask for; `None` if there should be none.
     fn wanted(&self, in_flight_max: usize) -> Option<usize> {
         let room = in_flight_max.saturating_sub(self.ready.len() + self.given.len() + self.asked);
         let polls_max = if self.plenty { POLLS_MAX } else { 1 };
@@ -229,7 +230,7 @@ impl Source for SqsSource {
     fn capabilities(&self) -> SourceCapabilities {
         SourceCapabilities {
             in_flight_max: self.in_flight_max,
-            // A queue that keeps order gives nothing of a group while something of it is out.
+            // A FIFO queue delivers nothing of a group while a message of it is out.
             ordered: self.ordered,
             nak_delay: true,
             dead_letters: false,
@@ -272,7 +273,7 @@ impl Source for SqsSource {
 
     async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
         let receipts = self.take_back(tokens);
-        // What came behind it, and may be of its group, must not be stored before it.
+        // Messages that arrived after it, and may be of its group, must not be stored before it.
         let behind: Vec<String> = match self.ordered && !receipts.is_empty() {
             true => self.queue.state().ready.drain(..).map(|(receipt, _)| receipt).collect(),
             false => Vec::new(),
@@ -288,7 +289,8 @@ impl Source for SqsSource {
         self.ack(tokens).await
     }
 
-    /// What SQS gave in answer to a request that is still out comes again after its time.
+    /// What SQS delivers for a request that is still outstanding is delivered again after its
+    /// deadline.
     async fn close(&self) {
         let receipts: Vec<String> = {
             let mut state = self.queue.state();
@@ -300,7 +302,7 @@ impl Source for SqsSource {
         };
         self.queue.changed.notify_waiters();
         let _moving = self.queue.moving.lock().await;
-        // What SQS does not hear of comes again after its time, too.
+        // If SQS does not receive this, the messages are delivered again after their deadline too.
         let _ = self.queue.change(&receipts, Change::Hide(Duration::ZERO)).await;
     }
 }
