@@ -1,4 +1,4 @@
-//! What an answer of the server, its absence, or a failure of the client means.
+//! Classifies the server's answers, missing answers and failures of the client.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use rumqttc::v5::mqttbytes::Error as MqttError;
 use rumqttc::v5::mqttbytes::v5::{ConnectReturnCode, DisconnectReasonCode, PubAckReason, SubscribeReasonCode};
 use rumqttc::v5::{ConnectionError, StateError, TlsError};
 
-/// What a PUBACK says of an event. `mandatory`: somebody must have subscribed.
+/// Returns the outcome of an event from its PUBACK. `mandatory`: the topic must have a subscriber.
 pub(crate) fn answer(reason: PubAckReason, mandatory: bool) -> Outcome {
     let refused = |code: &'static str, why: &str| Outcome::ambiguous(code, format!("the server refused it: {why}"));
     match reason {
@@ -37,33 +37,33 @@ pub(crate) fn answer(reason: PubAckReason, mandatory: bool) -> Outcome {
     }
 }
 
-/// The deadline passed: the server may have it.
+/// The deadline passed; the server may have stored the event.
 pub(crate) fn no_ack() -> Outcome {
     Outcome::ambiguous("mqtt_ack_timeout", "the server did not acknowledge it in time")
 }
 
-/// With its text as one harmless line.
+/// Makes a [`Down`] whose text is one harmless line.
 pub(crate) fn down(kind: ErrorKind, code: &'static str, text: impl AsRef<str>) -> Down {
     Down::new(kind, code, excerpt(text.as_ref()))
 }
 
-/// The server answers and cannot do what is asked.
+/// The server answers, but cannot do what is asked.
 pub(crate) fn mismatch(code: &'static str, text: impl AsRef<str>) -> Down {
     down(ErrorKind::Mismatch, code, text)
 }
 
-/// No connection in the time there was.
+/// There was no connection in time.
 pub(crate) fn no_answer(url: &str) -> Down {
     down(ErrorKind::Unavailable, "connect_timeout", format!("no connection to {url}: no answer in time"))
 }
 
-/// A call was not answered in time, and its connection with it.
+/// A call was not answered in time, so its connection was given up.
 pub(crate) fn given_up() -> Down {
     let text = "the connection was given up: a call on it was not answered in time";
     down(ErrorKind::Unavailable, "mqtt_connection_lost", text)
 }
 
-/// No connection to this server.
+/// Connecting to this server failed.
 pub(crate) fn connecting(url: &str, error: &ConnectionError) -> Down {
     let (kind, code) = match error {
         ConnectionError::Timeout(_) => (ErrorKind::Unavailable, "connect_timeout"),
@@ -94,7 +94,7 @@ fn refused(code: ConnectReturnCode) -> (ErrorKind, &'static str) {
     }
 }
 
-/// The connection was there and is no more.
+/// The connection was lost.
 pub(crate) fn lost(error: &ConnectionError) -> Down {
     let text = format!("the connection was lost: {error}");
     let too_large = || {
@@ -102,7 +102,7 @@ pub(crate) fn lost(error: &ConnectionError) -> Down {
         down(ErrorKind::Unavailable, "mqtt_message_too_large", text)
     };
     match error {
-        // Mosquitto's answer, which the client cannot read.
+        // Mosquitto's answer, which the client cannot parse.
         ConnectionError::MqttState(StateError::Deserialization(MqttError::InvalidConnectReturnCode(0x95))) => {
             too_large()
         }
@@ -124,7 +124,7 @@ pub(crate) fn lost(error: &ConnectionError) -> Down {
     }
 }
 
-/// What is wrong with a subscription, unless it was granted.
+/// Returns what is wrong with a subscription; `None` if it was granted.
 pub(crate) fn subscribing(filter: &str, codes: &[SubscribeReasonCode]) -> Option<Down> {
     let why = match codes {
         [SubscribeReasonCode::Success(rumqttc::v5::mqttbytes::QoS::AtMostOnce)] => "it grants QoS 0 only".to_owned(),

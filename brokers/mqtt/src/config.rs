@@ -16,11 +16,11 @@ use crate::sink::{MqttSink, Publishing};
 use crate::source::{MqttSource, Subscribing};
 use crate::topic::{self, check_text};
 
-/// Longest wait for PUBACKs: a server that is silent for longer is given up.
+/// The longest wait for PUBACKs: a server that is silent for longer is given up.
 const ACK_TIMEOUT_MAX: Duration = Duration::from_secs(10);
-/// The largest packet of the protocol.
+/// The largest packet of the protocol, in bytes.
 const MESSAGE_BYTES_MAX: usize = 268_435_455;
-/// Longest name of a client: servers make files of it.
+/// The longest client id, in bytes: servers make file names of it.
 const CLIENT_ID_BYTES_MAX: usize = 256;
 
 table! {
@@ -184,14 +184,15 @@ impl SourceConfig for MqttSourceTable {
         look(self.server()).await
     }
 
-    /// A CloudEvent in binary mode becomes the event that it was; of every other message, the topic
-    /// is MQTT's.
+    /// A CloudEvent in binary mode becomes the original event. Any other message has its MQTT topic
+    /// as topic.
     fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
         Binding::MQTT.read(message, name).map(Some)
     }
 }
 
-/// What a person hears who asks. As nobody in particular: our name is that of who runs.
+/// Checks the connection for an operator. Without a client id, because ours belongs to the running
+/// process.
 async fn look(server: Server) -> Result<String> {
     let nobody = Server { client_id: String::new(), ..server };
     let connected = nobody.connect(1, |_| ()).await;

@@ -1,8 +1,8 @@
 //! Connecting: address, credentials, TLS.
 //!
-//! The client could connect again by itself and would then send what it had not sent before: an old
-//! publish would go out after its outcome was reported. So a connection is for once, and ends with
-//! its first failure.
+//! The client could reconnect by itself and would then send what it had not sent before: an old
+//! publish would be sent after its outcome was reported. So a connection is used once, and ends
+//! with its first failure.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,24 +22,25 @@ use url::Url;
 
 use crate::classify::{self, connecting};
 
-/// Longest wait for a server, TLS and its answer to our name included.
+/// The longest wait for a server, including TLS and its answer to CONNECT.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A silent server is lost after twice as long.
+/// The keep-alive interval. A server that is silent for twice as long is lost.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
-/// The largest packet of the protocol: less, and a server would throw larger ones away in silence.
+/// The largest packet of the protocol, in bytes. With a lower limit, a server would discard larger
+/// packets silently.
 const PACKET_BYTES_MAX: u32 = 268_435_455;
 
-/// Where to and as whom.
+/// The server and the credentials.
 #[derive(Debug, Clone)]
 pub(crate) struct Server {
     pub(crate) url: String,
     pub(crate) user: Option<(String, Secret)>,
     pub(crate) tls: TlsTable,
-    /// Empty: the server's choice, without a session.
+    /// If empty, the server chooses one, without a session.
     pub(crate) client_id: String,
 }
 
-/// An address. The message never repeats it: it may hold a password.
+/// Parses an address. The error never repeats it: it may hold a password.
 pub(crate) fn address(text: &str) -> Result<Url, String> {
     let fault = match Url::parse(text) {
         Ok(url) if !["mqtt", "mqtts"].contains(&url.scheme()) => "begins with mqtt:// or mqtts://",
@@ -60,9 +61,9 @@ pub(crate) fn address(text: &str) -> Result<Url, String> {
 }
 
 impl Server {
-    /// Connects once. The event loop has nothing to do yet but what comes from here on.
+    /// Connects once. The event loop has handled nothing but the connection.
     ///
-    /// Cancel-safety: dropped, there is no connection.
+    /// Cancel-safety: if dropped, there is no connection.
     pub(crate) async fn connect(
         &self,
         room: usize,
@@ -103,7 +104,7 @@ impl Server {
     }
 }
 
-/// Files are read at each connection, so that they may be renewed.
+/// Makes the TLS configuration. The files are read at each connection, so that they may be renewed.
 fn config(tls: &TlsTable) -> Result<ClientConfig, String> {
     let provider = Arc::new(ring::default_provider());
     let fault = |error: rustls::Error| format!("TLS: {error}");

@@ -14,12 +14,12 @@
 //!
 //! - A [`MqttSink`] publishes all events of a call without waiting, as far as the server allows,
 //!   and settles each by its own PUBACK.
-//! - A [`MqttSource`] acknowledges what is stored, in the order in which it came.
+//! - A [`MqttSource`] acknowledges what is stored, in order of arrival.
 //!
 //! # What this crate deliberately does not do
 //!
-//! It never retries and never sends what a lost connection had queued (the engine owns retry), uses
-//! no QoS 2, and speaks no MQTT 3.
+//! It never retries and never sends what a lost connection had queued (the engine owns retry). It
+//! does not use QoS 2 or MQTT 3.
 
 mod classify;
 mod config;

@@ -10,8 +10,8 @@ use crate::topic::check_text;
 /// The user property with the id to deduplicate by.
 pub(crate) const ID: &str = "postbox-id";
 
-/// The properties of an event in its envelope. The error is [`Outcome::Dead`]: no message can have
-/// them.
+/// Makes the properties of an event in its envelope. The error is [`Outcome::Dead`]: no message can
+/// have them.
 pub(crate) fn properties(delivery: &Delivery, wrapped: &Wrapped<'_>) -> Result<PublishProperties, Outcome> {
     let is_reserved = |name: &str| Binding::MQTT.is_reserved(name) || name.eq_ignore_ascii_case(ID);
     let own = delivery.headers().filter(|(name, _)| !is_reserved(name));
@@ -28,7 +28,7 @@ pub(crate) fn properties(delivery: &Delivery, wrapped: &Wrapped<'_>) -> Result<P
     Ok(PublishProperties { user_properties, content_type: Some(content_type), ..Default::default() })
 }
 
-/// The message as it came. Its id is what the user property `id_property` says.
+/// Converts a publish. Its id is the value of the user property `id_property`.
 pub(crate) fn raw_message(publish: Publish, id_property: &str, content_type: &str) -> RawMessage {
     let properties = publish.properties.unwrap_or_default();
     let is_id = |name: &str| name.eq_ignore_ascii_case(id_property);
@@ -44,7 +44,7 @@ pub(crate) fn raw_message(publish: Publish, id_property: &str, content_type: &st
     }
 }
 
-/// The user properties that an event can have; several values as one.
+/// Returns the user properties that an event can have. Several values of one name are joined.
 fn kept(properties: &PublishProperties, is_id: impl Fn(&str) -> bool) -> Headers {
     let is_name = |name: &str| {
         !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))

@@ -19,18 +19,18 @@ use crate::connection::Server;
 use crate::message;
 use crate::topic;
 
-/// Most events of a call; servers have less than that under way.
+/// The most events of a call. Servers process fewer than that at once.
 const BATCH_MAX: usize = 100;
-/// Most calls at once unless the subscription says so. They share the connection.
+/// How many calls run at once, unless the subscription sets it. They share the connection.
 const CONCURRENCY: usize = 4;
-/// Most publishes without an answer, if the server allows as many.
+/// The most publishes without an answer, if the server allows as many.
 const IN_FLIGHT_MAX: u16 = 1_000;
-/// The number of a packet, which it has not got yet when its size is counted.
+/// The size in bytes of a packet's number, which is not assigned yet when its size is counted.
 const PACKET_ID_BYTES: usize = 2;
 
 /// Publishes events to topics of an MQTT 5 server.
 ///
-/// Cancel-safety: a dropped call ends the connection. What is on its way to the server may arrive.
+/// Cancel-safety: a dropped call ends the connection. Events on their way to the server may arrive.
 pub struct MqttSink {
     server: Server,
     how: Publishing,
@@ -45,10 +45,10 @@ pub(crate) struct Publishing {
     pub(crate) envelope: Envelope,
     /// The CloudEvents source of events that name none.
     pub(crate) source: String,
-    /// An event that nobody has subscribed to is not delivered.
+    /// Whether an event that nobody has subscribed to counts as not delivered.
     pub(crate) mandatory: bool,
     pub(crate) message_bytes_max: usize,
-    /// Longest time of a call.
+    /// The longest time of a call.
     pub(crate) timeout: Duration,
     pub(crate) concurrency: Option<usize>,
 }
@@ -61,12 +61,12 @@ struct Session {
     driver: AbortOnDropHandle<()>,
 }
 
-/// Who waits for an answer.
+/// The publishes that wait for an answer.
 #[derive(Default)]
 struct Waiting {
-    /// In the order in which the client has them, and will number them.
+    /// Publishes that the client has not numbered yet, in its order.
     queued: VecDeque<oneshot::Sender<PubAckReason>>,
-    /// By the number of the packet.
+    /// Publishes by the number of their packet.
     sent: HashMap<u16, oneshot::Sender<PubAckReason>>,
     /// Why the connection has ended.
     ended: Option<Down>,
@@ -84,7 +84,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Hands answers to who waits for them, until the connection ends.
+/// Passes answers to the waiting publishes, until the connection ends.
 async fn drive(mut events: EventLoop, waiting: Arc<Mutex<Waiting>>) {
     loop {
         let event = events.poll().await;
@@ -126,8 +126,8 @@ impl Session {
     }
 }
 
-/// A call that has begun. Unless all of it was answered, the connection ends with it: what the
-/// client still has must not go out behind what is sent next.
+/// A call in progress. Unless all of it was answered, it ends the connection: what the client still
+/// has must not be sent after later events.
 struct Call {
     session: Arc<Session>,
     is_over: bool,
@@ -143,12 +143,12 @@ impl Drop for Call {
 }
 
 impl MqttSink {
-    /// A sink that connects when the first event is sent.
+    /// Returns a sink that connects when the first event is sent.
     pub(crate) fn new(server: Server, how: Publishing) -> Self {
         Self { server, how, shared: Mutex::default(), connecting: AsyncMutex::default() }
     }
 
-    /// The connection of all calls; a new one if there is none.
+    /// Returns the connection that all calls share, and makes one if there is none.
     async fn session(&self) -> Result<Arc<Session>, Down> {
         let _connecting = self.connecting.lock().await;
         let known = lock(&self.shared).clone();
@@ -161,7 +161,8 @@ impl MqttSink {
         Ok(session)
     }
 
-    /// Hands an event to the client; gives who hears the answer, or why it was not.
+    /// Hands an event to the client. Returns the receiver of its answer, or why it was not handed
+    /// over.
     fn publish(&self, session: &Session, delivery: &Delivery) -> Result<oneshot::Receiver<PubAckReason>, Outcome> {
         let topic = topic::render(&self.how.topic, &delivery.event)?;
         let wrapped = self.how.envelope.wrap(&delivery.event, &self.how.source)?;
@@ -173,7 +174,7 @@ impl MqttSink {
             return Err(Outcome::dead("payload_too_large", text));
         }
         let (heard, hears) = oneshot::channel();
-        // Held, so that the client has them in the same order.
+        // Locked until the client has the publish, so that both have the same order.
         let mut waiting = lock(&session.waiting);
         if let Some(down) = &waiting.ended {
             return Err(down.clone().outcome());
@@ -225,7 +226,7 @@ impl Sink for MqttSink {
         outcomes
     }
 
-    /// Everything was answered, so nothing is lost.
+    /// Everything was answered by then, so nothing is lost.
     async fn close(&self) {
         lock(&self.shared).take();
     }

@@ -1,7 +1,7 @@
 //! The source: a subscription with a session that the server keeps.
 //!
-//! A task of its own reads, whether somebody waits for messages or not: the server must see that we
-//! are there.
+//! A separate task reads, whether or not anyone waits for messages: the server must see that we are
+//! alive.
 
 mod held;
 
@@ -25,9 +25,9 @@ use crate::classify;
 use crate::connection::Server;
 use crate::message::raw_message;
 
-/// Longest wait until what was settled is on its way to the server.
+/// The longest wait until a settlement is written to the connection.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
-/// What the client may have to do beside PUBACKs: the subscription.
+/// What the client may have to send besides PUBACKs: the subscription.
 const ROOM: usize = 1;
 
 /// What a source subscribes to.
@@ -45,7 +45,7 @@ pub(crate) struct Subscribing {
 /// Reads topics of an MQTT 5 server with QoS 1.
 ///
 /// A message is acknowledged once it is stored. So after a lost connection, a restart or a crash,
-/// what was not comes again, as long as the server keeps our session.
+/// unstored messages are delivered again, as long as the server keeps our session.
 pub struct MqttSource {
     reader: Arc<Reader>,
     reading: AtomicBool,
@@ -56,9 +56,9 @@ struct Reader {
     subscribing: Subscribing,
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
-    /// There is something to give, or to say.
+    /// Signals that there is a message to hand out, or a failure to report.
     changed: Notify,
-    /// Somebody waits for messages.
+    /// Signals that a caller waits for messages.
     wanted: Notify,
     closed: CancellationToken,
 }
@@ -68,21 +68,21 @@ struct State {
     held: Held,
     connection: Option<Connection>,
     failure: Option<Down>,
-    /// It was connected before, so the server has a session.
+    /// Whether it was connected before, so that the server should have a session.
     was_connected: bool,
-    /// Messages of QoS 0 find no room.
+    /// Whether messages of QoS 0 are dropped, because too many are held.
     is_dropping: bool,
 }
 
 struct Connection {
     client: AsyncClient,
-    /// How many PUBACKs the client has, and how many it has written.
+    /// How many PUBACKs the client was given, and how many it has written.
     asked: u64,
     written: watch::Receiver<u64>,
 }
 
 impl Reader {
-    /// Reads until the source is closed; connects anew when somebody waits for messages.
+    /// Reads until the source is closed. Reconnects when a caller waits for messages.
     async fn run(self: Arc<Self>) {
         loop {
             let down = tokio::select! {
@@ -105,7 +105,7 @@ impl Reader {
         }
     }
 
-    /// Reads until the connection is lost; says why.
+    /// Reads until the connection is lost. Returns why.
     async fn read(&self) -> Down {
         let how = &self.subscribing;
         let in_flight = how.in_flight_max;
@@ -113,7 +113,7 @@ impl Reader {
             let expiry = u32::try_from(how.session_expiry.as_secs()).unwrap_or(u32::MAX);
             options.set_clean_start(false).set_session_expiry_interval(Some(expiry));
             options.set_receive_maximum(Some(in_flight)).set_manual_acks(true);
-            // It publishes nothing.
+            // The source publishes nothing.
             options.set_outgoing_inflight_upper_limit(1);
         });
         let (client, mut events, answer) = match connected.await {
@@ -123,7 +123,7 @@ impl Reader {
         let path =
             how.share.as_ref().map_or_else(|| how.topic.clone(), |group| format!("$share/{group}/{}", how.topic));
         let mut filter = Filter::new(path.as_str(), QoS::AtLeastOnce);
-        // What the server has kept comes once, not at each connection.
+        // Retained messages are delivered once, not at each connection.
         filter.retain_forward_rule = RetainForwardRule::OnNewSubscribe;
         if client.try_subscribe_many([filter]).is_err() {
             return classify::mismatch("mqtt_subscribe_refused", format!("{path} is no filter of topics"));
@@ -160,7 +160,7 @@ impl Reader {
         let number = (publish.qos != QoS::AtMostOnce).then_some(publish.pkid);
         let mut state = self.state();
         if number.is_none() {
-            // The server keeps none of these back, and repeats none.
+            // The server neither holds these back nor repeats them.
             let is_full = state.held.len() >= usize::from(*in_flight_max);
             if is_full && !std::mem::replace(&mut state.is_dropping, is_full) {
                 warn!(
@@ -182,7 +182,7 @@ impl Reader {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hands PUBACKs to the client, in the order of the messages, as the protocol wants them.
+    /// Hands PUBACKs to the client in the order of the messages, as the protocol requires.
     fn acknowledge(&self, tokens: &[AckToken]) -> Option<(watch::Receiver<u64>, u64)> {
         let mut state = self.state();
         let State { held, connection, .. } = &mut *state;
@@ -200,7 +200,7 @@ impl Reader {
 }
 
 impl MqttSource {
-    /// A source that connects when it is asked for the first message.
+    /// Returns a source that connects when it is asked for the first message.
     pub(crate) fn new(server: Server, subscribing: Subscribing, clock: Arc<dyn Clock>) -> Self {
         let reader = Reader {
             server,
@@ -223,7 +223,7 @@ impl Drop for MqttSource {
 
 #[async_trait]
 impl Source for MqttSource {
-    /// In the order in which the server has them, unless a group shares them.
+    /// In the server's order, unless a group shares the messages.
     fn capabilities(&self) -> SourceCapabilities {
         let in_flight_max = usize::from(self.reader.subscribing.in_flight_max);
         SourceCapabilities { in_flight_max, ordered: true, nak_delay: true, dead_letters: false }
@@ -250,7 +250,7 @@ impl Source for MqttSource {
                 if let Some(down) = state.failure.take() {
                     return Err(down.error("receive"));
                 }
-                // What is due and not given waits for one that is out.
+                // A message that is due and not handed out waits for one that is out.
                 state.held.due().map(|due| due.saturating_sub(now)).filter(|wait| !wait.is_zero())
             };
             reader.wanted.notify_one();
@@ -264,10 +264,10 @@ impl Source for MqttSource {
 
     async fn ack(&self, tokens: &[AckToken]) -> Result<()> {
         let Some((mut written, asked)) = self.reader.acknowledge(tokens) else { return Ok(()) };
-        // Those that waited for one of these to be settled.
+        // Wakes calls that waited for one of these to be settled.
         self.reader.changed.notify_waiters();
         let all = written.wait_for(|count| *count >= asked);
-        // With the connection go the tokens: what the server has not heard comes again.
+        // The tokens end with the connection: what the server has not received is delivered again.
         match timeout(SETTLE_TIMEOUT, all).await {
             Ok(Ok(_) | Err(_)) => Ok(()),
             Err(_) => {
@@ -277,7 +277,7 @@ impl Source for MqttSource {
         }
     }
 
-    /// The message is kept here until its time. If we end before, it comes at the next start.
+    /// Keeps the message here until its time. If we stop before, it is delivered at the next start.
     async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
         let due = self.reader.clock.monotonic() + delay;
         {
@@ -293,7 +293,7 @@ impl Source for MqttSource {
         self.ack(tokens).await
     }
 
-    /// The connection ends; what is unsettled waits in the session.
+    /// Ends the connection. What is unsettled waits in the session.
     async fn close(&self) {
         self.reader.closed.cancel();
         self.reader.state().connection = None;

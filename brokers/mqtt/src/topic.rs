@@ -1,28 +1,28 @@
-//! From an event to the topic it is published to: a template, and what no topic may be.
+//! The topic that an event is published to: a template, and what no topic may contain.
 //!
-//! A topic is a path of levels with slashes between them. The event's topic may bring several
-//! levels; every other field is one, so that a tenant called `a/b` does not end up below the tenant
+//! A topic is a path of levels separated by slashes. The event's topic may have several levels.
+//! Every other field must be one, so that a tenant called `a/b` does not end up below the tenant
 //! `a`.
 
 use postbox_config::from_core;
 use postbox_core::template::Field;
 use postbox_core::{Event, Outcome, Template};
 
-/// The protocol writes lengths of texts in two bytes.
+/// The longest text, in bytes: the protocol writes its length in two bytes.
 pub(crate) const TEXT_BYTES_MAX: usize = 65_535;
 
 /// The code of an event that no topic can be made of.
 pub(crate) const INVALID: &str = "topic_invalid";
 
-/// A template of topics.
+/// Parses a template of topics.
 pub(crate) fn parse(text: &str) -> Result<Template, String> {
     let template = from_core::<Template>(text)?;
-    // With a plain value in each place it must be a topic.
+    // With a plain value for each field, the result must be a topic.
     let plain = template.fill(|_, _| Ok("x")).and_then(|topic| check(&topic));
     plain.map(|()| template).map_err(|fault| format!("{text:?} is no topic: {fault}"))
 }
 
-/// A filter of topics, for a subscription.
+/// Checks a topic filter, for a subscription.
 pub(crate) fn filter(text: &str) -> Result<String, String> {
     let level = |level: &str| level == "+" || !level.contains(['+', '#']);
     let levels = text.strip_suffix("/#").unwrap_or(if text == "#" { "" } else { text });
@@ -38,14 +38,14 @@ pub(crate) fn filter(text: &str) -> Result<String, String> {
     Err(format!("{text:?} is no filter of topics: {fault}"))
 }
 
-/// The topic of an event. The error is [`Outcome::Dead`]: the event will never have one.
+/// Returns the topic of an event. The error is [`Outcome::Dead`]: the event will never have one.
 pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
     let topic = template.fill(|field, _| level(field, event))?;
     check(&topic).map_err(|fault| Outcome::dead(INVALID, format!("no topic can be made of the event: {fault}")))?;
     Ok(topic)
 }
 
-/// The value of a field as a part of the topic.
+/// Returns the value of a field as a part of the topic.
 fn level(field: Field, event: &Event) -> Result<&str, Outcome> {
     let name = field.as_str();
     match field.of(event) {
@@ -58,7 +58,7 @@ fn level(field: Field, event: &Event) -> Result<&str, Outcome> {
     }
 }
 
-/// What is wrong with a topic to publish to. The text does not repeat it.
+/// Returns what is wrong with a topic to publish to. The text does not repeat the topic.
 fn check(topic: &str) -> Result<(), String> {
     match () {
         () if topic.is_empty() => Err("it is empty".to_owned()),
@@ -68,8 +68,8 @@ fn check(topic: &str) -> Result<(), String> {
     }
 }
 
-/// What is wrong with a text of the protocol. A server may end the connection over a control
-/// character, and must over NUL.
+/// Returns what is wrong with a text of the protocol. A server may end the connection because of a
+/// control character, and must because of NUL.
 pub(crate) fn check_text(text: &str) -> Result<(), String> {
     let is_no_character = |c: char| matches!(c, '\u{fdd0}'..='\u{fdef}') || u32::from(c) & 0xfffe == 0xfffe;
     match () {

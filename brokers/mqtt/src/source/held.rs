@@ -1,24 +1,24 @@
-//! The messages that came and are not acknowledged.
+//! The messages that have arrived and are not acknowledged.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use postbox_core::{AckToken, RawMessage, SourceMessage};
 
-/// Messages in the order in which they came. PUBACKs go out in that order, too (MQTT-4.6.0-2).
+/// Messages in order of arrival. PUBACKs are sent in that order, too (MQTT-4.6.0-2).
 #[derive(Debug, Default)]
 pub(super) struct Held {
     entries: VecDeque<Entry>,
-    /// The place of the first entry: places go up by one for ever.
+    /// The place of the first entry. Places increase by one and are never reused.
     first: u64,
-    /// Of those that were given out: their places, by a number of that one time.
+    /// The places of messages that are handed out, by the number of their token.
     given: BTreeMap<u64, u64>,
     times: u64,
 }
 
 #[derive(Debug)]
 struct Entry {
-    /// The number of its packet; none if nobody waits for a PUBACK (QoS 0).
+    /// The number of its packet; `None` if no PUBACK is expected (QoS 0).
     number: Option<u16>,
     message: RawMessage,
     state: State,
@@ -26,7 +26,7 @@ struct Entry {
 
 #[derive(Debug, PartialEq, Eq)]
 enum State {
-    /// To be given out from then on.
+    /// To be handed out from this time on.
     Waiting(Duration),
     Given,
     Settled,
@@ -41,9 +41,9 @@ impl Held {
         self.entries.push_back(Entry { number, message, state: State::Waiting(now) });
     }
 
-    /// The next messages, at most `max`, and at most `most` that are not settled in all: after a
-    /// PUBACK, Mosquitto lets more through than the receive maximum. What waits for its time holds
-    /// up those behind it.
+    /// Hands out the next messages: at most `max`, and so that at most `most` in all are unsettled.
+    /// After a PUBACK, Mosquitto lets more through than the receive maximum. A waiting message
+    /// holds up those behind it.
     pub(super) fn give(&mut self, max: usize, most: usize, now: Duration) -> Vec<SourceMessage> {
         let max = max.max(1).min(most.saturating_sub(self.given.len()));
         let mut messages = Vec::new();
@@ -63,7 +63,7 @@ impl Held {
         messages
     }
 
-    /// When the next one is due, if one waits.
+    /// When the next waiting message is due, if there is one.
     pub(super) fn due(&self) -> Option<Duration> {
         self.entries.iter().find_map(|entry| match entry.state {
             State::Waiting(due) => Some(due),
@@ -83,14 +83,15 @@ impl Held {
         }
     }
 
-    /// What this token was given out with, unless it is settled or was forgotten.
+    /// Returns the entry that a token was handed out for, unless it is settled or was forgotten.
     fn take_back(&mut self, token: &AckToken) -> Option<&mut Entry> {
         let time = u64::from_be_bytes(token.as_bytes().try_into().ok()?);
         let place = self.given.remove(&time)?;
         self.entries.get_mut(usize::try_from(place.checked_sub(self.first)?).ok()?)
     }
 
-    /// The numbers of those that are settled, up to the first that is not.
+    /// Removes settled entries up to the first that is not settled, and returns their packet
+    /// numbers.
     pub(super) fn take_settled(&mut self) -> Vec<u16> {
         let mut numbers = Vec::new();
         while self.entries.front().is_some_and(|entry| entry.state == State::Settled) {
@@ -100,8 +101,8 @@ impl Held {
         numbers
     }
 
-    /// Forgets what comes again on the next connection: all that wait for a PUBACK. The others are
-    /// given out again.
+    /// Forgets the messages that expect a PUBACK, because the next connection delivers them again.
+    /// The others will be handed out again.
     pub(super) fn forget(&mut self) {
         self.first += self.entries.len() as u64;
         self.given.clear();
