@@ -1,8 +1,8 @@
-//! What an answer or a failure of the other store means for an event.
+//! Classifies answers and failures of the other store.
 
 use postbox_core::{Error, ErrorKind, Outcome, Received};
 
-/// The other store has answered for it.
+/// Returns the outcome of an event from the other store's answer.
 pub(crate) fn received(received: Received) -> Outcome {
     match received {
         Received::Accepted(_) => Outcome::DELIVERED,
@@ -14,8 +14,8 @@ pub(crate) fn received(received: Received) -> Outcome {
     }
 }
 
-/// The call failed. Nothing of it was stored, or its answer was lost and the event is a duplicate
-/// next time.
+/// Classifies a failed call. Either nothing of it was stored, or its answer was lost and the event
+/// is a duplicate next time.
 pub(crate) fn failed(error: &Error) -> Outcome {
     let code = || error.code().to_owned();
     match error.kind() {
@@ -24,7 +24,7 @@ pub(crate) fn failed(error: &Error) -> Outcome {
             Outcome::Throttled { code: code().into(), error: error.message().into(), after: None }
         }
         ErrorKind::Internal => Outcome::ambiguous(code(), error.message()),
-        // What a person must mend is the other store's, not this event's.
+        // Something that an operator must fix concerns the other store, not this event.
         _ => Outcome::unavailable(code(), error.message()),
     }
 }

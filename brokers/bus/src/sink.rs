@@ -13,21 +13,21 @@ use sha2::{Digest as _, Sha256};
 
 use crate::classify;
 
-/// Most events in one commit: beyond that a commit costs its rows and little else.
+/// The most events in one commit: beyond that a commit costs little more than its rows.
 const BATCH_MAX: usize = 500;
-/// Most calls at once. More would only wait for each other's commits.
+/// The most calls at once. More would only wait for each other's commits.
 const CONCURRENCY: usize = 4;
-/// What the message id of an event from another log begins with.
+/// The prefix of a message id that an event has from another log.
 const ORIGIN: &str = "event:";
-/// What stands before the death that a letter is of.
+/// The separator before the number of the death that a dead letter is about.
 const DEATH: &str = "-d";
 
 /// Appends events to a log of another store, each once.
 ///
-/// The other store remembers ids as long as its inbox does (`remember_ids`); what is sent again
+/// The other store remembers ids as long as its inbox does (`remember_ids`). An event sent again
 /// after that is stored again.
 ///
-/// Cancel-safety: a call that is dropped has stored all of its events or none; sent again they are
+/// Cancel-safety: a dropped call has stored all of its events or none. Sent again, they are
 /// duplicates.
 pub struct BusSink {
     store: Arc<dyn Receive>,
@@ -36,7 +36,8 @@ pub struct BusSink {
 }
 
 impl BusSink {
-    /// A sink into `log` of `store`. `source` is the name under which that store remembers our ids.
+    /// Returns a sink into `log` of `store`. `source` is the name under which that store remembers
+    /// our ids.
     pub fn new(store: Arc<dyn Receive>, log: LogName, source: SourceName) -> Self {
         Self { store, log, source }
     }
@@ -53,7 +54,7 @@ impl BusSink {
         }
         headers.insert(header::MESSAGE_ID.to_owned(), format!("{message_id}@{mark}"));
         let event = NewEvent {
-            // The other log gives its own: a replay is an event more there.
+            // The other log assigns its own: there, a replay is another event.
             id: None,
             topic: topic.to_string(),
             key: key.as_ref().map(Key::to_string),
@@ -72,7 +73,7 @@ impl BusSink {
         Inbound { source: self.source.clone(), message_id, digest, event }
     }
 
-    /// One commit for each, so that a refused one stops only its key.
+    /// Stores each in its own commit, so that a refused event stops only its key.
     async fn send_each(&self, inbound: &[Inbound]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(inbound.len());
         let mut stopped = HashSet::new();
@@ -95,12 +96,12 @@ impl BusSink {
     }
 }
 
-/// The id of the event in its first log, whatever logs it came through: a ring of stores ends where
-/// it began. A replay that a person asked for is another message, and so is each death of the
-/// event: letters of it that die again in a ring end there too.
+/// Returns the id of the event in its first log, whatever logs it came through, so that in a ring
+/// of stores it stops where it began. A replay that an operator asked for is another message. So is
+/// each death of the event: in a ring, its dead letters that die again stop there too.
 ///
-/// The header that says so ends with a mark of what the event says: one that somebody copied to
-/// another event means nothing.
+/// The header that carries the id ends with a mark of the event's content. So a header that was
+/// copied to another event is ignored.
 fn message_id(delivery: &Delivery, mark: &str) -> String {
     let noted = delivery.event.header(header::MESSAGE_ID).filter(|id| id.starts_with(ORIGIN));
     let origin = noted.and_then(|id| id.rsplit_once('@')).filter(|(_, of)| *of == mark).map(|(origin, _)| origin);
@@ -115,7 +116,7 @@ fn message_id(delivery: &Delivery, mark: &str) -> String {
     }
 }
 
-/// 16 digits of a digest of what every log keeps as it is.
+/// Returns 16 digits of a digest of the fields that every log keeps unchanged.
 fn content_mark(event: &Event) -> String {
     let Event { topic, key, tenant, aggregate, kind, payload, .. } = event;
     let texts = [
@@ -142,8 +143,8 @@ impl fmt::Debug for BusSink {
 
 #[async_trait]
 impl Sink for BusSink {
-    /// A call is one transaction that stores its events in the order given: what fails takes the
-    /// later ones of its key along.
+    /// A call is one transaction that stores its events in the given order. A failed event fails
+    /// the later ones of its key too.
     fn capabilities(&self) -> Capabilities {
         Capabilities { batch_max: BATCH_MAX, concurrency: CONCURRENCY, prefix: true, system: Some("postbox") }
     }
@@ -152,7 +153,7 @@ impl Sink for BusSink {
         let inbound: Vec<Inbound> = deliveries.iter().map(|delivery| self.inbound(delivery)).collect();
         match self.store.receive_many(&self.log, &inbound).await {
             Ok(received) => received.into_iter().map(classify::received).collect(),
-            // It does not say whose fault it is.
+            // The error does not say which event caused it.
             Err(error) if error.kind() == ErrorKind::Invalid && inbound.len() > 1 => self.send_each(&inbound).await,
             Err(error) => inbound.iter().map(|_| classify::failed(&error)).collect(),
         }
