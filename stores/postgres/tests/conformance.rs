@@ -1,5 +1,5 @@
-//! The store keeps every promise of every contract, on the oldest and newest Postgres we support
-//! and through a transaction-mode pooler.
+//! Runs every contract's suite against the store: on the oldest and newest Postgres we support, and
+//! through a transaction-mode pooler.
 
 mod support;
 

@@ -1,4 +1,4 @@
-//! Appending in transactions of `tokio-postgres`, of its pool, and in borrowed ones.
+//! Appends in a transaction of `tokio-postgres`, of its pool, and in a borrowed one.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ impl TypedEvent for Paid {
     }
 }
 
-/// JSON has no keys that are lists.
+/// Cannot be serialized: JSON has no keys that are lists.
 #[derive(serde::Serialize)]
 struct Unwritable(std::collections::BTreeMap<Vec<u8>, u8>);
 
@@ -101,7 +101,7 @@ async fn a_pool_keeps_the_statement_only_where_that_is_asked_for() {
     assert_eq!(fixture.client().await.query_one(count, &[]).await.expect("counted").get::<_, i64>(0), 12);
 }
 
-/// One connection, so that it is the same for both.
+/// A pool of one connection, so that the store and the checks use the same.
 #[tokio::test]
 async fn a_store_on_a_pool_of_yours_leaves_its_connections_as_they_were() {
     let fixture = support::on(Version::V15).await;

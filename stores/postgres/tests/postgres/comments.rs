@@ -1,4 +1,4 @@
-//! What psql says with `\d+` and `\df+`, and the guide with it.
+//! The descriptions that psql shows with `\d+` and `\df+`, and the guide's tables made from them.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use tokio_postgres::Client;
 
 use crate::support;
 
-/// Functions that people call; the others are the store's own.
+/// Functions that users call; the others are internal.
 const CALLED: [&str; 14] = [
     "enqueue",
     "event_id",
@@ -60,7 +60,7 @@ async fn whatever_a_person_sees_has_a_comment() {
     }
 }
 
-/// The tables stand in the guide as the database says. `UPDATE=1` writes them there.
+/// The guide's tables match the comments in the database. `UPDATE=1` rewrites them.
 #[tokio::test]
 async fn the_tables_of_the_guide_are_the_comments() {
     let fixture = support::on(Version::V15).await;

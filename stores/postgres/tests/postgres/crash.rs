@@ -1,5 +1,5 @@
-//! A crash of the database takes back ids that were never flushed, and gives them out again. What a
-//! lane remembers must not outlive them.
+//! A crash of the database takes back transaction ids that were never flushed, and assigns them
+//! again. What a lane remembers must not outlive them.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 
 use crate::support;
 
-/// Transactions whose traces are only in memory when the server dies.
+/// Number of transactions that exist only in memory when the server dies.
 const UNFLUSHED: usize = 50;
 
-/// Reads as the engine does: a lane whose cursor was taken back is given back, and taken again.
+/// Reads as the engine does: a lane whose cursor was taken back is released and acquired again.
 async fn read_on(store: &PostgresStore, lease: &mut Lease) -> Batch {
     loop {
         match store.next_batch(lease, BatchLimit::default()).await {
@@ -35,7 +35,7 @@ async fn read(store: &PostgresStore, lease: &Lease) -> Batch {
     loop {
         match store.next_batch(lease, BatchLimit::default()).await {
             Ok(batch) => return batch,
-            // Connections from before the crash are found broken one by one.
+            // After the crash, each old connection is found broken when it is first used.
             Err(error) => assert!(!error.is_permanent() && !error.is_stale(), "{error:?}"),
         }
     }
@@ -45,7 +45,7 @@ async fn read(store: &PostgresStore, lease: &Lease) -> Batch {
 async fn ids_given_out_twice_around_a_crash_lose_no_event() {
     let settings = Settings::durable().with("autovacuum", "off");
     let mut server = PrivatePostgres::launch(Version::V15, settings).await;
-    // Nobody flushes but those who commit.
+    // No background flushes: only a commit flushes the write-ahead log.
     server.freeze_wal_writer().await;
     let url = server.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
@@ -57,13 +57,11 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(300)).await.expect("acquired");
     let mut lease = acquired.lease.expect("a free lane");
 
-    // A window without anything for the lane, seen together with ids above it that are not on disk
-    // yet.
+    // A window without events for the lane. Its snapshot also sees ids that are not on disk yet.
     let producer = support::client(&url).await;
     producer.execute("SELECT postbox.enqueue('others', '{}')", &[]).await.expect("appended");
     assert!(read(&store, &lease).await.is_empty());
-    // At the beginning of a page of the write-ahead log: a full page would be flushed in the
-    // background.
+    // Begins a new page of the write-ahead log: a full page would be flushed in the background.
     producer.batch_execute("SELECT pg_switch_wal()").await.expect("a new segment");
     producer.execute("SELECT postbox.enqueue('others', '{}')", &[]).await.expect("appended");
     for _ in 0..UNFLUSHED {
@@ -96,8 +94,8 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
     panic!("the event is never read");
 }
 
-/// After a failover that lost a window, its positions mean nothing in the window before: they would
-/// pass events nobody has seen.
+/// After a failover that lost a window, the positions in it mean nothing in the window before:
+/// settling one would pass over events that nobody has read.
 #[tokio::test]
 async fn a_settlement_of_a_lost_window_moves_nothing() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -132,7 +130,8 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
     assert_eq!(error.code(), "window_undone");
     let error = store.next_batch(&lease, BatchLimit::default()).await.expect_err("it was not settled");
     assert_eq!(error.code(), "window_undone");
-    // That look forgot the window: now the position is one of a window nobody knows.
+    // That read forgot the window. Now the position belongs to a window that the store does not
+    // know.
     let error = store.settle(&lease, settle(second.end)).await.expect_err("of a window that is not known");
     assert_eq!((error.code(), error.is_stale()), ("window_undone", true), "{error:?}");
     let kept: i64 = client.query_one("SELECT last_seq FROM postbox.lane", &[]).await.expect("read").get(0);
@@ -144,8 +143,8 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
     assert_eq!(again.deliveries, second.deliveries, "it comes again");
 }
 
-/// A settlement that begins in time and is done after the lease ran out: its rows without its
-/// position would have the next owner send what is dead.
+/// A settlement that begins in time and ends after the lease ran out. Its rows without its position
+/// would make the next owner send a dead event again.
 #[tokio::test]
 async fn a_settlement_that_outlasts_its_lease_is_whole() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;

@@ -1,5 +1,5 @@
-//! What a cursor refuses: another cluster, a clock that went back, a filter that is out of date,
-//! rows that somebody deleted.
+//! Cursors that are refused or kept safe: another cluster, a clock that went back, an outdated
+//! filter, deleted rows.
 
 use std::process::Command;
 use std::time::Duration;
@@ -46,8 +46,8 @@ async fn deliver(store: &PostgresStore, lease: &Lease) -> Result<Vec<String>, Er
     Ok(batch.deliveries.iter().map(|one| String::from_utf8_lossy(&one.event.payload).into_owned()).collect())
 }
 
-/// A dump restored into a younger cluster, whose counter then passes the cursor: by its numbers
-/// nothing is wrong, and every new event would lie in what the cursor has seen.
+/// A dump is restored into a younger cluster, whose counter then passes the cursor. The numbers
+/// look right, but every new event would lie in what the cursor has already seen.
 #[tokio::test]
 async fn a_dump_in_another_cluster_is_refused_until_it_is_rebased() {
     let (old, new) = futures::join!(
@@ -76,13 +76,13 @@ async fn a_dump_in_another_cluster_is_refused_until_it_is_rebased() {
     store.rebase().await.expect("rebased");
     append(&store, "t", "3").await;
     let lease = take(&store, "after").await.expect("taken");
-    // What was there before the rebase is a window of its own.
+    // Events from before the rebase form a window of their own.
     assert_eq!(deliver(&store, &lease).await.expect("delivered"), ["2"]);
     assert_eq!(deliver(&store, &lease).await.expect("delivered"), ["3"]);
 }
 
-/// The database behind the address was replaced while a relay runs: neither a grant nor a window is
-/// given.
+/// The database behind the address is replaced while a relay runs: it gets neither a lease nor a
+/// window.
 #[tokio::test]
 async fn a_running_relay_notices_another_cluster() {
     let fixture = support::on(Version::V15).await;
@@ -99,13 +99,13 @@ async fn a_running_relay_notices_another_cluster() {
     ] {
         assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "cursor_foreign"));
     }
-    // What was refused changed nothing.
+    // The refused calls changed nothing.
     client.batch_execute("UPDATE postbox.lane SET cluster = cluster + 1").await.expect("ours again");
     assert_eq!(deliver(store, &lease).await.expect("delivered"), ["2"]);
 }
 
-/// The database's clock went back by a day after a grant: neither the lease nor the heartbeat of a
-/// dead relay lasts that day.
+/// The database's clock went back by a day after a grant. Neither the lease of a dead relay nor its
+/// heartbeat lasts that day.
 #[tokio::test]
 async fn a_lease_never_outlasts_its_own_length() {
     let fixture = support::on(Version::V15).await;
@@ -120,8 +120,8 @@ async fn a_lease_never_outlasts_its_own_length() {
     assert!(acquired.lease.expect("a free lane").epoch > lease.epoch);
 }
 
-/// A replica with an older filter reads by the newer one: nothing that the newer wants is passed
-/// over.
+/// A replica with an older filter reads by the newer one, so events that only the newer filter
+/// wants are not passed over.
 #[tokio::test]
 async fn an_older_replica_reads_by_the_newer_filter() {
     let fixture = support::on(Version::V15).await;
@@ -135,7 +135,7 @@ async fn an_older_replica_reads_by_the_newer_filter() {
     append(old, "b", "2").await;
     append(old, "a", "3").await;
     assert_eq!(deliver(old, &lease).await.expect("delivered"), ["2", "3"]);
-    // In the middle of a window too.
+    // The filter also changes in the middle of a window.
     for n in 0..6 {
         append(old, if n % 2 == 0 { "a" } else { "c" }, &n.to_string()).await;
     }
@@ -148,7 +148,7 @@ async fn an_older_replica_reads_by_the_newer_filter() {
     assert_eq!(deliver(old, &lease).await.expect("delivered").last().map(String::as_str), Some("5"));
 }
 
-/// Somebody deleted rows of ours: an error with the cure, never silence.
+/// Rows of Postbox that somebody deleted cause an error that says how to fix it, never silence.
 #[tokio::test]
 async fn deleted_lanes_and_subscriptions_are_named() {
     let fixture = support::on(Version::V15).await;
@@ -167,8 +167,8 @@ async fn deleted_lanes_and_subscriptions_are_named() {
     assert_eq!((error.kind(), error.code()), (ErrorKind::NotFound, "subscription_unknown"));
 }
 
-/// The answer to a grant was lost: whoever asked gets the lane again at once, and a grant it knows
-/// of is left alone.
+/// If the answer to a grant was lost, the same owner gets the lane again at once. A lane that the
+/// owner knows it holds is left alone.
 #[tokio::test]
 async fn a_lost_grant_is_granted_again() {
     let fixture = support::on(Version::V15).await;
@@ -182,8 +182,8 @@ async fn a_lost_grant_is_granted_again() {
     assert!(store.renew(&lost, TTL).await.expect_err("fenced").is_stale());
 }
 
-/// A failover to a standby that lacked the last settlement, but not its window: the position must
-/// not pass over the rows that went with it.
+/// A failover to a standby that lacked the last settlement, but had its window: the position must
+/// not pass over the rows that were lost with the settlement.
 #[tokio::test]
 async fn a_settlement_that_was_taken_back_is_not_passed_over() {
     let fixture = support::on(Version::V15).await;
@@ -214,8 +214,8 @@ async fn a_settlement_that_was_taken_back_is_not_passed_over() {
     assert_eq!(deliver(store, &lease).await.expect("delivered"), ["1", "2"]);
 }
 
-/// A failover to a standby that lacked the last filter: what was read by it must not be passed over
-/// by the one before.
+/// A failover to a standby that lacked the last filter: a position that was read with that filter
+/// must not pass over events that the filter before it wants.
 #[tokio::test]
 async fn a_filter_that_was_taken_back_passes_nothing_over() {
     let fixture = support::on(Version::V15).await;
@@ -244,7 +244,7 @@ async fn a_filter_that_was_taken_back_passes_nothing_over() {
     assert_eq!(deliver(store, &lease).await.expect("delivered"), ["2", "3", "4"]);
 }
 
-/// After a failover the epoch may be lower than one this process knew.
+/// After a failover the epoch may be lower than one that this process knew.
 #[tokio::test]
 async fn a_lower_epoch_after_a_failover_is_read_under() {
     let fixture = support::on(Version::V15).await;
@@ -262,8 +262,8 @@ async fn a_lower_epoch_after_a_failover_is_read_under() {
     assert_eq!(deliver(store, &lease).await.expect("delivered"), ["4"]);
 }
 
-/// After a failover a grant may carry an epoch that this process has read under: what was given out
-/// then is given out again.
+/// After a failover, a grant may carry an epoch under which this process has read before. The
+/// events that it handed out then are handed out again.
 #[tokio::test]
 async fn an_epoch_that_is_granted_again_is_read_from_the_cursor() {
     let fixture = support::on(Version::V15).await;

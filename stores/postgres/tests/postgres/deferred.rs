@@ -1,4 +1,4 @@
-//! A handler whose effect breaks a deferred constraint fails alone; its neighbours' effects stay.
+//! A handler that breaks a deferred constraint fails alone; the effects of the other handlers stay.
 
 use std::time::Duration;
 

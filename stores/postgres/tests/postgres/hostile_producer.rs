@@ -1,5 +1,5 @@
-//! A producer with the rights of a writer, who writes whatever the database lets in: nobody else's
-//! event is late, none is lost, and each of its own is delivered as it is or dead with a code.
+//! A producer with a writer's rights writes whatever the database accepts. No event of another
+//! producer is late or lost, and each of its own is delivered unchanged or dead with a code.
 //! `POSTBOX_SEED=n` replays its rows.
 
 #![allow(clippy::print_stdout, reason = "a random test prints its seed")]
@@ -24,19 +24,19 @@ use crate::guard::url_as;
 use crate::support;
 
 const ROWS: usize = 10_000;
-/// Connections that the hostile rows come on.
+/// Number of connections that write the hostile rows.
 const WRITERS: usize = 4;
-/// The longest that an event of somebody else may take from its commit to its delivery.
+/// Longest time from commit to delivery for an event of the honest producer.
 const LATE: Duration = Duration::from_secs(1);
-/// Far longer than all of it takes.
+/// Far longer than the whole test takes.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// How often somebody else appends.
+/// How often the honest producer appends.
 const PACE: Duration = Duration::from_millis(50);
-/// The key of somebody else. The hostile producer uses it too.
+/// Key of the honest producer. The hostile one uses it too.
 const KEY: &str = "honest";
 const TOPIC: &str = "honest.news";
 
-/// Every column that a writer may name, `payload_bytes` apart.
+/// Every column that a writer may set, except `payload_bytes`.
 const COLUMNS: [&str; 14] = [
     "id",
     "topic",
@@ -54,7 +54,7 @@ const COLUMNS: [&str; 14] = [
     "expires_at",
 ];
 
-/// A row to be: its columns as text, and bytes.
+/// A row to be written: its columns as text, and its bytes.
 struct Row {
     columns: [Option<String>; 14],
     bytes: Option<Vec<u8>>,
@@ -116,7 +116,7 @@ impl Row {
         client.execute_typed(&sql, &params).await
     }
 
-    /// Whether it arrived as it was written, its dates apart.
+    /// Whether the event arrived as it was written, apart from its dates.
     fn is(&self, event: &Event) -> bool {
         let text = |value: &Option<String>| value.clone();
         let [_, topic, key, aggregate, version, kind, source, tenant, payload, content_type, headers, ..] =
@@ -145,7 +145,7 @@ fn pick(random: &mut SmallRng, from: &[&str]) -> String {
     (*from.choose(random).expect("not empty")).to_owned()
 }
 
-/// A name in any language; now and then too long, or one that nobody may use.
+/// Returns a name in any language, sometimes too long or invalid.
 fn name(random: &mut SmallRng, bytes_max: usize) -> String {
     match random.random_range(0..40) {
         0 => "x".repeat(bytes_max + 1),
@@ -172,7 +172,7 @@ fn headers(random: &mut SmallRng) -> String {
     }
 }
 
-/// Now, long ago, far ahead, a moment ahead, or none at all.
+/// Returns a date: now, long ago, far ahead, a moment ahead, or an invalid one.
 fn date(random: &mut SmallRng) -> String {
     match random.random_range(0..10) {
         0 => pick(random, &["infinity", "-infinity", "294276-12-31", "no date", "9999-12-31T23:59:59Z"]),
@@ -183,10 +183,11 @@ fn date(random: &mut SmallRng) -> String {
     }
 }
 
-/// What the sink was given, and when.
+/// What the sink received, and when.
 type Arrived = Arc<Mutex<HashMap<EventId, (Event, Instant)>>>;
 
-/// Somebody else: one event after the other, each with the moment of its commit, until the end.
+/// The honest producer: appends one event after the other until the end. Returns each with the time
+/// of its commit.
 async fn honest(client: Client, end: Arc<tokio::sync::Notify>) -> Vec<(EventId, Instant)> {
     let (mut sent, mut pace, mut ended) = (Vec::new(), tokio::time::interval(PACE), std::pin::pin!(end.notified()));
     loop {
@@ -240,7 +241,7 @@ async fn a_hostile_producer_delays_and_loses_nobody() {
     let end = Arc::new(tokio::sync::Notify::new());
     let writer_url = url_as(&fixture.url, &writer);
     let others = tokio::spawn(honest(support::client(&writer_url).await, end.clone()));
-    // One of its transactions stays open all the while.
+    // One of the hostile transactions stays open during the whole test.
     let open = support::client(&writer_url).await;
     open.batch_execute("BEGIN; INSERT INTO postbox.outbox (topic, payload) VALUES ('open', '1')").await.expect("open");
     let mut writing = Vec::new();
@@ -256,7 +257,7 @@ async fn a_hostile_producer_delays_and_loses_nobody() {
                     Ok(_) => rows.push((id, row)),
                     Err(error) => {
                         let state = error.code().map_or("", |state| state.code()).to_owned();
-                        // A value that is none, or a rule of the event: nothing of ours has failed.
+                        // An invalid value, or a rule of the event: nothing in the store failed.
                         assert!(["22", "23"].contains(&state.get(..2).unwrap_or("")), "{error:?} {:?}", row.columns);
                     }
                 }
@@ -274,7 +275,7 @@ async fn a_hostile_producer_delays_and_loses_nobody() {
     println!("{} of {ROWS} rows came in beside {} events of others", rows.len(), others.len());
     assert!(rows.len() > ROWS / 3, "most were refused: the test is none");
 
-    // What is for a moment ahead is out by then, too.
+    // Events that were scheduled for a moment ahead are delivered by then, too.
     let near = "SELECT count(*) FROM postbox.delivery WHERE state IN ('retrying', 'blocked') \
                 OR (state = 'scheduled' AND due_at < clock_timestamp() + interval '1 minute')";
     let settled = async {

@@ -1,4 +1,4 @@
-//! An event that is in the log already is not appended again.
+//! An event that is already in the log is not appended again.
 
 use postbox_core::{Append as _, EventId, LogName, NewEvent};
 use postbox_testkit::servers::Version;
@@ -20,7 +20,7 @@ async fn count(fixture: &Fixture) -> i64 {
     fixture.client().await.query_one(count, &[]).await.expect("counted").get(0)
 }
 
-/// Nobody knows whether it is in the log before the first transaction has ended.
+/// Whether the event is in the log is unknown until the first transaction ends.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_second_transaction_waits_for_the_first_and_then_knows() {
     use IsolationLevel::{ReadCommitted, RepeatableRead};
@@ -59,7 +59,7 @@ async fn a_second_transaction_waits_for_the_first_and_then_knows() {
     }
 }
 
-/// A rule of the owner's own says what it says, whatever id the event has.
+/// A violation of the owner's own unique index is reported as such, whatever id the event has.
 #[tokio::test]
 async fn what_breaks_another_rule_is_not_known() {
     let fixture = support::on(Version::V15).await;
@@ -75,7 +75,7 @@ async fn what_breaks_another_rule_is_not_known() {
     assert_eq!(count(&fixture).await, 1);
 }
 
-/// Retention deleted it before it was looked for, and another producer appended it since.
+/// Retention deleted the event before it was looked up, and another producer has appended it since.
 #[tokio::test]
 async fn what_comes_and_goes_meanwhile_is_looked_for_again() {
     for version in Version::ALL {
@@ -117,7 +117,7 @@ async fn a_key_has_the_same_id_in_rust_and_in_sql() {
     }
 }
 
-/// A payload is its bytes, whatever type they are given as and kept as.
+/// Payloads are compared by their bytes, whatever type they are passed or stored as.
 #[tokio::test]
 async fn the_same_bytes_are_the_same_event_as_text_and_as_bytea() {
     for version in Version::ALL {
@@ -143,7 +143,7 @@ async fn the_same_bytes_are_the_same_event_as_text_and_as_bytea() {
     }
 }
 
-/// A connection, and what the server says on it.
+/// A connection, and the notices that the server sends on it.
 async fn listening(url: &str) -> (Client, tokio::sync::mpsc::UnboundedReceiver<String>) {
     let (client, mut connection) = tokio_postgres::connect(url, NoTls).await.expect("connected");
     let (noted, notices) = tokio::sync::mpsc::unbounded_channel();
@@ -162,7 +162,7 @@ async fn enqueue_says_that_an_event_is_there_already() {
     for version in Version::ALL {
         let fixture = support::on(version).await;
         let (client, mut notices) = listening(&fixture.url).await;
-        // Neither of them changes what a time means.
+        // Neither setting changes what a time means.
         let settings = "SET datestyle = 'SQL, DMY'; SET timezone = 'Asia/Kolkata'; SELECT postbox.create_log('third')";
         client.batch_execute(settings).await.expect("set");
         let payloads =

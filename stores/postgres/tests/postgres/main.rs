@@ -1,4 +1,5 @@
-//! What the store promises beside the suite: crashes, restarts, other clusters, plain SQL, roles.
+//! Promises of the store that the suites do not cover: crashes, restarts, other clusters, plain
+//! SQL, roles.
 
 #[path = "../support/mod.rs"]
 mod support;

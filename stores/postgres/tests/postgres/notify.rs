@@ -1,4 +1,5 @@
-//! NOTIFY as a hint: asked for, sent to sleepers only, and worth nothing more than a poll.
+//! NOTIFY is only a hint: off by default, sent only to sleeping relays, and never needed, because
+//! relays also poll.
 
 use std::time::{Duration, Instant};
 
@@ -26,16 +27,16 @@ async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     let lease =
         store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired").lease.expect("a lane");
     until_listening(&writer).await;
-    // The first wait only declares: a writer that looked before it sent nothing. Read once more,
-    // then really wait.
+    // The first wait only declares the sleep: a writer that looked before it sent no notification.
+    // Read once more, then really wait.
     timeout(LONG, store.hint(&lease)).await.expect("a declaration lets the caller read once more");
     let nothing = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
     assert!(nothing.deliveries.is_empty(), "nothing was written yet");
     store.settle(&lease, Settlement { position: nothing.end, ..Default::default() }).await.expect("settled");
     let mut hint = store.hint(&lease);
     assert!(futures::poll!(&mut hint).is_pending(), "nothing to wake for");
-    // A declaration holds for a second. Where writing takes longer, nobody would wake, and the
-    // relay's poll would find the event.
+    // A declaration holds for a second. If the write took longer, no notification would be sent,
+    // and the relay's poll would find the event.
     let still_asleep = "UPDATE postbox.sleeper SET asleep_until = clock_timestamp() + interval '1 hour'";
     assert_eq!(writer.execute(still_asleep, &[]).await.expect("prolonged"), 1);
     writer.batch_execute("INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '{}')").await.expect("written");
@@ -44,7 +45,7 @@ async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     assert_eq!(read.deliveries.len(), 1, "what was written");
 }
 
-/// The listener connects in the background; until it has, a hint may be lost, and that is allowed.
+/// The listener connects in the background. Until it has, a hint may be lost; that is allowed.
 async fn until_listening(client: &tokio_postgres::Client) {
     const LISTENING: &str = "
         SELECT count(*) FROM pg_stat_activity
@@ -56,7 +57,7 @@ async fn until_listening(client: &tokio_postgres::Client) {
     }
 }
 
-/// The trigger has to wait for whoever writes, and whoever comes later would wait behind it.
+/// Creating the trigger has to wait for open writers, and later writers would wait behind it.
 #[tokio::test]
 async fn a_writer_that_stays_open_stops_neither_the_subscription_nor_other_writers() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;

@@ -1,5 +1,5 @@
-//! Order where it is hardest: an early transaction id, a late write, and a window too large to
-//! count at a glance.
+//! Order in the hardest case: an early transaction id, a late write, and a window with more rows
+//! than are counted exactly.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use postbox_testkit::servers::Version;
 
 use crate::support;
 
-/// More rows than a window counts together with its first page, with ids between the early one and
-/// the one it follows.
+/// More rows than a window counts together with its first page. Their ids lie between the early one
+/// and the one that it follows.
 const BACKLOG: i64 = 120_000;
 
 #[tokio::test]
@@ -28,7 +28,8 @@ async fn an_early_id_keeps_its_keys_order_in_a_window_of_any_size() {
     let fill =
         format!("INSERT INTO postbox.outbox (topic, payload) SELECT 'fill', '{{}}' FROM generate_series(1, {BACKLOG})");
 
-    // The first window begins with nothing at all and needs no bounds; this one must not be it.
+    // The first window of a lane is empty and needs no bounds, so the window under test must not be
+    // the first.
     first.execute("SELECT postbox.enqueue('warm', '{}')", &[]).await.expect("appended");
     let warm = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
     store.settle(&lease, Settlement { position: warm.end, ..Settlement::default() }).await.expect("settled");

@@ -40,13 +40,13 @@ fn payloads(batch: &Batch) -> Vec<String> {
     batch.deliveries.iter().map(|one| String::from_utf8_lossy(&one.event.payload).into_owned()).collect()
 }
 
-/// A producer with `synchronous_commit = off` is readable before it is on disk. What we gave out
-/// must be there after a crash.
+/// An event of a producer with `synchronous_commit = off` is readable before it is on disk. Events
+/// that we handed out must still exist after a crash.
 #[tokio::test]
 async fn what_was_given_out_survives_an_immediate_stop() {
     let settings = Settings::durable().with("synchronous_commit", "off");
     let mut server = PrivatePostgres::launch(Version::V15, settings).await;
-    // Nobody flushes in the background: only our own commit can have saved the event.
+    // Nothing is flushed in the background: only our own commit can have saved the event.
     server.freeze_wal_writer().await;
     let url = server.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
@@ -70,11 +70,11 @@ async fn what_was_given_out_survives_an_immediate_stop() {
     let rows = client.query("SELECT payload FROM postbox.outbox ORDER BY seq", &[]).await.expect("read");
     let kept: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
     assert_eq!(kept[..2], ["before", "published"], "what was given out is there");
-    // Not a promise, but the proof that the test can fail: nothing of ours flushed the last one.
+    // Not a promise, but proof that the test can fail: no commit of ours flushed the last event.
     assert_eq!(kept.len(), 2, "the event nobody read was lost in the crash, as its producer accepted");
 }
 
-/// A restart of the database costs an `Unavailable`; the first call after it is served, on a new
+/// A restart of the database causes one `Unavailable`. The first call after it succeeds on a new
 /// connection.
 #[tokio::test]
 async fn a_restart_of_the_database_is_unavailable_and_then_over() {
@@ -97,8 +97,8 @@ async fn a_restart_of_the_database_is_unavailable_and_then_over() {
     assert_eq!(payloads(&next(&store, &lease).await), ["2"]);
 }
 
-/// A dump restored into a younger cluster: refused with the cure, and after the cure nothing is
-/// lost or sent twice.
+/// A dump restored into a younger cluster is refused. The error says how to fix it, and after the
+/// fix nothing is lost or sent twice.
 #[tokio::test]
 async fn a_cursor_from_the_future_is_refused_and_rebased() {
     let server = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
@@ -120,7 +120,7 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
     early.batch_execute("COMMIT").await.expect("committed behind the cursor's place");
     store.append(&LogName::outbox(), &[NewEvent::json("t", "5").key("k")]).await.expect("appended");
     store.release(&lease).await.expect("released");
-    // As if it all came from a cluster a million transactions ahead.
+    // As if all of it came from a cluster that is a million transactions ahead.
     let client = support::client(&url).await;
     client
         .batch_execute(
@@ -143,7 +143,7 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
     let lease = take(&store).await;
     let stats = store.stats(&name()).await.expect("counted");
     assert_eq!((stats.pending, stats.dispatched), (2, 4));
-    // The straggler left the stream; what was read in order stays in the stream.
+    // The straggler left the stream; events that were read in order stay in the stream.
     let due = store.due(&lease, BatchLimit::default()).await.expect("read");
     let stream = next(&store, &lease).await;
     assert_eq!((payloads(&due), payloads(&stream)), (vec!["late".to_owned()], vec!["5".to_owned()]));
@@ -152,8 +152,8 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
     assert_eq!(payloads(&next(&store, &lease).await), ["6"]);
 }
 
-/// A straggler is judged like any other event: not wanted, it gets no row; with a later time, it
-/// waits for that.
+/// A straggler is judged like any other event: if it is not wanted, it gets no row; if its time is
+/// later, it waits for that time.
 #[tokio::test]
 async fn a_rebase_keeps_the_filter_and_the_times_of_stragglers() {
     let server = Postgres::shared(Version::V15).await;
@@ -195,7 +195,7 @@ async fn a_rebase_keeps_the_filter_and_the_times_of_stragglers() {
     assert_eq!(payloads(&next(&store, &lease).await), Vec::<String>::new());
 }
 
-/// A wrong address, database or password: one line, the right kind, no secret.
+/// A wrong address, database or password gives one line, the right error kind, and no secret.
 #[tokio::test]
 async fn unreachable_stores_say_so() {
     let server = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
@@ -218,8 +218,8 @@ async fn unreachable_stores_say_so() {
     assert_eq!(error.code(), "schema_missing");
 }
 
-/// A server that stopped answering holds nobody for ever: retention and making a log give up like
-/// every other call.
+/// A server that stops answering blocks no caller for ever: retention and creating a log time out
+/// like every other call.
 #[tokio::test]
 async fn a_silent_server_holds_up_no_call() {
     let server = Postgres::shared(Version::V15).await;
@@ -230,11 +230,12 @@ async fn a_silent_server_holds_up_no_call() {
     (config.statement_timeout, config.pool_timeout) = (Duration::from_millis(500), Duration::from_millis(500));
     let store = PostgresStore::connect(config).await.expect("a store");
     let log = LogName::new("more").expect("a name");
-    // Until it has a connection of which nothing is known but good: on a busy machine a call may
-    // well take half a second.
+    // Retries until the pool has a working connection: on a busy machine a call may take half a
+    // second.
     while store.create_log(&log).await.is_err() {}
     proxy.swallow(&Direction::BOTH);
-    // Far longer than the 6 s that a call has: its own time, the pool's, and 5 s for the way.
+    // Far longer than the 6 s that a call may take: its own timeout, the pool's, and 5 s for the
+    // network.
     let patience = Duration::from_secs(60);
     let calls = futures::join!(
         tokio::time::timeout(patience, store.forget(Duration::ZERO)),

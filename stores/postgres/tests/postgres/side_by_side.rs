@@ -1,5 +1,5 @@
-//! One lane's reads, settlements and renewals run at the same time, and each of the latter two
-//! moves the lane's row. An operator's changes lock it.
+//! Reads, settlements and renewals of one lane run at the same time. Settlements and renewals both
+//! move the lane's row, and an operator's changes lock it.
 
 use std::time::Duration;
 
@@ -16,8 +16,8 @@ use crate::support;
 const EVENTS: usize = 3_000;
 const TTL: Duration = Duration::from_secs(600);
 
-/// The row is looked for where it was last seen. To miss it there is no lost lease, however often
-/// the others moved it meanwhile.
+/// The lane's row is looked up at its last known place. Not to find it there does not mean a lost
+/// lease, however often other calls moved it meanwhile.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -56,8 +56,8 @@ async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
     assert_eq!(delivered, EVENTS);
 }
 
-/// A settlement checked its lease before that ended, and commits after: what it passes is judged by
-/// the filter it read with, so nothing is judged before.
+/// A settlement may check its lease in time and commit after the lease ended. The filter that it
+/// read with decides what it passes, so nothing is checked for routing before it commits.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_called_unrouted_while_somebody_writes_to_a_lane_behind_its_filter() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -70,7 +70,7 @@ async fn nothing_is_called_unrouted_while_somebody_writes_to_a_lane_behind_its_f
     };
     store.subscribe(&wants("a")).await.expect("subscribed");
     store.subscribe(&wants("c")).await.expect("subscribed");
-    // What is unrouted already is handed over under a lock of the lanes.
+    // Events that are already unrouted are handed over under a lock on the lanes.
     while store.note_unrouted(&LogName::outbox()).await.expect("noted").more {}
     store.append(&LogName::outbox(), &[NewEvent::json("b", "1")]).await.expect("appended");
     let mut settling = support::client(&url).await;
@@ -86,8 +86,8 @@ async fn nothing_is_called_unrouted_while_somebody_writes_to_a_lane_behind_its_f
     tokio::time::timeout(TTL, found).await.expect("found once nobody writes");
 }
 
-/// What a person means is looked for without a lock: a lease is renewed meanwhile, however long
-/// that takes.
+/// Finding the rows of an operator's change takes no lock, so a lease is renewed meanwhile, however
+/// long that takes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -106,7 +106,7 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     let settlement = Settlement { position: batch.end, entries, hold_keys: true, ..Settlement::default() };
     store.settle(&lease, settlement).await.expect("settled");
 
-    // The look needs the log, which is held here: it takes as long as it takes.
+    // The lookup needs the log, which is locked here, so it waits.
     let holder = support::client(&url).await;
     holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
     let (of_name, asking) = (name.clone(), store.clone());
@@ -118,7 +118,7 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     assert_eq!(change.await.expect("no panic").expect("replayed").count, 1);
 }
 
-/// A log that somebody has locked is counted by nobody; the others are.
+/// A log that somebody has locked is not counted; the others are.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_locked_log_keeps_no_other_from_being_counted() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -136,7 +136,8 @@ async fn a_locked_log_keeps_no_other_from_being_counted() {
     assert_eq!(outbox.expect("counted").pending, 1);
 }
 
-/// Relays wait for a lock on every connection of theirs; whoever looks hears of it all the same.
+/// Relays wait for a lock on every connection of their pool. An operator's query is answered all
+/// the same.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whoever_looks_waits_for_no_relay() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;

@@ -1,4 +1,5 @@
-//! What writers in other languages rely on: plain INSERT, `enqueue`, and refusals by name.
+//! What writers in other languages rely on: plain INSERT, `enqueue`, and refusals with stable
+//! names.
 
 use std::time::Duration;
 
@@ -27,7 +28,7 @@ async fn read(store: &PostgresStore, lease: &Lease) -> Vec<Delivery> {
     store.next_batch(lease, BatchLimit::default()).await.expect("read").deliveries
 }
 
-/// JSON with backslashes, typed into psql: what arrives is what was typed.
+/// JSON with backslashes, typed into psql, arrives as it was typed.
 #[tokio::test]
 async fn a_plain_insert_keeps_json_byte_for_byte() {
     let fixture = support::on(Version::V15).await;
@@ -42,8 +43,8 @@ async fn a_plain_insert_keeps_json_byte_for_byte() {
     let read_back = read(&fixture.store, &reader).await;
     let payloads: Vec<&[u8]> = read_back.iter().map(|delivery| delivery.event.payload.as_ref()).collect();
     assert_eq!(payloads, literals.map(str::as_bytes));
-    // Bytes by mistake in the text column are refused by name; in their own column they arrive as
-    // they are.
+    // Bytes in the text column by mistake are refused by name. In their own column they arrive
+    // unchanged.
     let error = client
         .batch_execute(r"INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '\x00ff'::bytea)")
         .await
@@ -97,7 +98,7 @@ async fn enqueue_takes_text_jsonb_bytes_and_untyped_literals_as_text() {
     }
 }
 
-/// The CHECK constraints and `NewEvent::validate` refuse the same things by the same names.
+/// The CHECK constraints and `NewEvent::validate` refuse the same values, with the same codes.
 #[tokio::test]
 async fn sql_and_rust_refuse_with_the_same_word() {
     let fixture = support::on(Version::V15).await;
@@ -172,8 +173,8 @@ async fn sql_and_rust_refuse_with_the_same_word() {
     }
 }
 
-/// What was seen once was seen last when it was seen first; on the server's clock that is not so by
-/// itself, in one row of a hundred.
+/// A conflict that was seen once has equal first and last times. Two separate calls of the server's
+/// clock would differ in about one row of a hundred.
 #[tokio::test]
 async fn a_conflict_that_came_once_has_one_time() {
     let fixture = support::on(Version::V15).await;
@@ -185,7 +186,7 @@ async fn a_conflict_that_came_once_has_one_time() {
     assert_eq!(client.query_one(apart, &[]).await.expect("counted").get::<_, i64>(0), 0);
 }
 
-/// Schema names from hell: everything works, and nothing outside of them is touched.
+/// Hostile schema names: everything works, and nothing outside of the schema is touched.
 #[tokio::test]
 async fn hostile_schema_names_are_only_names() {
     let server = Postgres::shared(Version::V15).await;
@@ -232,7 +233,7 @@ async fn hostile_schema_names_are_only_names() {
     assert!(PostgresStore::connect(too_long).await.is_err());
 }
 
-/// `down` in a schema of somebody else's takes only what is ours.
+/// `down` in a schema that belongs to somebody else removes only the objects of Postbox.
 #[tokio::test]
 async fn down_leaves_the_owners_tables_alone() {
     let server = Postgres::shared(Version::V15).await;
@@ -245,7 +246,7 @@ async fn down_leaves_the_owners_tables_alone() {
     store.up().await.expect("up again");
 }
 
-/// The printed script does what `up` does.
+/// The printed script does the same as `up`.
 #[tokio::test]
 async fn the_script_is_the_migration() {
     let server = Postgres::shared(Version::V18).await;
@@ -256,7 +257,7 @@ async fn the_script_is_the_migration() {
     assert!(store.up().await.expect("nothing to do").is_empty());
 }
 
-/// In a tool's transaction, whatever the schema is called.
+/// The scripts run in a migration tool's transaction, whatever the name of the schema.
 #[tokio::test]
 async fn the_scripts_for_tools_are_the_migration_and_the_way_back() {
     let server = Postgres::shared(Version::V18).await;

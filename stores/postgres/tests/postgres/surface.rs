@@ -1,4 +1,4 @@
-//! What people and programs without the binary look at and call: views and functions in plain SQL.
+//! The views and functions for people and programs that do not use the binary.
 
 use std::time::Duration;
 
@@ -68,7 +68,7 @@ async fn settle(store: &PostgresStore, lease: &Lease, batch: &Batch, disposition
     store.settle(lease, settlement).await.expect("settled");
 }
 
-/// All that an operation may change, without the times of it.
+/// Returns everything that an operation may change, except times.
 async fn rows(client: &Client) -> Vec<String> {
     let mut rows = Vec::new();
     for (what, columns, order) in [
@@ -108,8 +108,8 @@ async fn change(client: &Client, action: &str, ids: &[u8]) -> u64 {
     call(client, &format!("postbox.{action}('reader', {why} {})", ids.join(", "))).await.parse().expect("a number")
 }
 
-/// Each operation once by the store's contract and once by function, on equal logs: equal answers
-/// leave equal rows.
+/// Runs each operation once through the store's contract and once as a function, on equal logs.
+/// Both return the same and leave the same rows.
 #[tokio::test]
 async fn a_function_does_what_the_store_does() {
     for version in Version::ALL {
@@ -117,19 +117,19 @@ async fn a_function_does_what_the_store_does() {
         let store = &by_store.store;
         for (action, ids) in [
             ("retry", &[8, 9][..]),
-            // The head of a key that holds two more, then one behind it.
+            // The head of a key that holds two more, then one that is behind it.
             ("retry", &[1]),
             ("discard", &[2]),
             ("discard", &[1]),
-            // A death that holds its key, dead and alone; again.
+            // A dead event that holds its key, a dead one that holds nothing, and that one again.
             ("discard", &[4]),
             ("retry", &[6]),
             ("retry", &[6]),
-            // Behind the head, then the head, then the dead one.
+            // An event behind the head, then the head, then the dead one.
             ("mark_dead", &[3]),
             ("retry", &[3]),
             ("mark_dead", &[3, 3, 4]),
-            // By its time, pending, delivered, unknown.
+            // Scheduled, pending, delivered and unknown events.
             ("mark_dead", &[9, 77]),
             ("retry", &[9]),
             ("discard", &[7, 9, 8, 77]),
@@ -177,7 +177,7 @@ async fn a_function_does_what_the_store_does() {
     }
 }
 
-/// A message's work and the word that it is done are one transaction's.
+/// A message's work and the mark that it is done commit in one transaction.
 #[tokio::test]
 async fn once_is_true_once_and_rolls_back_with_its_transaction() {
     let fixture = support::on(Version::V15).await;
@@ -189,14 +189,14 @@ async fn once_is_true_once_and_rolls_back_with_its_transaction() {
     assert_eq!(call(&client, once).await, "true");
     assert_eq!(call(&client, once).await, "false");
     assert_eq!(call(&client, "postbox.once('other', 'm1')").await, "true");
-    // What was received was not applied.
+    // A message that was received has not been applied.
     call(&client, "postbox.receive('stripe', 'm2', 'paid', '\\x00ff'::bytea)").await;
     assert_eq!(call(&client, "postbox.once('stripe', 'm2')").await, "true");
     let stored = "(SELECT payload_bytes::text || coalesce(content_type, '') FROM postbox.inbox)";
     assert_eq!(call(&client, stored).await, r"\x00ffapplication/octet-stream");
 }
 
-/// A setting that one call needs stays in it.
+/// A setting that one call needs does not outlast the call.
 #[tokio::test]
 async fn a_receive_leaves_the_callers_settings_alone() {
     let fixture = support::on(Version::V15).await;
@@ -204,13 +204,13 @@ async fn a_receive_leaves_the_callers_settings_alone() {
     client.batch_execute("SET lock_timeout = '7s'; SET synchronous_commit = off; BEGIN").await.expect("set");
     call(&client, "postbox.receive('stripe', 'm1', 'paid', '{}')").await;
     assert_eq!(call(&client, "current_setting('lock_timeout')").await, "7s");
-    // The sender hears that it is stored: so it must be.
+    // The sender is answered that the message is stored, so it must be on disk.
     assert_eq!(call(&client, "current_setting('synchronous_commit')").await, "on");
     client.batch_execute("COMMIT").await.expect("committed");
     assert_eq!(call(&client, "current_setting('synchronous_commit')").await, "off");
 }
 
-/// A query that finds nothing gives NULL where it was to give ids.
+/// A subquery that finds no ids passes NULL.
 #[tokio::test]
 async fn no_ids_are_none_and_never_all() {
     let (_fixture, client, _lease) = filled(Version::V15).await;
@@ -221,7 +221,7 @@ async fn no_ids_are_none_and_never_all() {
         }
     }
     assert_eq!(rows(&client).await, before);
-    // All that a query finds is what the guide recommends.
+    // The guide recommends this way to retry everything that a query finds.
     let all = "postbox.retry('reader', VARIADIC ARRAY(SELECT id FROM postbox.outbox_dead WHERE code = 'http_422'))";
     assert_eq!(call(&client, all).await, "2");
 }
@@ -231,7 +231,7 @@ async fn refused(client: &Client, sql: &str) -> DbError {
     error.as_db_error().unwrap_or_else(|| panic!("{sql}: {error:?}")).clone()
 }
 
-/// What, why and the cure, with the value and the limit.
+/// Refusals say what was refused, why and how to fix it, with the value and the limit.
 #[tokio::test]
 async fn refusals_say_what_why_and_the_cure() {
     let (_fixture, client, _lease) = filled(Version::V15).await;
@@ -294,7 +294,7 @@ async fn refusals_say_what_why_and_the_cure() {
     }
 }
 
-/// Most keys are numbers or UUIDs.
+/// Many keys are numbers or UUIDs.
 #[tokio::test]
 async fn enqueue_takes_keys_that_are_numbers_or_uuids() {
     const UUID: &str = "01234567-89ab-7def-8123-456789abcdef";
@@ -313,7 +313,8 @@ async fn enqueue_takes_keys_that_are_numbers_or_uuids() {
             for call in [format!("'t', {payload}, {key}"), format!("topic => 't', key => {key}, payload => {payload}")]
             {
                 let sql = format!("SELECT key FROM postbox.outbox WHERE id = postbox.enqueue({call})");
-                // The row is not there yet when the statement begins.
+                // A separate statement: the one in `sql` would not see a row that it inserts
+                // itself.
                 client
                     .batch_execute(&format!("SELECT postbox.enqueue({call})"))
                     .await
@@ -330,7 +331,7 @@ async fn enqueue_takes_keys_that_are_numbers_or_uuids() {
     assert_eq!(row.get::<_, &str>(0), "application/octet-stream");
 }
 
-/// The views say what the store says.
+/// The views show the same as the store's calls return.
 #[tokio::test]
 async fn the_views_say_what_the_store_says() {
     for version in Version::ALL {

@@ -1,4 +1,5 @@
-//! Harm to calls of a store, between it and the server (or the pooler), and inside the server.
+//! Faults in calls of a store, injected between it and the server (or the pooler), and inside the
+//! server.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,8 +15,7 @@ use tokio_postgres::Client;
 
 use super::{PATIENCE, client};
 
-/// Only the one update that comes first after `gate` was set to it waits, before it looks for its
-/// row.
+/// Stops only the first update after `gate` was reset, before it looks for its row.
 const GATE: &str = "
 CREATE SEQUENCE gate START 2;
 CREATE FUNCTION pass_gate() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -24,7 +24,7 @@ BEGIN
   RETURN NULL;
 END $$;
 CREATE TRIGGER gate BEFORE UPDATE ON postbox.lane FOR EACH STATEMENT EXECUTE FUNCTION public.pass_gate()";
-/// Who waits for anything but the gate.
+/// Counts sessions that wait for anything but the gate.
 const WAITING: &str = "
 SELECT count(*) FROM pg_locks AS l JOIN pg_stat_activity AS a USING (pid)
 WHERE a.datname = current_database() AND NOT l.granted AND NOT (l.locktype = 'advisory' AND l.objid = 4711)";
@@ -34,14 +34,14 @@ AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 pub struct PostgresFaults {
     store: PostgresStore,
     proxy: FaultProxy,
-    /// What the store is proxied.
+    /// The URL that the store uses, through the proxy.
     pub url: String,
-    /// Around the proxy: holds the gate, sees who waits.
+    /// A connection without the proxy. It holds the gate and sees what waits.
     direct: Arc<Client>,
 }
 
 impl PostgresFaults {
-    /// `front`: what the store talks to, a server or a pooler. `url`: the server.
+    /// `front` is what the store talks to, a server or a pooler. `url` is the server.
     pub async fn new(front: &str, url: &str) -> Self {
         let proxy = FaultProxy::in_front_of(front).await;
         let proxied = proxy.url(front);
@@ -83,11 +83,12 @@ impl CallFaults for PostgresFaults {
     fn places(&self, call: Call) -> &'static [Place] {
         match call {
             Call::Acquire | Call::Renew | Call::Release | Call::NextBatch => &[Place::Start, Place::Middle, Place::End],
-            // A settlement reads the lane's row by locking it: from there on it is at its end.
+            // A settlement reads the lane's row by locking it, so from there on only the end is
+            // left.
             Call::Append | Call::Position => &[Place::Start, Place::End],
             Call::Receive => &[Place::Start],
-            // Their clients wait for answers between BEGIN and COMMIT: stopped earlier, they end in
-            // nothing.
+            // These calls make several round trips between BEGIN and COMMIT. Stopped earlier, they
+            // would have no effect.
             _ => &[Place::End],
         }
     }
@@ -159,7 +160,7 @@ impl Late for Stopped {
     }
 }
 
-/// Waits until somebody waits.
+/// Waits until a session waits.
 async fn until(direct: &Client, waiting: &str) {
     while direct.query_one(waiting, &[]).await.expect("asked").get::<_, i64>(0) == 0 {
         tokio::time::sleep(Duration::from_millis(2)).await;

@@ -1,4 +1,4 @@
-//! What the tests of this crate share: a migrated store in a database of its own, and a producer's
+//! Shared by this crate's tests: a migrated store in its own database, and a producer's
 //! transaction.
 
 #![allow(dead_code, missing_docs, unreachable_pub, reason = "each test binary uses its part")]
@@ -26,16 +26,16 @@ use tokio_postgres::{Client, Transaction};
 
 use self::faults::PostgresFaults;
 
-/// Far longer than anything takes.
+/// Far longer than any call takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A fresh database with a migrated store in it.
 pub struct Fixture {
     pub store: PostgresStore,
-    /// Direct, for producers and checks.
+    /// The server itself, for producers and checks.
     pub url: String,
     pub server: Postgres,
-    /// What the store talks to.
+    /// What the store connects to: the server or the pooler.
     pub front: String,
     faults: OnceCell<Arc<PostgresFaults>>,
     _pooler: Option<PgBouncer>,
@@ -60,7 +60,8 @@ pub async fn pooled() -> Fixture {
     Fixture { store, url, server, front, faults: OnceCell::new(), _pooler: Some(pooler) }
 }
 
-/// A busy machine may take its time: what is tested here is not how long a connection takes.
+/// With long timeouts: on a busy machine a connection may take long, and these tests do not measure
+/// that.
 async fn connected(mut config: PostgresConfig) -> PostgresStore {
     (config.connect_timeout, config.pool_timeout) = (PATIENCE, PATIENCE);
     PostgresStore::connect(config).await.expect("a store")
@@ -73,9 +74,9 @@ pub async fn migrated(config: PostgresConfig) -> PostgresStore {
     store
 }
 
-/// The store's schema; a table for effects; and a trigger that fails every write which the state
-/// machine forbids. With its subscription a row may go, and where a reset lets its lane read the
-/// event again.
+/// Creates the store's schema, a table for effects, and a trigger that fails every write that the
+/// state machine forbids. A row may be deleted together with its subscription, or where a reset
+/// lets its lane read the event again.
 async fn prepare(url: String) {
     migrated(PostgresConfig::new(&url)).await;
     let forbidden = forbidden_transitions();
@@ -99,14 +100,14 @@ async fn prepare(url: String) {
     client(&url).await.batch_execute(&sql).await.expect("prepared");
 }
 
-/// A connection of a producer or checker.
+/// A connection for producers and checks.
 pub async fn client(url: &str) -> Client {
     let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.expect("a connection");
     tokio::spawn(connection);
     client
 }
 
-/// Waits until somebody waits for a lock that this connection holds.
+/// Waits until a session waits for a lock that this connection holds.
 pub async fn until_waited_for(holder: &Client) {
     let waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY (pg_blocking_pids(pid))";
     let wait = async {
@@ -117,8 +118,8 @@ pub async fn until_waited_for(holder: &Client) {
     tokio::time::timeout(PATIENCE, wait).await.expect("nobody came to the lock");
 }
 
-/// Behind a pooler a connection is somebody else's a moment later: whatever a case did, nothing of
-/// it may stay with one.
+/// A pooler gives a connection to another client a moment later, so no test may leave anything
+/// behind in one.
 impl Drop for Fixture {
     fn drop(&mut self) {
         if self._pooler.is_none() || std::thread::panicking() {
@@ -134,9 +135,9 @@ impl Drop for Fixture {
     }
 }
 
-/// What was left in the sessions of the pooler's connections.
+/// Returns what was left in the sessions of the pooler's connections.
 async fn left_in_sessions(front: &str) -> Vec<String> {
-    // What the pooler itself sets for each client.
+    // The settings that the pooler sets for each client.
     const PROBE: &str = "
         SELECT 'lock ' || objid FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'
         UNION ALL SELECT 'statement ' || statement FROM pg_prepared_statements
@@ -145,11 +146,11 @@ async fn left_in_sessions(front: &str) -> Vec<String> {
         UNION ALL SELECT 'setting ' || name || ' = ' || setting FROM pg_settings WHERE source = 'session' AND name NOT IN
           ('application_name', 'client_encoding', 'DateStyle', 'TimeZone', 'standard_conforming_strings')";
     let (mut open, mut left) = (Vec::new(), Vec::new());
-    // As many transactions as the pooler has connections, so that each is on another one.
+    // Opens as many transactions as the pooler has connections, so that each uses another one.
     for _ in 0..PgBouncer::CONNECTIONS {
         let client = client(front).await;
         let begin = tokio::time::timeout(Duration::from_secs(2), client.batch_execute("BEGIN")).await;
-        // A connection that a case left hanging is not to be had.
+        // A connection that a test left hanging cannot be had.
         if matches!(begin, Ok(Ok(()))) {
             let rows = client.simple_query(PROBE).await.expect("probed");
             left.extend(rows.iter().filter_map(|row| match row {
@@ -188,7 +189,8 @@ impl StoreFixture for Fixture {
 
     async fn begin(&self) -> Box<dyn OpenTransaction> {
         let client = self.client().await;
-        // An id at once: the transaction has its place among the others before it writes.
+        // Takes an id at once, so that the transaction's place among the others is fixed before it
+        // writes.
         client.batch_execute("BEGIN; SELECT pg_current_xact_id()").await.expect("begun");
         Box::new(Open { client, postbox: self.store.postbox() })
     }
@@ -214,9 +216,9 @@ impl Open {
 #[async_trait]
 impl OpenTransaction for Open {
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
-        // The driver's transaction type borrows its client; this one only stands for the
-        // transaction that is open already (the server warns of the second BEGIN and goes on), and
-        // must not roll it back.
+        // The driver's transaction type borrows its client. This one only stands for the
+        // transaction that is already open (the server warns about the second BEGIN and goes on),
+        // and must not roll it back.
         let mut tx = self.client.transaction().await.expect("the open transaction");
         let appended = self.postbox.clone().log(log.clone()).append(&mut tx, events).await;
         std::mem::forget(tx);
@@ -224,7 +226,7 @@ impl OpenTransaction for Open {
     }
 
     async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
-        // As above.
+        // A stand-in, as in `append`.
         let tx = self.client.transaction().await.expect("the open transaction");
         let asked = postbox_postgres::once_in(&tx, &Default::default(), source, message_id).await;
         std::mem::forget(tx);
@@ -301,7 +303,7 @@ async fn write(tx: &Transaction<'_>, effect: &str) {
     tx.execute_typed(sql, &[(&effect, tokio_postgres::types::Type::TEXT)]).await.expect("the effect is written");
 }
 
-/// Writes the payload down, then does as the payload says.
+/// Records the payload, then does what the payload says.
 struct Effects;
 
 #[async_trait]

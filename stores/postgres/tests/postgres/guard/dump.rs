@@ -1,4 +1,4 @@
-//! A dump comes back: rows with the ids of other transactions are data, not forgeries.
+//! A restored dump: rows with transaction ids of another cluster are data, not forgeries.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -43,7 +43,7 @@ async fn a_dump_is_restored_and_read_on() {
     Postgres::psql(&restored, &String::from_utf8(dump.stdout).expect("UTF-8"));
     let store = PostgresStore::connect(PostgresConfig::new(&restored)).await.expect("connected");
     assert_eq!(read(&store, false).await, [b"3", b"4"]);
-    // As in another cluster: the numbers are made to fit, and the rules are there again.
+    // As in another cluster: rebase adjusts the ids, and the rules apply again.
     store.rebase().await.expect("rebased");
     let forged = "INSERT INTO postbox.outbox (topic, payload, xid) VALUES ('t', '', '3')";
     let refused = support::client(&restored).await.batch_execute(forged).await.expect_err("refused");

@@ -1,4 +1,4 @@
-//! A database that keeps text in another encoding than UTF-8 is refused, with the cure.
+//! A database with another encoding than UTF-8 is refused; the error says how to fix it.
 
 use postbox_core::{ErrorKind, Log as _, LogName, Migrate as _, Subscription};
 use postbox_postgres::{PostgresConfig, PostgresStore};
@@ -20,8 +20,8 @@ async fn another_encoding_is_refused_by_name() {
         assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "encoding_unsupported"), "{error}");
         assert!(error.message().contains(encoding) && error.message().contains("createdb -E UTF8 -T template0"));
         assert_eq!(store.validate().await.expect_err("nothing was made").code(), "schema_missing");
-        // The printed script refuses too. A schema that is there all the same, from before, is not
-        // worked with.
+        // The printed script refuses too. The store also refuses to use a schema that already
+        // exists there.
         let client = support::client(&url).await;
         let script = store.script();
         let refused = client.batch_execute(&script).await.expect_err("refused");

@@ -1,4 +1,4 @@
-//! Every call that a writer, a relay and an operator make, in one short life of a log.
+//! Makes every call that a writer, a relay and an operator make.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use tokio_postgres::{Client, Transaction};
 
 const LONG: Duration = Duration::from_secs(600);
 
-/// A handler that has nothing to do.
+/// A handler that does nothing.
 struct Nothing;
 
 #[async_trait]
@@ -46,8 +46,8 @@ fn dead() -> Disposition {
     Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: false, took: None }
 }
 
-/// `writer` and `client` append, each in its way; `relay` does the rest. Panics at the first call
-/// that does not do what it should.
+/// `writer` and `client` append, each in its own way; `relay` does the rest. Panics at the first
+/// call that fails.
 pub(crate) async fn everything(writer: &PostgresStore, client: &Client, relay: &PostgresStore) {
     let schema = relay.schema().quoted().to_owned();
     append(writer, client, &schema).await;
@@ -81,7 +81,7 @@ pub(crate) async fn everything(writer: &PostgresStore, client: &Client, relay: &
     assert_eq!(prune(LogName::inbox()).await, 3);
 }
 
-/// What a relay's role may also do in plain SQL, after [`everything`].
+/// Plain SQL that a relay's role may also run, after [`everything`].
 pub(crate) async fn by_hand(client: &Client, schema: &str) {
     let calls = format!(
         "SELECT * FROM {schema}.stats; SELECT * FROM {schema}.outbox_state; SELECT * FROM {schema}.inbox_dead;
@@ -100,7 +100,8 @@ pub(crate) async fn by_hand(client: &Client, schema: &str) {
     assert_eq!(client.query_one(&stats, &[]).await.expect("counted").get::<_, i64>(0), 1);
 }
 
-/// Eight events: two of key `k` first. And the rules, where they are kept by the database.
+/// Appends eight events, the first two with key `k`, and checks the rules that the database
+/// enforces.
 async fn append(writer: &PostgresStore, client: &Client, schema: &str) {
     let events = [NewEvent::json("t.a", "1").key("k").header("a", "b"), NewEvent::json("t.a", "2").key("k")];
     let events = events.map(|event| event.id(EventId::now_v7()));

@@ -1,4 +1,4 @@
-//! A role with every right on the table cannot give a row what is the store's own.
+//! A role with every right on the table cannot set the columns that belong to the store.
 
 use postbox_testkit::servers::Version;
 
@@ -41,8 +41,8 @@ async fn what_the_store_goes_by_cannot_be_forged() {
             let refused = forger.batch_execute(&sql).await.expect_err(&sql);
             assert_eq!(refused.as_db_error().and_then(|said| said.constraint()), Some(code), "{sql}: {refused:?}");
         }
-        // In a transaction of its own session with savepoints, prepared or by COPY, an honest row
-        // is one.
+        // Honest rows are accepted in a transaction with savepoints, as a prepared statement and by
+        // COPY.
         forger
             .batch_execute(&format!("BEGIN; {good}; SAVEPOINT a; {good}; ROLLBACK TO a; {good}; COMMIT"))
             .await

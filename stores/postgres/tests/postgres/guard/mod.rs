@@ -1,6 +1,5 @@
-//! What the store keeps to itself, whoever calls it and however the database is set: roles with no
-//! more rights than they need, tenants, forged rows, planted functions, odd settings, other
-//! encodings, dumps.
+//! What the store protects, whatever calls it and however the database is configured: roles with
+//! minimal rights, tenants, forged rows, planted functions, odd settings, other encodings, dumps.
 
 mod dump;
 mod encodings;

@@ -1,4 +1,4 @@
-//! A log may be called like any word of SQL; where a name is taken, it is refused by name.
+//! A log may have any SQL keyword as its name. A name that is taken is refused.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The printed rights are enough, and no more than that.
+//! The printed rights are sufficient, and no broader than needed.
 
 use postbox_core::{BatchLimit, Change, Criteria, LogName, Prune, Replay, Selection};
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
@@ -102,7 +102,7 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
         );
         owner.batch_execute(&once).await.expect("granted");
         reading.batch_execute("SELECT postbox.once('a', 'm')").await.expect("asked");
-        // A writer reads no event and no cursor, and says nothing of what is the store's own.
+        // A writer reads no event and no cursor, and cannot set the store's own columns.
         for sql in [
             "SELECT FROM postbox.outbox",
             "SELECT FROM postbox.lane",

@@ -1,4 +1,4 @@
-//! A role or database may be set as it likes: everything works.
+//! Everything works with any settings of the role or database.
 
 #![allow(clippy::print_stdout, reason = "which setting it was, should one fail")]
 
@@ -9,7 +9,7 @@ use postbox_testkit::servers::{Postgres, Version};
 use super::everything::{by_hand, everything};
 use crate::support;
 
-/// How the planner goes about it.
+/// Settings of the planner.
 const PLANNER: [(&str, &str); 19] = [
     ("enable_seqscan", "off"),
     ("enable_indexscan", "off"),
@@ -32,7 +32,7 @@ const PLANNER: [(&str, &str); 19] = [
     ("work_mem", "64kB"),
 ];
 
-/// How values are read and written.
+/// Settings that change how values are read and written.
 const VALUES: [(&str, &str); 19] = [
     ("standard_conforming_strings", "off"),
     ("escape_string_warning", "off"),
@@ -55,7 +55,7 @@ const VALUES: [(&str, &str); 19] = [
     ("transform_null_equals", "on"),
 ];
 
-/// What a session may do, and how.
+/// Settings that limit or change what a session does.
 const SESSION: [(&str, &str); 18] = [
     ("search_path", "nowhere"),
     ("search_path", "public, pg_catalog"),
@@ -77,7 +77,8 @@ const SESSION: [(&str, &str); 18] = [
     ("default_toast_compression", "pglz"),
 ];
 
-/// One odd value of each kind at a time: what is set in one does not soften the other two.
+/// Runs with one odd setting of each kind at a time. Settings of different kinds do not weaken each
+/// other.
 async fn everything_under_every_setting(version: Version) {
     let server = Postgres::shared(version).await;
     let url = server.fresh_database().await;

@@ -1,5 +1,5 @@
 //! Somebody who may create objects in a schema of our search_path plants functions, operators and
-//! types that fit our arguments as well as Postgres's own, or better. None of them is ever called
+//! types that match our arguments as well as Postgres's own, or better. None of them is ever called
 //! with our rights.
 
 use postbox_core::{Maintain as _, Migrate as _};
@@ -88,10 +88,10 @@ const OPERATORS: [(&str, &str, &str, &str); 30] = [
     ("~~", "text", "text", "boolean"),
 ];
 
-/// Types of ours that a cast in a statement could mean.
+/// Types that a cast in our statements could resolve to.
 const TYPES: [&str; 6] = ["text", "jsonb", "uuid", "timestamptz", "bytea", "xid8"];
 
-/// Each notes that it was called, then does what the real one does.
+/// Plants the functions. Each records that it was called, then does what the real one does.
 async fn plant(client: &Client) {
     let in_full = |types: &str| -> String {
         let one = |name: &str| match name.trim().trim_end_matches("[]") {
@@ -146,12 +146,12 @@ async fn nothing_planted_on_the_search_path_is_called() {
         let planter = support::client(&url).await;
         planter.batch_execute("SET search_path = pg_catalog").await.expect("set");
         plant(&planter).await;
-        // The worst of all paths: what was planted comes before Postgres's own even where both fit
-        // as well.
+        // The worst search path: planted objects come before Postgres's own even where both match
+        // equally well.
         for path in ["public", "public%2Cpg_catalog"] {
             let url = format!("{url}?options=-c%20search_path%3D{path}");
             let schema = if path == "public" { "first" } else { "second" };
-            // Migrated, too, by somebody with that path.
+            // The migration runs with that path, too.
             let config = PostgresConfig { schema: schema.into(), notify: true, ..PostgresConfig::new(&url) };
             let store = support::migrated(config.clone()).await;
             let client = support::client(&url).await;
@@ -169,7 +169,7 @@ async fn nothing_planted_on_the_search_path_is_called() {
             let called: Vec<(String, i64)> = called.iter().map(|row| (row.get(0), row.get(1))).collect();
             assert!(called.is_empty(), "{} with search_path = {path}: {called:?}", version.name());
         }
-        // They would have been called: a trap that nothing can fall into proves nothing.
+        // Statements without our protection call them, so the test can fail.
         let bare = support::client(&format!("{url}?options=-c%20search_path%3Dpublic")).await;
         bare.batch_execute("SELECT num_nonnulls('a'::text, NULL::bytea), 1::smallint % 1").await.expect("asked");
         let called: i64 = planter.query_one("SELECT count(*) FROM public.called", &[]).await.expect("asked").get(0);

@@ -1,4 +1,4 @@
-//! What a tenant's writer, reader and operator can do, and what they cannot.
+//! What the writer, reader and operator of one tenant can do, and what they cannot.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use tokio_postgres::Client;
 
 use super::world::{TENANTS, World, inbound, named, within};
 
-/// Every table in which something is a tenant's.
+/// Every table with rows that belong to a tenant.
 const TABLES: [&str; 10] =
     ["outbox", "inbox", "subscription", "lane", "delivery", "filter", "receipt", "conflict", "once", "unrouted"];
 
@@ -21,7 +21,7 @@ fn state(error: &tokio_postgres::Error) -> &str {
     error.code().map_or("", |state| state.code())
 }
 
-/// Where the rows stand that a role sees for a tenant, or for none.
+/// Returns the places of the rows that a role sees for a tenant, or without one.
 async fn seen(client: &Client, tenant: Option<&str>, table: &str) -> BTreeSet<String> {
     client.batch_execute("BEGIN").await.expect("begun");
     if let Some(tenant) = tenant {
@@ -33,13 +33,14 @@ async fn seen(client: &Client, tenant: Option<&str>, table: &str) -> BTreeSet<St
     rows.iter().map(|row| row.get(0)).collect()
 }
 
-/// Where two tenants see rows of the same table, or whoever names none sees any.
+/// Returns the tables in which two tenants see the same row, or in which a session without a tenant
+/// sees any.
 async fn overlaps(client: &Client) -> Vec<&'static str> {
     let mut found = Vec::new();
     for table in TABLES {
         let [mine, others] = [seen(client, Some(TENANTS[0]), table).await, seen(client, Some(TENANTS[1]), table).await];
         assert!(!mine.is_empty() && !others.is_empty(), "{table}: there is nothing to keep apart");
-        // The second look is in a session that named one before: the setting is empty then.
+        // This session set a tenant earlier, so the setting now is the empty string, not unset.
         if !mine.is_disjoint(&others) || !seen(client, None, table).await.is_empty() {
             found.push(table);
         }
@@ -52,16 +53,16 @@ async fn two_tenants_see_no_row_of_each_other() {
     for version in Version::ALL {
         let world = World::new(version).await;
         world.filled().await;
-        // What nobody wanted is somebody's too.
+        // An unrouted event belongs to a tenant too.
         let note = "INSERT INTO postbox.unrouted SELECT 'outbox', seq FROM postbox.outbox";
         world.owner.batch_execute(note).await.expect("noted");
         let client = world.client(&world.operator).await;
         assert_eq!(overlaps(&client).await, [] as [&str; 0]);
-        // Who works for all of them pays nothing for it.
+        // A role that works for all tenants pays nothing for the policies.
         let explain = "EXPLAIN SELECT FROM postbox.outbox WHERE xid >= '3' AND tenant = 'acme' ORDER BY xid, seq";
         let plan = world.client(&world.relay).await.query(explain, &[]).await.expect("explained");
         assert!(!plan.iter().any(|row| row.get::<_, &str>(0).contains("current_setting")), "{plan:?}");
-        // Each of the policies is needed.
+        // Each policy is needed.
         for table in TABLES {
             let alter = async |how: &str| {
                 let sql = format!("ALTER TABLE postbox.{table} {how} ROW LEVEL SECURITY");
@@ -81,7 +82,7 @@ async fn two_tenants_see_no_row_of_each_other() {
         ] {
             assert!(within(&client, TENANTS[0], sql).await.expect(sql) > 0, "{sql}");
         }
-        // Others read the log, too.
+        // Other tenants read the log, too.
         for sql in ["DELETE FROM postbox.outbox", "UPDATE postbox.log SET routed_seq = 1000"] {
             assert_eq!(within(&client, TENANTS[0], sql).await.expect(sql), 0, "{sql}");
         }
@@ -153,8 +154,8 @@ async fn a_writer_appends_for_the_tenant_it_names_and_for_no_other() {
     }
 }
 
-/// One tenant's event appended again is known; that of another, under its id, is a conflict that
-/// says no more than that.
+/// An event that its own tenant appends again is known. If another tenant uses the same id, that is
+/// a conflict, and the error reveals nothing else.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_event_is_known_to_its_tenant_and_to_no_other() {
     for version in Version::ALL {
@@ -182,7 +183,7 @@ async fn an_event_is_known_to_its_tenant_and_to_no_other() {
         for known in [1, 2] {
             assert_eq!(relay.append(&log, &[paid(mine), nobodys.clone()]).await.expect("for all").known(), known);
         }
-        // Whoever asked works for the same tenant as before.
+        // The call leaves the caller's own tenant as it was.
         let client = world.client(&world.relay).await;
         let again = "SELECT postbox.enqueue('t', '1', tenant => 'acme', id => postbox.event_id('order-42-paid'))";
         let asked =
@@ -224,7 +225,7 @@ async fn every_command_sees_one_tenant() {
     }
 }
 
-/// What is not acme's, as text.
+/// Returns everything that does not belong to acme, as text.
 async fn untouched(owner: &Client) -> Vec<String> {
     let sql = "SELECT d::text FROM postbox.delivery AS d JOIN postbox.subscription AS s ON s.id = d.subscription \
                WHERE s.name <> 'acme-out' UNION ALL SELECT s::text FROM postbox.subscription AS s WHERE s.name <> 'acme-out' ORDER BY 1";
@@ -321,7 +322,7 @@ async fn changes(operator: &PostgresStore, world: &World, others: &[EventId]) {
     }
 }
 
-/// The same id is another message of another tenant.
+/// The same message id from another tenant is another message.
 async fn receives(operator: &PostgresStore, world: &World) {
     let inbox = LogName::inbox();
     assert!(matches!(operator.receive(&inbox, inbound("acme", "3", "x")).await, Ok(Received::Accepted(_))));

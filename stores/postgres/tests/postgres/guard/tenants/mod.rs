@@ -1,4 +1,4 @@
-//! Two tenants in one database: neither sees, changes, counts or hinders what is the other's.
+//! Two tenants in one database: neither sees, changes, counts or blocks rows of the other.
 
 mod apart;
 mod owner;

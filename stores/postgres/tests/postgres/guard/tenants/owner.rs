@@ -1,4 +1,4 @@
-//! What the owner of the tables does for all tenants, though the policies bind it too.
+//! What the owner of the tables does for all tenants, although the policies apply to it too.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -16,8 +16,8 @@ use super::super::roles::url_as;
 use super::world::{World, named, within};
 use crate::support;
 
-/// Whoever moves the rows of one tenant only, or looks whether those are delivered, loses the
-/// others'.
+/// If the owner saw only one tenant's rows, a rebase would leave out those of the others, and a
+/// removal would not notice that they are undelivered.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_owner_that_is_bound_rebases_and_removes_everything() {
     for version in Version::ALL {
@@ -72,7 +72,7 @@ async fn an_owner_that_is_bound_rebases_and_removes_everything() {
     }
 }
 
-/// Its subscriptions are all there: it goes on once it is named again.
+/// Its subscriptions still exist: the relay goes on once the printed rights name it again.
 #[tokio::test]
 async fn a_relay_that_is_named_no_more_does_not_take_its_subscription_for_removed() {
     let server = Postgres::shared(Version::V15).await;
@@ -100,7 +100,7 @@ async fn a_relay_that_is_named_no_more_does_not_take_its_subscription_for_remove
     admin.batch_execute(&format!("DROP OWNED BY {relay}; DROP ROLE {relay}")).await.expect("cleaned up");
 }
 
-/// Relays and writers lock the same tables in orders of their own.
+/// Relays and writers lock the same tables in different orders.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_policies_are_put_beside_relays_and_writers_at_work() {
     let fixture = support::on(Version::V15).await;
@@ -136,7 +136,7 @@ async fn the_policies_are_put_beside_relays_and_writers_at_work() {
     assert_eq!((relay.metrics().leases_lost(), relay.metrics().store_errors()), (0, 0), "no victim of a deadlock");
 }
 
-/// Who forgets to print the policies again has shown nobody anything.
+/// Whoever forgets to print the policies again has exposed nothing.
 #[tokio::test]
 async fn a_log_that_is_made_later_shows_nothing_before_it_has_policies() {
     let world = World::new(Version::V18).await;

@@ -1,4 +1,4 @@
-//! A database with two tenants in it, and the roles that work there.
+//! A database with two tenants, and the roles that work in it.
 
 use std::time::Duration;
 
@@ -18,15 +18,15 @@ const LONG: Duration = Duration::from_secs(600);
 
 pub(super) struct World {
     pub(super) fixture: Fixture,
-    /// A superuser, whom no policy limits.
+    /// A superuser, to whom no policy applies.
     pub(super) owner: Client,
-    /// It appends, for the tenant that it names.
+    /// Appends for the tenant that its session names.
     pub(super) writer: String,
-    /// It looks, for the tenant that it names.
+    /// Reads for the tenant that its session names.
     pub(super) reader: String,
-    /// It has a relay's rights, for the tenant that it names.
+    /// Has a relay's rights, for the tenant that its session names.
     pub(super) operator: String,
-    /// It works for all tenants.
+    /// Works for all tenants.
     pub(super) relay: String,
     poolers: Vec<PgBouncer>,
 }
@@ -59,7 +59,7 @@ impl World {
         world
     }
 
-    /// Runs what `postbox migrate grants --all-tenants` prints; it may be run again.
+    /// Runs what `postbox migrate grants --all-tenants` prints. May be run again.
     pub(super) async fn grant(&self) {
         let Self { writer, reader, operator, relay, .. } = self;
         let roles = Roles {
@@ -76,12 +76,12 @@ impl World {
         support::client(&url_as(&self.fixture.url, role)).await
     }
 
-    /// A store as a role, for one tenant or, without a name, for none in particular.
+    /// Returns a store that connects as a role, for one tenant or for none.
     pub(super) async fn store(&self, role: &str, tenant: Option<&str>) -> PostgresStore {
         Self::store_at(&url_as(&self.fixture.url, role), tenant).await
     }
 
-    /// The same through a pooler in transaction mode, whose connections all tenants share.
+    /// The same, through a pooler in transaction mode that all tenants share.
     pub(super) async fn pooled(&mut self, role: &str, tenant: Option<&str>) -> PostgresStore {
         let pooler = PgBouncer::start_as(&self.fixture.server, Some(role)).await;
         let database = self.fixture.url.rsplit('/').next().and_then(|rest| rest.split('?').next()).expect("a name");
@@ -95,8 +95,8 @@ impl World {
         PostgresStore::connect(PostgresConfig { tenant, ..PostgresConfig::new(url) }).await.expect("connected")
     }
 
-    /// Both tenants have events in every state, of a subscription of their own and of one for all;
-    /// messages that came in, and conflicts of them.
+    /// Gives both tenants events in every state, of one subscription per tenant and of a shared
+    /// one, and received messages with conflicts.
     pub(super) async fn filled(&self) {
         let relay = self.store(&self.relay, None).await;
         let outbox = LogName::outbox();
@@ -122,7 +122,7 @@ impl World {
             .subscribe(&Subscription { lanes: 1, ..Subscription::new(named("shared"), outbox.clone()) })
             .await
             .expect("made");
-        // It belongs to another tenant by now; what is kept of it belongs to both.
+        // The subscription moves to another tenant. The rows it already has belong to both.
         let moved = |tenant: &str| Filter { tenant: tenant.parse().ok(), ..Filter::default() };
         let moved = |tenant| Subscription {
             lanes: 1,
@@ -146,7 +146,8 @@ impl World {
         }
     }
 
-    /// Of what is there, the first is dead, the second is tried again later, the rest is delivered.
+    /// Settles what is there: the first event dead, the second for a later retry, the rest
+    /// delivered.
     async fn settle(&self, relay: &PostgresStore, name: &str) {
         let owner = OwnerId::new("test").expect("a name");
         let lease = relay.acquire(&named(name), &owner, &[], LONG).await.expect("acquired").lease.expect("a free lane");
@@ -169,7 +170,7 @@ impl World {
     }
 }
 
-/// Runs a statement in a transaction that works for a tenant; gives the number of rows.
+/// Runs a statement in a transaction for a tenant. Returns the number of rows.
 pub(super) async fn within(client: &Client, tenant: &str, sql: &str) -> Result<u64, tokio_postgres::Error> {
     client.batch_execute("BEGIN").await?;
     let name = "SELECT set_config('postbox.tenant', $1, true)";
