@@ -1,4 +1,4 @@
-//! Every suite a store must pass, on a real file.
+//! Runs every suite that a store must pass, on a real file.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Harm to calls of a store in this process: their caller goes away, and the thread that writes
-//! does them all the same.
+//! Faults in calls of a store in this process: the caller goes away, and the writing thread does
+//! its job all the same.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -12,13 +12,13 @@ use postbox_sqlite::{SqliteConfig, SqliteStore};
 use postbox_testkit::conformance::faults::{Asked, Call, CallFaults, Late, Place};
 use tokio::sync::watch;
 
-/// A job of this thread begins by asking the clock how long it was kept waiting, after it saw that
-/// its caller is still there.
+/// Name of the writing thread. Each of its jobs first checks that its caller is still there, then
+/// asks the clock how long the job waited.
 const WRITER: &str = "postbox-write";
-/// Nobody's message ids are this old.
+/// Older than any message id.
 const NEVER: Duration = Duration::from_secs(100 * 365 * 24 * 3_600);
 
-/// The machine's clock, which stops the writing thread when a job asks it for the time.
+/// The machine's clock, which stops the writing thread when a job asks for the time.
 struct Gate {
     began: Instant,
     shut: Mutex<bool>,
@@ -60,7 +60,7 @@ impl Clock for Gate {
 pub(crate) struct SqliteFaults {
     store: SqliteStore,
     gate: Arc<Gate>,
-    /// Another process's.
+    /// A store as in another process.
     other: SqliteStore,
 }
 
@@ -83,8 +83,8 @@ impl CallFaults for SqliteFaults {
         Arc::new(self.store.clone())
     }
 
-    /// The thread does one job after the other: while it stands, the caller goes on through
-    /// another.
+    /// The thread does one job after the other. While it is stopped, the caller goes on through the
+    /// other store.
     fn again(&self) -> Arc<dyn Store> {
         Arc::new(self.other.clone())
     }
@@ -118,7 +118,8 @@ impl Late for Stopped {
     async fn after(self: Box<Self>, meanwhile: BoxFuture<'static, ()>) {
         meanwhile.await;
         self.gate.shut(false);
-        // Its turn comes after the stopped job's. It fails where that took the schema away.
+        // Waits for the stopped job, since this one runs after it. Fails where that job removed the
+        // schema.
         let _ = self.store.forget(NEVER).await;
     }
 }

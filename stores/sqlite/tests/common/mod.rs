@@ -1,4 +1,4 @@
-//! A migrated store in a file of its own.
+//! A migrated store in its own file.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
@@ -27,13 +27,13 @@ use tokio::sync::OnceCell;
 
 use self::faults::SqliteFaults;
 
-/// Longer than any case; nothing has to happen within it.
+/// Longer than any test runs; nothing is expected to end within it.
 pub(crate) const LONG: Duration = Duration::from_secs(600);
 
-/// How long a lock is waited for: on a busy disk a flush takes what it takes.
+/// How long a call waits for a lock: on a busy disk a flush may take long.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The default settings, but for the patience.
+/// The default settings, except for the busy timeout.
 pub(crate) fn config(path: impl Into<PathBuf>) -> SqliteConfig {
     SqliteConfig { busy_timeout: PATIENCE, ..SqliteConfig::new(path) }
 }
@@ -54,9 +54,9 @@ impl Fixture {
         fixture
     }
 
-    /// Triggers that fail every write which the state machine forbids. `INSERT OR REPLACE` deletes
-    /// without a trigger. With its subscription a row may go, and where a reset lets its lane read
-    /// the event again.
+    /// Adds triggers that fail every write that the state machine forbids. `INSERT OR REPLACE`
+    /// deletes without firing one. A row may be deleted together with its subscription, or where a
+    /// reset lets its lane read the event again.
     fn guard_transitions(&self) {
         let forbidden = forbidden_transitions();
         let refuse = "SELECT RAISE(ABORT, 'forbidden transition')";
@@ -84,7 +84,7 @@ impl Fixture {
         self.folder.path().join("shop.db")
     }
 
-    /// A connection of a program that knows nothing of Postbox.
+    /// A connection of a program that does not use this crate.
     pub(crate) fn connect(&self) -> Connection {
         let connection = Connection::open(self.path()).expect("opened");
         connection.busy_timeout(PATIENCE).expect("set");
@@ -164,7 +164,7 @@ impl ApplyFixture for Fixture {
 
 impl RouterFixture for Fixture {
     fn route(&self, relay: RelayBuilder, healed: Healed) -> postbox_core::Result<RelayBuilder> {
-        ApplyFixture::apply(self); // Makes the table.
+        ApplyFixture::apply(self); // Creates the table.
         let never = |fault: &Fault| matches!(fault, Fault::Never);
         let router = Router::in_transaction(&self.store).on(first).on(second).dead_on(never);
         relay.router(router.schemas(Arc::new(NotBroken)).with_state(healed))
@@ -196,7 +196,7 @@ fn second(State(healed): State<Healed>, event: Event<Entry>, Tx(tx): Tx<'_, Sqli
     healed.end("second", &entry)
 }
 
-/// Writes the payload down, and only then says what became of it.
+/// Records the payload, and only then returns its outcome.
 fn effect(tx: &rusqlite::Transaction<'_>, delivery: &Delivery) -> Outcome {
     let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
     tx.execute("INSERT INTO effects (payload) VALUES (?1)", [&payload]).expect("written");
@@ -208,7 +208,7 @@ fn effect(tx: &rusqlite::Transaction<'_>, delivery: &Delivery) -> Outcome {
     }
 }
 
-/// A transaction on a connection of its own; closing it rolls back.
+/// A transaction on its own connection. Closing it rolls back.
 struct Open(Connection);
 
 #[async_trait]

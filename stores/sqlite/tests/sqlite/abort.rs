@@ -1,5 +1,5 @@
-//! An event that aborts its program is found and dies, with real processes: each is this program
-//! once more, with a relay in it.
+//! An event that aborts its process is found and marked dead. Each process is this test binary,
+//! started again with a relay in it.
 
 use std::path::Path;
 use std::process::Command;
@@ -19,9 +19,9 @@ use crate::common::{self, Fixture, fixture};
 
 const EVENTS: usize = 40;
 const KEYS: usize = 5;
-/// Aborts its program, in the middle of the log.
+/// Payload of the event that aborts its process, in the middle of the log.
 const POISON: &str = "17";
-/// Three until the lane is careful, three with the event alone.
+/// Three until the lane is careful, then three with the event alone.
 const CRASHES_MAX: usize = 6;
 const EFFECT: &str = "INSERT INTO effects (payload) VALUES (?1)";
 
@@ -37,7 +37,7 @@ fn payload(delivery: &Delivery) -> String {
     payload
 }
 
-/// Keeps what arrives in a table.
+/// Stores the events that arrive in a table.
 struct Writer(std::sync::Mutex<Connection>);
 
 #[async_trait]
@@ -55,7 +55,7 @@ impl Sink for Writer {
     }
 }
 
-/// The program: ends once nothing is pending, or with the event.
+/// The child process. It ends once nothing is pending, or is aborted by the event.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn child_relay() {
     let Ok(path) = std::env::var("POSTBOX_TEST_ABORT") else { return };
@@ -90,7 +90,7 @@ async fn child_relay() {
     }
 }
 
-/// Whether the program ended by itself.
+/// Runs the child. Returns whether it ended by itself.
 fn run(path: &Path, apply: bool) -> bool {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", "abort::child_relay"]).env("POSTBOX_TEST_ABORT", path);

@@ -1,4 +1,4 @@
-//! The handler's effect, the position and the delivery rows commit together.
+//! A handler's effect, the position and the delivery rows commit together.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn decide(_: &Delivery, outcome: &Outcome) -> Disposition {
     }
 }
 
-/// Writes the payload into `ledger`, or fails as the payload says, always after having written.
+/// Writes the payload into `ledger`, then fails if the payload says so.
 fn ledger(tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
     let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
     tx.execute("INSERT INTO ledger (entry) VALUES (?1)", [&payload]).expect("written");
@@ -113,16 +113,16 @@ async fn a_dropped_call_leaves_the_store_usable_and_all_or_nothing() {
     let deliveries: Vec<&Delivery> = batch.deliveries.iter().collect();
     let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
     let applier = fixture.store.apply(ledger);
-    // Polled once and dropped: the job is on its way, and its question finds nobody, most of the
-    // time.
+    // Polled once and dropped: the job is queued, and most of the time finds that its caller is
+    // gone.
     let call = applier.apply(&lease, &deliveries, settlement, &decide);
     drop(futures::FutureExt::now_or_never(call));
-    // One job of the same thread later, the dropped one is over. Counting is another thread's, so
-    // it comes after that.
+    // When another job of the same thread is done, the dropped one is over. Another thread does the
+    // counting, so count after that.
     fixture.store.renew(&lease, common::LONG).await.expect("still ours");
     let stats = fixture.store.stats(&lease.subscription).await.expect("counted");
-    // Where the other thread was quicker than our one look, both of its questions were answered in
-    // it, and all of it stands.
+    // If the writing thread was quicker than the one poll, that poll answered both of its
+    // questions, and everything was committed.
     let pending = stats.pending as usize;
     assert!(pending == 0 || pending == 2, "{pending} of 2 are pending");
     assert_eq!(fixture.entries().len(), 2 - pending, "effects and position are one fact");

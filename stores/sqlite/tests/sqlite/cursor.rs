@@ -1,5 +1,5 @@
-//! Calls that are done late, twice or on another file: none may take a lane from its holder, or a
-//! position over what was not given.
+//! Calls that run late, twice or on another file. None may take a lane from its holder, or move a
+//! position past events that were not handed out.
 
 use std::fs;
 use std::sync::Arc;
@@ -24,8 +24,8 @@ fn owner(name: &str) -> OwnerId {
     OwnerId::new(name).expect("a name")
 }
 
-/// Stands still; asked once after `look_back`, it gives the time of four seconds ago: that of a
-/// question that then waited.
+/// A clock that stands still. The first call after `look_back` was set returns a time four seconds
+/// ago, as for a call that then waited.
 struct WaitedClock {
     now: Timestamp,
     look_back: AtomicBool,
@@ -47,8 +47,8 @@ impl Clock for WaitedClock {
     }
 }
 
-/// An application held the write lock for four seconds. The lease that was renewed when it came
-/// free is not one "from the future" to a question that is older.
+/// An application held the write lock for four seconds. A lease that was renewed right after looks
+/// like one "from the future" to an older call, but must not be taken.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_question_that_waited_takes_no_living_lease() {
     let fixture = fixture().await;
@@ -62,8 +62,8 @@ async fn a_question_that_waited_takes_no_living_lease() {
     fixture.store.renew(&lease, LONG).await.expect("still ours");
 }
 
-/// The clock went back by a day. A relay that was seen before that, and died, does not count for
-/// that day: its share of the lanes would be driven by nobody.
+/// The clock went back by a day. A relay that was last seen before that and then died is not
+/// counted for that day: nobody would drive its share of the lanes.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_relay_seen_in_the_future_is_not_counted() {
     let fixture = fixture().await;
@@ -89,7 +89,7 @@ async fn a_lost_grant_is_granted_again_and_a_known_one_is_left_alone() {
     assert!(fixture.store.renew(&lost, LONG).await.expect_err("fenced").is_stale());
 }
 
-/// A position of a read that this store does not know: of a former process, or of the time before a
+/// A position from a read that this store does not know: from a former process, or from before a
 /// rewind.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_position_of_an_unknown_read_is_refused() {
@@ -104,7 +104,7 @@ async fn a_position_of_an_unknown_read_is_refused() {
     assert_eq!(fixture.store.stats(&name()).await.expect("counted").pending, 1);
 }
 
-/// A settlement of due rows counts only for rows as they were read.
+/// A settlement of due rows applies only to rows that have not changed since they were read.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_due_row_that_changed_is_not_settled_by_an_old_word() {
     let fixture = fixture().await;
@@ -122,7 +122,7 @@ async fn a_due_row_that_changed_is_not_settled_by_an_old_word() {
     let entry = |disposition| vec![Entry { delivery: &batch.deliveries[0], disposition }];
     let stream = Settlement { position: batch.end, entries: entry(again(true)), hold_keys: true, rewind: false };
     store.settle(&lease, stream).await.expect("settled");
-    // The very delivery of the first attempt, said to be delivered after the second attempt began.
+    // The delivery of the first attempt, settled as delivered after the second attempt began.
     let due = Settlement { entries: entry(Disposition::Delivered), hold_keys: true, ..Settlement::default() };
     store.settle(&lease, due).await.expect("nothing to do");
     let due = store.due(&lease, BatchLimit::default()).await.expect("read");
@@ -130,7 +130,8 @@ async fn a_due_row_that_changed_is_not_settled_by_an_old_word() {
     assert_eq!(due.deliveries[0].attempt, 2);
 }
 
-/// The file was replaced, or moved away, while it was open: an error with the cure, never silence.
+/// The file was replaced or moved while it was open: an error that says how to fix it, never
+/// silence.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_file_that_was_replaced_is_not_read_on() {
     let fixture = fixture().await;

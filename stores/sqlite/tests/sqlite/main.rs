@@ -1,4 +1,4 @@
-//! What the store promises beside the suite: other processes, plain inserts, odd files.
+//! Promises of the store that the suites do not cover: other processes, plain inserts, odd files.
 
 #[path = "../common/mod.rs"]
 mod common;

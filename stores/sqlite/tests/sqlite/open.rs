@@ -1,4 +1,5 @@
-//! Files that are no good: one line that says what and how to fix it, and nothing changed.
+//! Files that cannot be used: one line says what is wrong and how to fix it, and nothing is
+//! changed.
 
 #![allow(clippy::print_stdout, reason = "a child process talks to its parent, and a seed must be seen")]
 
@@ -147,8 +148,8 @@ async fn a_lock_held_elsewhere_for_too_long_is_unavailable() {
     assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "store_busy"));
     store.validate().await.expect("reading needs no lock");
     other.execute_batch("ROLLBACK").expect("unlocked");
-    // It works again; on a busy machine a call may still wait longer for its turn than a store with
-    // so little patience allows.
+    // The store works again. On a busy machine, a call may still wait longer for its turn than this
+    // short timeout allows.
     while let Err(error) = store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await {
         assert_eq!(error.code(), "store_busy");
     }
@@ -178,8 +179,8 @@ async fn logs_of_your_own_work_like_the_others() {
     assert_eq!(left, 0);
 }
 
-/// Run in a child process without privileges: file permissions mean nothing to the user that runs
-/// CI in a container.
+/// Runs in a child process without privileges: CI runs in a container as root, which ignores file
+/// permissions.
 #[tokio::test]
 async fn child_without_rights() {
     let Ok(path) = std::env::var("POSTBOX_TEST_READONLY") else { return };
@@ -203,7 +204,8 @@ async fn a_file_that_cannot_be_written_is_refused() {
         .args(["--exact", "open::child_without_rights", "--nocapture"])
         .env("POSTBOX_TEST_READONLY", &path)
         .current_dir("/");
-    // Root may write everywhere; nobody may not. Who is not root cannot change, and need not.
+    // Root can write anywhere, so the child runs as nobody. Another user cannot change its id, and
+    // need not.
     if fs::metadata(&path).expect("there").permissions().mode() != 0 && is_root() {
         child.uid(65_534).gid(65_534);
     }

@@ -1,5 +1,5 @@
 //! Rows that other programs insert: defaults, refusals by name, and rows that only a reader can
-//! judge.
+//! check.
 
 use postbox_core::{
     Admin as _, Batch, BatchLimit, Change, Criteria, Disposition, Entry, Inspect, Lease, ListQuery, Log, NewEvent,
@@ -156,7 +156,7 @@ async fn a_constraint_bears_the_code_that_validate_gives() {
         let error = insert(&connection, column, value.clone()).expect_err(code);
         assert_eq!(error, format!("CHECK constraint failed: {code}"), "{column} {:?}", short(&value));
     }
-    // Whichever way the two are written.
+    // Whichever notation each of the two times has.
     for (later, ends) in [
         ("1700000000000000", "1700000000000000"),
         ("'2023-11-14 22:13:20'", "'2023-11-14 22:13:20'"),
@@ -167,7 +167,7 @@ async fn a_constraint_bears_the_code_that_validate_gives() {
         let error = connection.execute_batch(&format!("{columns} VALUES ('t', '', {later}, {ends})")).expect_err(ends);
         assert_eq!(error.to_string(), "CHECK constraint failed: expires_too_early", "{later} {ends}");
     }
-    // What only looks forbidden.
+    // Values that only look forbidden.
     insert(&connection, "headers", text("{\"path\":\"C:\\\\new\\\\table\", \"t\":\"a\\tb\"}"))
         .expect("escaped backslashes");
     insert(&connection, "headers", text("{\n  \"pretty\": \"printed\"\n}")).expect("white space between tokens");
@@ -187,9 +187,9 @@ fn short(value: &Value) -> String {
 async fn sql_refuses_exactly_what_validate_refuses() {
     let fixture = fixture().await;
     let connection = fixture.connect();
-    // One transaction, or it would be 17,000 flushes.
+    // In one transaction, to avoid 17,000 flushes.
     connection.execute_batch("BEGIN").expect("begun");
-    // Every character up to the end of the general punctuation block, and the other odd ones.
+    // Every character up to the end of the general punctuation block, and some odd ones.
     let odd = ['\u{3000}', '\u{feff}', '\u{fffd}', '\u{10ffff}'];
     for c in ('\u{1}'..'\u{2100}').chain(odd) {
         let topic = format!("a{c}b");
@@ -249,7 +249,7 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
         "headers_too_many",
     ];
     assert_eq!(codes, expected);
-    // A replay does not help, and does no harm.
+    // A retry does not help, and does no harm.
     assert_eq!(fixture.store.change(&name, &Change::Retry, &Selection::default()).await.expect("asked").count, 6);
     let due = fixture.store.due(&lease, BatchLimit::default()).await.expect("read");
     assert_eq!((due.deliveries.len(), due.unreadable.len()), (6, 6), "nothing of them is sent");
@@ -258,7 +258,7 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
     assert_eq!((stats.pending, stats.dead, stats.dispatched), (0, 6, 2));
 }
 
-/// What a relay does with a batch: what cannot be read is dead, the rest is delivered.
+/// Settles a batch as a relay does: events that cannot be read are dead, the others delivered.
 async fn settle_unreadable(fixture: &common::Fixture, lease: &Lease, batch: &Batch) {
     let mut entries = Vec::new();
     for delivery in &batch.deliveries {

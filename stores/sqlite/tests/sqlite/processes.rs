@@ -1,5 +1,5 @@
-//! Another process writes, with weaker durability, and is killed; relays come and go. Counted from
-//! ledgers that neither the store nor its tables keep.
+//! Another process writes with weaker durability and is killed; relays come and go. The counts come
+//! from ledgers outside the store and its tables.
 
 #![allow(clippy::print_stdout, reason = "a child process talks to its parent, and a seed must be seen")]
 
@@ -23,14 +23,13 @@ use crate::common::{self, Fixture, fixture};
 
 const KEYS: i64 = 20;
 const TRANSACTIONS: usize = 400;
-/// Commits of the first writer after which it is killed.
+/// Number of commits after which the first writer is killed.
 const KILLED_AFTER: usize = 150;
-/// Nothing is written and nothing read for so long: it does not end. How long all of it takes is
-/// the disk's affair.
+/// If nothing is written or read for this long, the test hangs. The total time depends on the disk.
 const STANDSTILL_MAX: Duration = Duration::from_secs(60);
 
-/// The writer; a process of its own. Says what it is about to do before it does it, and what it
-/// knows afterwards.
+/// The writer, in its own process. Prints what it is about to do before it does it, and the result
+/// afterwards.
 #[test]
 fn child_writer() {
     let Ok(path) = std::env::var("POSTBOX_TEST_WRITE") else { return };
@@ -69,7 +68,7 @@ fn child_writer() {
     }
 }
 
-/// Takes down what a writer says until its end; kills it after so many commits.
+/// Records what a writer prints until it ends. Kills it after `kill_after` commits.
 fn listen(mut child: Child, ledger: &Ledger, kill_after: Option<usize>) {
     let lines = BufReader::new(child.stdout.take().expect("piped")).lines().map_while(Result::ok);
     let mut commits = 0;
@@ -120,7 +119,7 @@ async fn nothing_is_lost_when_another_process_writes_and_is_killed() {
     }
     let ledger = Arc::new(Ledger::default());
     let writing = Arc::new(AtomicUsize::new(3));
-    // One is killed in the middle, one begins where it stopped, one runs beside both.
+    // One writer is killed in the middle, one continues where it stopped, one runs beside both.
     let plans = [vec![Some(KILLED_AFTER), None], vec![None]];
     for (n, plan) in plans.into_iter().enumerate() {
         let (ledger, writing) = (ledger.clone(), writing.clone());

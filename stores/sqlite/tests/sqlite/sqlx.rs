@@ -1,4 +1,4 @@
-//! Appending in an `sqlx` transaction.
+//! Appends in an `sqlx` transaction.
 #![cfg(feature = "sqlx")]
 
 use postbox_core::{EventId, LogName, NewEvent, Postbox, SourceName};

@@ -1,4 +1,5 @@
-//! What is handed out was seen by a flushed commit first, and what was not handed out was not read.
+//! Events are handed out only after a flushed commit opened their window, and a dropped read has
+//! read nothing.
 
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ async fn read(store: &SqliteStore, lease: &Lease, events: usize) -> postbox_core
     store.next_batch(lease, BatchLimit { events, ..BatchLimit::default() }).await.expect("read")
 }
 
-/// (That this commit is flushed whatever the configuration says is tested beside the thread.)
+/// A test next to the writing thread checks that this commit is flushed whatever the configuration.
 #[tokio::test]
 async fn no_batch_is_handed_out_beyond_the_window() {
     for synchronous in [Synchronous::Full, Synchronous::Normal] {
@@ -49,16 +50,16 @@ async fn a_read_that_was_dropped_has_read_nothing() {
     let fixture = fixture().await;
     let lease = fixture.lane().await;
     append(&fixture.store, 10).await;
-    // While somebody else holds the write lock, no window opens: none of these reads can be
+    // While another connection holds the write lock, no window opens, so none of these reads can be
     // answered before it is dropped.
     let other = fixture.connect();
     other.execute_batch("BEGIN IMMEDIATE").expect("locked");
     let limit = BatchLimit { events: 4, ..BatchLimit::default() };
     for _ in 0..20 {
-        // Polled once: the job is on its way.
+        // Polled once: the job is queued.
         assert!(fixture.store.next_batch(&lease, limit).now_or_never().is_none(), "the window cannot be opened");
     }
-    // This one has time to find what there is, and waits for the lock when it is dropped.
+    // This read has time to look for events, and waits for the lock when it is dropped.
     let waiting = tokio::time::timeout(Duration::from_millis(100), fixture.store.next_batch(&lease, limit));
     waiting.await.expect_err("the window cannot be opened");
     other.execute_batch("ROLLBACK").expect("unlocked");
