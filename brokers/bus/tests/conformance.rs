@@ -1,5 +1,5 @@
-//! The suite that every sink passes, with a memory store at the other end; and what is the bus's
-//! own.
+//! The suite that every sink passes, with a memory store as the destination, and tests that are
+//! specific to the bus.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -28,7 +28,7 @@ async fn store() -> MemoryStore {
     store
 }
 
-/// The other store, as bad as a destination can be.
+/// The destination store, with every fault that a destination can have.
 struct Other {
     store: MemoryStore,
     state: Mutex<Destination>,
@@ -110,7 +110,7 @@ impl SinkFixture for Fixture {
 
 postbox_testkit::sink_suite!(fixture);
 
-/// Sends what is there of a log into a log of another store.
+/// Sends the pending events of a log to a log of another store.
 async fn drain(from: (&MemoryStore, &str), to: (&MemoryStore, &str)) -> u64 {
     let subscription = Subscription::new("bus".parse().expect("a name"), log(from.1));
     let sink = BusSink::new(Arc::new(to.0.clone()), log(to.1), source());
@@ -118,7 +118,7 @@ async fn drain(from: (&MemoryStore, &str), to: (&MemoryStore, &str)) -> u64 {
     relay.drain(None).await.expect("drained").fetched
 }
 
-/// What a log holds, in its order.
+/// Returns the events of a log, in order.
 async fn events(store: &MemoryStore, name: &str) -> Vec<Event> {
     let reader = Subscription::new("reader".parse().expect("a name"), log(name));
     store.subscribe(&reader).await.expect("subscribed");
@@ -158,7 +158,7 @@ async fn an_event_keeps_its_fields_and_the_order_of_its_key() {
     }
 }
 
-/// As a handler does that appends with the headers of what it handles.
+/// A handler may append an event with the headers of the event that it handles.
 #[tokio::test]
 async fn a_copied_header_makes_no_event_another() {
     let (one, other) = (store().await, store().await);
@@ -182,7 +182,8 @@ async fn a_copied_header_makes_no_event_another() {
 async fn a_ring_of_logs_ends_where_it_began() {
     let (one, other) = (store().await, store().await);
     one.append(&log("events"), &[NewEvent::json("t", "1")]).await.expect("appended");
-    // There, back as a message from outside, and there again, where it is known.
+    // To the other store, back as a received message, and to the other store again, which knows it
+    // already.
     for _ in 0..4 {
         drain((&one, "events"), (&other, "events")).await;
         drain((&other, "events"), (&one, "events")).await;
@@ -194,7 +195,8 @@ async fn refuse(_: Delivery) -> Outcome {
     Outcome::dead("refused", "no")
 }
 
-/// Of events that came by a bus themselves: their origin is one, their deaths are not.
+/// An event that came by a bus keeps the id of its origin, but each of its deaths is another
+/// message.
 #[tokio::test]
 async fn each_death_is_a_letter_of_its_own_and_a_ring_of_letters_ends() {
     let (one, other) = (store().await, store().await);
@@ -214,7 +216,7 @@ async fn each_death_is_a_letter_of_its_own_and_a_ring_of_letters_ends() {
             _ = one.change(&name, &Change::Retry, &Selection::default()).await.expect("retried");
         }
     }
-    // A log whose dead events go into itself.
+    // A log whose dead letters go into the log itself.
     let to_itself = BusSink::new(Arc::new(one.clone()), log("events"), source());
     let relay =
         Relay::builder(Arc::new(one.clone()), Subscription::new("ring".parse().expect("a name"), log("events")))

@@ -17,7 +17,7 @@ use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-/// Larger bodies are answered with 413.
+/// Largest body that the server accepts, in bytes. It answers larger ones with 413.
 const BODY_BYTES_MAX: usize = 64 * 1024;
 
 struct Seen {
@@ -77,7 +77,7 @@ impl Server {
 
 async fn endpoint() -> Endpoint {
     let seen = Arc::new(Seen { attempts: Mutex::default(), state: Mutex::new(Destination::Works) });
-    // Nobody else listens there while it is down.
+    // No other process listens on this port while the server is down.
     let listener = TcpListener::from_std(listen_anywhere().expect("a free port")).expect("a listener");
     let address = listener.local_addr().expect("an address");
     let config = HttpSinkConfig {

@@ -1,4 +1,4 @@
-//! The suites that every sink and every source passes, against Mosquitto.
+//! Runs the suites that every sink and every source passes, against Mosquitto.
 
 mod support;
 
@@ -17,9 +17,9 @@ use tokio::sync::Mutex;
 
 use support::{Gateway, Mode, Peer, server, sink, table};
 
-/// Larger packets are dead.
+/// Largest packet, in bytes. An event that needs a larger one is dead.
 const MESSAGE_MAX: usize = 512 * 1024;
-/// The properties of an event of the topic `t` without key.
+/// The properties of an event with topic `t` and no key.
 const PROPERTIES: [(&str, &str); 6] = [
     ("specversion", "1.0"),
     ("id", "01900000-0000-7000-8000-000000000001"),
@@ -29,9 +29,9 @@ const PROPERTIES: [(&str, &str); 6] = [
     ("postbox-id", "01900000-0000-7000-8000-000000000001"),
 ];
 
-/// What is around the payload of the largest event of the topic `t`.
+/// Returns the number of bytes around the payload of the largest event with topic `t`.
 fn around_payload() -> usize {
-    // Kind and length of the packet, its number, the length of the properties.
+    // Type and length of the packet, packet id, length of the properties.
     let fixed = 1 + 3 + 2 + 2;
     let text = |text: &str| 2 + text.len();
     let properties: usize = PROPERTIES.iter().map(|(name, value)| 1 + text(name) + text(value)).sum();
@@ -42,7 +42,7 @@ struct Topic {
     _server: PrivateMqtt,
     gateway: Gateway,
     sink: Arc<dyn Sink>,
-    /// Hears what is accepted, and what it has heard.
+    /// Receives what the server accepts. Beside it, the payloads received so far.
     subscriber: Mutex<(Peer, Vec<Vec<u8>>)>,
 }
 
@@ -104,7 +104,7 @@ struct Subscription {
     source: Arc<dyn Source>,
 }
 
-/// With a session that is there: what is published before the first call is kept.
+/// Creates the session first, so that messages published before the first call are kept.
 async fn subscription(share: &str) -> Subscription {
     let server = server().await;
     let gateway = Gateway::in_front_of(&server.url()).await;

@@ -1,4 +1,4 @@
-//! The suites that every sink and every source passes, against both servers.
+//! Runs the suites that every sink and every source passes, against both server versions.
 
 #[path = "it/broker.rs"]
 #[allow(dead_code)]
@@ -20,11 +20,11 @@ use tokio::sync::Mutex as AsyncMutex;
 
 use self::broker::{Broker, drain, publish};
 
-/// How often it is looked whether a connection has gone.
+/// Interval of the checks whether a connection has gone.
 const LOOK: Duration = Duration::from_millis(1);
-/// What the server takes, headers included.
+/// Largest message that the server accepts, in bytes, headers included.
 const MAX_PAYLOAD: usize = 512 * 1024;
-/// The headers of an event of the topic `t` without key, as bytes on the wire.
+/// The headers of an event with topic `t` and no key, as bytes on the wire.
 const HEADERS: &str = "NATS/1.0\r\nce-specversion: 1.0\r\nce-id: 01900000-0000-7000-8000-000000000001\r\nce-type: t\r\n\
     ce-source: postbox\r\nce-time: 1970-01-01T00:00:00Z\r\nce-datacontenttype: application/octet-stream\r\n\
     Nats-Msg-Id: 01900000-0000-7000-8000-000000000001\r\n\r\n";
@@ -32,7 +32,7 @@ const HEADERS: &str = "NATS/1.0\r\nce-specversion: 1.0\r\nce-id: 01900000-0000-7
 struct Stream {
     broker: AsyncMutex<Broker>,
     sink: Arc<dyn Sink>,
-    /// Sees every publish, whether a stream takes it or not.
+    /// Receives every publish, whether a stream takes it or not.
     seen: AsyncMutex<(Subscriber, Vec<Attempt>)>,
     state: Mutex<Destination>,
 }
@@ -56,7 +56,7 @@ impl SinkFixture for Stream {
 
     fn traits(&self) -> SinkTraits {
         SinkTraits {
-            // It asks nobody for less.
+            // It never asks a sender to slow down.
             throttles: false,
             payload_bytes_max: Some(MAX_PAYLOAD - HEADERS.len()),
             ..SinkTraits::ALL
@@ -86,13 +86,14 @@ impl SinkFixture for Stream {
         let mut broker = self.broker.lock().await;
         if destination == Destination::Down {
             broker.server.kill();
-            // Every connection knows by the time the system refuses new ones.
+            // Once the system refuses new connections, every existing one has been closed.
             tokio::net::TcpStream::connect(broker.server.url().trim_start_matches("nats://")).await.expect_err("down");
         } else if !broker.server.is_running() {
             broker.start().await;
         }
         match destination {
-            // The subscriber is there, so the server does not say that nobody is; nobody answers.
+            // The subscriber exists, so the server does not report that there is none, and nobody
+            // answers.
             Destination::Hangs => broker.stream("EVENTS", &["other.>"], json!({})).await,
             Destination::Fails => {
                 broker.stream("EVENTS", &["events.>"], json!({ "discard": "new", "max_bytes": 1 })).await;

@@ -1,4 +1,4 @@
-//! The suites that every sink and every source passes.
+//! Runs the suites that every sink and every source passes.
 
 #[path = "it/broker.rs"]
 #[allow(dead_code)]
@@ -22,9 +22,9 @@ use tokio::sync::Mutex as AsyncMutex;
 
 use self::broker::{Broker, arguments, message_id, quorum, unique};
 
-/// How often it is looked whether a connection has gone.
+/// Interval of the checks whether a connection has gone.
 const LOOK: Duration = Duration::from_millis(1);
-/// Larger messages are dead.
+/// Largest message, in bytes. An event that needs a larger one is dead.
 const MESSAGE_MAX: usize = 512 * 1024;
 
 struct Exchange {
@@ -33,13 +33,14 @@ struct Exchange {
     proxy: FaultProxy,
     name: String,
     sink: Arc<dyn Sink>,
-    /// What came into the queue that takes everything.
+    /// What arrived in the queue that takes everything.
     seen: AsyncMutex<Vec<Attempt>>,
     state: Mutex<Destination>,
 }
 
 impl Exchange {
-    /// The queue that takes what is accepted, the one that takes everything, the one that is full.
+    /// Name of a queue: the one for accepted events, the one that takes everything, or the full
+    /// one.
     fn queue(&self, which: &str) -> String {
         format!("{}-{which}", self.name)
     }
@@ -50,7 +51,7 @@ impl Exchange {
         unbound.await.expect("unbound");
     }
 
-    /// Stops or wakes the process of the queue: a message gets there and is not confirmed.
+    /// Suspends or resumes the process of the queue. A message then arrives, but is not confirmed.
     fn main_queue(&self, verb: &str) {
         let lookup = format!("rabbit_amqqueue:lookup(rabbit_misc:r(<<\"/\">>, queue, <<\"{}\">>))", self.queue("main"));
         self.server.ctl(&["eval", &format!("{{ok, Q}} = {lookup}, sys:{verb}(amqqueue:get_pid(Q)).")]);
@@ -81,7 +82,7 @@ impl SinkFixture for Exchange {
 
     fn traits(&self) -> SinkTraits {
         SinkTraits {
-            // It blocks a connection or refuses a message, and asks nobody for less.
+            // It blocks a connection or refuses a message, but never asks a sender to slow down.
             throttles: false,
             payload_bytes_max: Some(MESSAGE_MAX),
             ..SinkTraits::ALL
@@ -100,7 +101,7 @@ impl SinkFixture for Exchange {
         seen.clone()
     }
 
-    /// Larger than is sent.
+    /// Larger than what the sink sends.
     fn poison(&self, event: NewEvent) -> NewEvent {
         NewEvent { payload: vec![b'x'; MESSAGE_MAX + 1].into(), ..event }
     }
@@ -190,7 +191,7 @@ impl SourceFixture for Queue {
     async fn dead_letters(&self) -> Vec<RawMessage> {
         let message = |message: lapin::message::Delivery| RawMessage {
             id: Some(message_id(&message)),
-            // As the suite gives them.
+            // As in the suite's own messages.
             digest: [1; 32],
             topic: message.routing_key.to_string(),
             key: None,

@@ -1,4 +1,5 @@
-//! The suites that every sink and every source passes: queues and topics, with order and without.
+//! Runs the suites that every sink and every source passes: on queues and topics, with order and
+//! without.
 
 mod support;
 
@@ -12,11 +13,11 @@ use postbox_testkit::proxy::FaultProxy;
 
 use support::{Broker, Gateway, Mode, queue_keys, refusal, sink, sns_refusal, source, topic_keys};
 
-/// What AWS takes, attributes included.
+/// Largest message that AWS accepts, in bytes, attributes included.
 const MESSAGE_BYTES_MAX: usize = 1024 * 1024;
-/// What moto's SNS takes; AWS's takes as much as SQS.
+/// Largest message that moto's SNS accepts, in bytes. The SNS of AWS accepts as much as SQS.
 const MOTO_BYTES_MAX: usize = 256 * 1024;
-/// Names, types and values of the attributes of an event of the topic `t` without a key.
+/// Names, types and values of the attributes of an event with topic `t` and no key.
 const ATTRIBUTES: [&str; 3] = [
     "postbox-idString01900000-0000-7000-8000-000000000001",
     "postbox-topicStringt",
@@ -111,7 +112,7 @@ impl SourceFixture for Queue {
             request = request.message_attributes(name, value.expect("a type"));
         }
         if self.url.ends_with(".fifo") {
-            // One of a group is out at a time.
+            // Each message has its own group, because SQS hands out one of a group at a time.
             request = request.message_group_id(&id).message_deduplication_id(&id);
         }
         request.send().await.expect("sent");

@@ -1,4 +1,4 @@
-//! Every way a target can answer, or fail to.
+//! Every way in which a target can answer, or fail to.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::stand::{
     write_for_ever,
 };
 
-/// The status is the path.
+/// Returns the status that the path names.
 fn status_of(path: &str) -> StatusCode {
     path.trim_start_matches('/').parse().unwrap()
 }
@@ -100,7 +100,7 @@ async fn a_named_wait_is_handed_on() {
     ] {
         let outcome = send(&sink(config(format!("{url}/{value}"))), &plain(1)).await;
         let Outcome::Throttled { after, .. } = outcome else { panic!("{outcome:?}") };
-        // A date with a wrong weekday is no date, one in the past is no wait.
+        // A date with a wrong weekday is invalid. A date in the past means no wait.
         assert_eq!(after.filter(|after| !after.is_zero()).map(|after| after.as_secs()), expected, "{value}");
     }
 }
@@ -160,7 +160,7 @@ async fn a_slow_answer_body_does_not_hold_up_its_outcome() {
             std::future::pending().await
         })
         .await;
-        // It would wait for an hour otherwise.
+        // Without a limit, this call would wait for an hour.
         let outcome = send(&sink(config(url)), &plain(1)).await;
         assert_eq!(short(&outcome), expected);
         assert!(outcome.is_delivered() || text(&outcome).ends_with(": slow"), "{outcome:?}");
@@ -209,7 +209,8 @@ async fn one_connection_serves_many_requests() {
     let (url, connections) = raw_target(|mut stream| async move {
         let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: 10000\r\n\r\n{}", "x".repeat(10_000));
         loop {
-            // The body of the request has eight bytes; its head was read for the first one.
+            // The request's body has eight bytes. `raw_target` has already read the head of the
+            // first request.
             let mut body = [0; 8];
             if tokio::io::AsyncReadExt::read_exact(&mut stream, &mut body).await.is_err() {
                 return;
@@ -250,7 +251,7 @@ async fn no_private_address_is_called_unless_it_is_allowed() {
     let (target, url) = Target::ok().await;
     let allowing =
         |url: &str, allow| HttpSink::new(HttpSinkConfig { allow, ..config(url) }, std::sync::Arc::new(StillClock));
-    // What a URL says of its address is refused before anything is made, and the cure is spelt.
+    // A URL with a private address is refused when the sink is built. The error says how to fix it.
     let reported = allowing(&url, Vec::new()).err().unwrap().to_string();
     assert!(reported.contains("allow = [\"127.0.0.1\"]"), "{reported}");
     let named = url.replace("127.0.0.1", "localhost");

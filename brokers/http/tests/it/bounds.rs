@@ -1,11 +1,11 @@
-//! Sizes, from nothing to the largest payload, byte for byte.
+//! Payload sizes from zero to the largest, compared byte for byte.
 
 use postbox_core::NewEvent;
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
 
 use crate::stand::{Target, config, delivery, send, short, sink};
 
-/// Bytes of every value, in no simple order.
+/// Returns bytes of every value, in no simple order.
 fn noise(length: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_u32;
     std::iter::repeat_with(|| {

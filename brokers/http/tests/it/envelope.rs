@@ -1,4 +1,4 @@
-//! What a target is sent.
+//! The requests that a target receives.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -82,7 +82,7 @@ async fn every_key_signs_while_one_rotates_and_none_without_keys() {
     assert_eq!(text(&seen[1].headers, "webhook-signature"), None);
 }
 
-/// A clock that is set by hand.
+/// A clock that the test sets.
 struct SetClock(AtomicI64);
 
 #[async_trait]
@@ -113,7 +113,7 @@ async fn an_old_key_signs_until_its_end_and_not_a_second_longer() {
         let seen = target.seen().pop().unwrap();
         assert_eq!((genuine(&seen, SECRET), genuine(&seen, OTHER)), (true, old_signs), "{second}");
     }
-    // Not signed at all is a choice; not signed any more is a mistake.
+    // To configure no keys is a choice. To configure only keys that end is a mistake.
     let only = HttpSinkConfig { keys: Vec::new(), ..config };
     let refused = HttpSink::new(only.clone(), clock).err().expect("refused");
     assert!(refused.message().contains("every secret has an end; give the new one too"), "{refused}");
@@ -169,8 +169,8 @@ async fn an_event_cannot_set_what_is_not_its_own() {
 async fn what_http_cannot_carry_is_dead_by_name_and_never_sent() {
     let (target, url) = Target::ok().await;
     let sink = sink(config(url));
-    // As a store could give it that another program wrote to: `NewEvent::validate` refuses most of
-    // these.
+    // Such events can only come from a store that another program wrote to: `NewEvent::validate`
+    // refuses most of them.
     let event = || NewEvent::json("t", "{}");
     for (event, code) in [
         (event().header("x", "a\r\nhost: evil"), "header_invalid"),

@@ -1,4 +1,4 @@
-//! The sink against real servers on loopback.
+//! Tests the sink against real servers on loopback.
 
 #![allow(clippy::unwrap_used)]
 

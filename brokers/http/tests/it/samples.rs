@@ -1,8 +1,8 @@
-//! `examples/verify`: what the sink really posts is verified by the receivers in other languages,
-//! each running as a server of its own.
+//! `examples/verify`: receivers in other languages verify what the sink really posts. Each runs as
+//! its own server.
 //!
-//! `crates/webhook` tests the same receivers with headers of every wrong form. Here it is the whole
-//! way: envelope, signature, connection, answer, outcome.
+//! `crates/webhook` tests the same receivers with every kind of malformed header. These tests cover
+//! the whole path: envelope, signature, connection, answer, outcome.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -51,13 +51,13 @@ impl Sample {
         format!("http://{}/hooks", self.address)
     }
 
-    /// What it says of the next message that it took for genuine.
+    /// Returns what it prints about the next message that it accepted as genuine.
     async fn heard(&mut self) -> String {
         timeout(DEADLINE, self.lines.next_line()).await.expect("it says so").unwrap().expect("it still runs")
     }
 }
 
-/// The wall clock, or one that is off: the samples have only the machine's.
+/// The wall clock, or one that is off by some seconds: the samples use the machine's clock.
 struct WallClock {
     off_s: i64,
 }
@@ -82,11 +82,11 @@ fn signing(url: impl Into<String>, keys: &[&str], off_s: i64) -> HttpSink {
     HttpSink::new(config, Arc::new(WallClock { off_s })).unwrap()
 }
 
-/// How somebody on the way changes a request.
+/// A change to a request on its way to the receiver.
 type Tamper = fn(&mut http::request::Parts, &mut Vec<u8>);
 
-/// Somebody between sink and receiver, who changes each request by the next tampering of the list;
-/// the receiver's answer is handed back.
+/// Starts a proxy between sink and receiver. It applies the next change of the list to each
+/// request, and passes the receiver's answer back.
 async fn between(receiver: &Sample, tamperings: impl IntoIterator<Item = Tamper>) -> String {
     let tamperings: VecDeque<Tamper> = tamperings.into_iter().collect();
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -120,8 +120,8 @@ async fn outcome(sink: &HttpSink, delivery: &Delivery) -> (&'static str, String)
     (kind, code.to_owned())
 }
 
-/// What is genuine is taken, whoever's key of several it is; everything else is refused, and the
-/// sink's outcome says so.
+/// Genuine requests are accepted, whichever of several keys signed them. All others are refused,
+/// and the sink's outcome says so.
 async fn verifies(sample: &mut Sample, key: &str) {
     let took = || ("delivered", String::new());
     let refused = || ("dead", "http_401".to_owned());
@@ -140,7 +140,7 @@ async fn verifies(sample: &mut Sample, key: &str) {
     assert_eq!(outcome(&sink, &again).await, took(), "a replay is signed under its own id");
     assert_eq!(sample.heard().await, format!("genuine {} order.placed 2 bytes", again.dedupe_id()));
 
-    // While a key rotates, both sign.
+    // While a key is rotated, both keys sign.
     for keys in [[OTHER, key], [key, OTHER]] {
         assert_eq!(outcome(&signing(&url, &keys, 0), &delivery(9, event("{}"))).await, took());
         sample.heard().await;
@@ -182,7 +182,7 @@ async fn verifies(sample: &mut Sample, key: &str) {
     for number in 0..tamperings.len() {
         assert_eq!(outcome(&sink, &delivery(9, event("{\"n\":1}"))).await, refused(), "tampering {number}");
     }
-    // Nothing that was refused was called genuine: the next line is of the next genuine one.
+    // No refused request was called genuine: the next line is about the next genuine one.
     assert_eq!(outcome(&signing(&url, &[key], 0), &delivery(77, event("{}"))).await, took());
     assert_eq!(sample.heard().await, format!("genuine {} order.placed 2 bytes", event_id(77)));
 }

@@ -1,4 +1,4 @@
-//! What the tests stand on: events, and scripted targets.
+//! Shared by these tests: events and scripted targets.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,9 +17,9 @@ pub(crate) use postbox_testkit::clock::StillClock;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
-/// No test waits longer than this for anything; nothing takes nearly as long.
+/// Longest wait in any test. Nothing takes nearly as long.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
-/// A wait that no test sees the end of.
+/// A wait that outlasts every test.
 pub(crate) const HOUR: Duration = Duration::from_secs(3_600);
 pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 pub(crate) const NOW_S: i64 = 1_767_225_600;
@@ -43,7 +43,7 @@ pub(crate) fn plain(number: u64) -> Delivery {
     delivery(number, NewEvent::json("order.paid", r#"{"id":1}"#))
 }
 
-/// Targets of these tests are not public.
+/// Allows loopback addresses, since the targets of these tests are not public.
 pub(crate) fn this_machine() -> Vec<IpNet> {
     ["127.0.0.0/8", "::1/128"].map(|net| net.parse().unwrap()).to_vec()
 }
@@ -72,14 +72,14 @@ pub(crate) fn sink(config: HttpSinkConfig) -> HttpSink {
     HttpSink::new(config, Arc::new(StillClock)).unwrap()
 }
 
-/// Delivers one, within the deadline.
+/// Delivers one event, within the deadline.
 pub(crate) async fn send(sink: &HttpSink, delivery: &Delivery) -> Outcome {
     let outcomes = tokio::time::timeout(DEADLINE, sink.deliver(&[delivery])).await.expect("an outcome in time");
     assert_eq!(outcomes.len(), 1);
     outcomes.into_iter().next().unwrap()
 }
 
-/// `(kind, code)` of an outcome.
+/// Returns the kind and code of an outcome.
 pub(crate) fn short(outcome: &Outcome) -> (&'static str, &str) {
     match outcome {
         Outcome::Delivered { duplicate: false } => ("delivered", ""),
@@ -130,7 +130,7 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// Starts one that answers each request by its path; gives its URL.
+    /// Starts a target that answers each request with `answer`. Returns its URL too.
     pub(crate) async fn start(answer: impl Fn(&Seen) -> Response + Clone + Send + Sync + 'static) -> (Self, String) {
         let target = Self::default();
         let remember = target.clone();
@@ -158,7 +158,8 @@ impl Target {
     }
 }
 
-/// A target below HTTP: reads the request's head and hands the connection over. Counts connections.
+/// Starts a target below HTTP: it reads the request's head and passes the connection to `talk`.
+/// Returns its URL and a count of its connections.
 pub(crate) async fn raw_target<F, R>(talk: F) -> (String, Arc<AtomicUsize>)
 where
     F: Fn(TcpStream) -> R + Send + Sync + 'static,
@@ -182,7 +183,8 @@ where
     (url, connections)
 }
 
-/// An address at which connecting is refused, and nobody else can listen while the socket is there.
+/// Returns an address at which connections are refused. No other process can listen there while the
+/// socket exists.
 pub(crate) fn nobody() -> (SocketAddr, TcpSocket) {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
@@ -199,7 +201,7 @@ pub(crate) async fn read_head(stream: &mut TcpStream) {
     }
 }
 
-/// Writes until the other side hangs up.
+/// Writes until the peer closes the connection.
 pub(crate) async fn write_for_ever(stream: &mut TcpStream, piece: &[u8]) {
     while stream.write_all(piece).await.is_ok() {}
 }

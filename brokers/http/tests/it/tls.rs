@@ -1,4 +1,4 @@
-//! HTTPS with a private authority, without any process-wide provider.
+//! HTTPS with a private certificate authority, without any process-wide provider.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ use tokio_rustls::TlsAcceptor;
 
 use crate::stand::{StillClock, config, plain, send, short};
 
-/// An authority, and what it certifies.
+/// A certificate authority.
 struct Authority {
     issuer: rcgen::Issuer<'static, rcgen::KeyPair>,
     /// Its certificate as a file.
@@ -41,7 +41,7 @@ impl Authority {
         (params.signed_by(&key, &self.issuer).unwrap(), key)
     }
 
-    /// A certificate and its key as files.
+    /// Returns a certificate and its key as files.
     fn client_cert(&self) -> (ClientCert, [tempfile::NamedTempFile; 2]) {
         let (certificate, key) = self.certify("postbox");
         let files = [file_of(&certificate.pem()), file_of(&key.serialize_pem())];
@@ -49,8 +49,8 @@ impl Authority {
         (ClientCert { cert_file, key_file }, files)
     }
 
-    /// A server's settings with a certificate for `name`; with `clients`, only those it certified
-    /// get in.
+    /// Returns a server's settings with a certificate for `name`. With `clients`, only clients that
+    /// it certified may connect.
     fn server(&self, name: &str, clients: Option<&Self>) -> ServerConfig {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();
@@ -75,7 +75,7 @@ fn file_of(text: &str) -> tempfile::NamedTempFile {
     file
 }
 
-/// Serves on loopback, one raw answer a connection; gives the port.
+/// Serves one raw answer per connection on loopback. Returns the port.
 async fn raw_server(config: ServerConfig) -> u16 {
     let acceptor = TlsAcceptor::from(Arc::new(config));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -87,7 +87,8 @@ async fn raw_server(config: ServerConfig) -> u16 {
                 let mut stream = match acceptor.accept(stream).into_fallible().await {
                     Ok(stream) => stream,
                     Err((_, mut refused)) => {
-                        // Closed with unread bytes it would be reset, and the alert lost.
+                        // If it were closed with unread bytes, the connection would be reset and
+                        // the alert lost.
                         let _ = refused.shutdown().await;
                         let _ = tokio::io::copy(&mut refused, &mut tokio::io::sink()).await;
                         return;
@@ -103,15 +104,15 @@ async fn raw_server(config: ServerConfig) -> u16 {
     port
 }
 
-/// A server with a certificate for `name`, made by an authority whose certificate is in the file.
-/// Gives its port.
+/// Starts a server with a certificate for `name`. Returns its port, and the authority's certificate
+/// as a file.
 async fn tls_target(name: &str) -> (u16, tempfile::NamedTempFile) {
     let authority = Authority::new();
     (raw_server(authority.server(name, None)).await, authority.file)
 }
 
 fn https(host: &str, port: u16, ca: Option<&tempfile::NamedTempFile>) -> HttpSinkConfig {
-    // The name must be kept for TLS although the connection goes to a checked address.
+    // TLS must still use the name, although the connection goes to a checked address.
     HttpSinkConfig { ca_file: ca.map(|file| file.path().to_owned()), ..config(format!("https://{host}:{port}/hook")) }
 }
 
@@ -139,7 +140,7 @@ async fn without_the_authority_s_certificate_nothing_is_sent() {
     let (port, _) = tls_target("localhost").await;
     match HttpSink::new(https("localhost", port, None), Arc::new(StillClock)) {
         Ok(sink) => assert_eq!(short(&send(&sink, &plain(1)).await), ("unavailable", "tls_failed")),
-        // A machine without any certificates says so when the sink is made.
+        // A machine without any certificates reports this when the sink is built.
         Err(error) => assert_eq!(error.code(), "tls_roots_missing"),
     }
 }
@@ -166,15 +167,15 @@ async fn a_target_that_asks_for_a_client_certificate_gets_ours() {
     let known = HttpSinkConfig { client_cert: Some(ours.clone()), ..target.clone() };
     known.check_files().expect("they fit");
     assert_eq!(outcome(known).await.0, "delivered");
-    // None, and one that another authority made.
+    // No certificate, and one from another authority.
     let (strange, _files) = Authority::new().client_cert();
     for (client_cert, code) in [(None, "client_cert_required"), (Some(strange), "client_cert_refused")] {
         let sink = HttpSink::new(HttpSinkConfig { client_cert, ..target.clone() }, Arc::new(StillClock)).unwrap();
         let outcome = send(&sink, &plain(1)).await;
         assert_eq!(short(&outcome), ("unavailable", code), "{outcome:?}");
     }
-    // What does not fit, is not there or is no key is reported when the sink is made, and the files
-    // are named.
+    // Files that do not belong together, are missing or contain no key are reported by name when
+    // the sink is built.
     let (other, _files) = of_clients.client_cert();
     let ClientCert { cert_file, key_file } = ours;
     for wrong in [

@@ -1,4 +1,4 @@
-//! Who we are, and whom we talk to.
+//! Authentication, TLS, and the answers of `check-config --connect`.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
@@ -51,7 +51,7 @@ async fn tls_needs_the_right_authority_and_shows_our_certificate() {
     let folder = tempfile::tempdir().expect("a folder");
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("ours");
     let path = |name: &str| folder.path().join(name).display().to_string();
-    // The server runs as somebody else.
+    // The server runs as another user and must read the files.
     let write = |name: &str, text: String| {
         fs::write(path(name), text).expect("written");
         fs::set_permissions(path(name), Permissions::from_mode(0o644)).expect("ours");
@@ -59,7 +59,7 @@ async fn tls_needs_the_right_authority_and_shows_our_certificate() {
     let ca_key = KeyPair::generate().expect("a key");
     let mut ca = CertificateParams::new(Vec::new()).expect("parameters");
     ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    // Of the same name as the others, it would be taken for one that signed itself.
+    // If it had the same name as the others, it would be taken for a self-signed one.
     ca.distinguished_name.push(DnType::CommonName, "authority");
     write("ca.pem", ca.self_signed(&ca_key).expect("signed").pem());
     let issuer = Issuer::new(ca, ca_key);
@@ -94,7 +94,7 @@ async fn tls_needs_the_right_authority_and_shows_our_certificate() {
     assert!(plain.starts_with("unavailable "), "a server without TLS is not talked to: {plain}");
 }
 
-/// `check-config --connect`: takes nobody's place, and makes nothing.
+/// `check-config --connect` displaces no other client, and creates nothing.
 #[tokio::test]
 async fn a_look_disturbs_nobody() {
     let server = server().await;

@@ -1,5 +1,5 @@
-//! Hostile events: dead with a code, never on the wire as something else; the connection survives
-//! and other events flow.
+//! Hostile events are dead with a code and never become something else on the wire. The connection
+//! survives, and other events flow.
 
 use postbox_core::NewEvent;
 use postbox_testkit::hostile;
@@ -60,7 +60,7 @@ async fn what_no_message_can_have_dies_alone() {
     assert_eq!(gateway.connections(), 1);
 }
 
-/// A server that names its own limit is believed before anything is sent.
+/// If a server names its own limit, a larger message is not sent at all.
 #[tokio::test]
 async fn what_the_server_finds_too_large_is_not_sent() {
     let server = PrivateMqtt::launch_with("allow_anonymous true\nmax_packet_size 1000\n").await;
@@ -73,7 +73,7 @@ async fn what_the_server_finds_too_large_is_not_sent() {
     assert_eq!(gateway.attempts().len(), 1);
 }
 
-/// No header of an event is an attribute of another, or its id.
+/// A header of an event cannot replace an attribute of the event, or its id.
 #[tokio::test]
 async fn no_event_can_pose_as_another() {
     let server = server().await;
@@ -94,7 +94,8 @@ async fn no_event_can_pose_as_another() {
     }
 }
 
-/// Mosquitto ends the connection over it. Others of the call are sent again by the engine.
+/// Mosquitto closes the connection over such a message. The engine sends other events of the call
+/// again.
 #[tokio::test]
 async fn a_message_beyond_a_limit_that_the_server_does_not_name_is_named_by_us() {
     let server = PrivateMqtt::launch_with("allow_anonymous true\nmessage_size_limit 1000\n").await;

@@ -1,4 +1,4 @@
-//! What the suites do not know: what is special about MQTT.
+//! Tests of what is specific to MQTT.
 
 #[path = "../support/mod.rs"]
 mod support;

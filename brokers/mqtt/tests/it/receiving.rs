@@ -1,4 +1,4 @@
-//! From topics into an inbox.
+//! Receives from topics into an inbox.
 
 use std::time::Duration;
 
@@ -15,10 +15,10 @@ use crate::support::{Gateway, Peer, server, sink, source, table};
 
 const KEYS: &str = "client_id = \"orders-1\"\ntopic = \"in/#\"";
 
-/// A receiver whose subscription is there.
+/// Starts a receiver, and waits until its subscription exists.
 async fn receiving(url: &str, keys: &str) -> Receiving {
     let receiving = Receiving::start(table(url, keys)).await;
-    // What is published before has no subscriber.
+    // A message that is published earlier has no subscriber.
     let mut publisher = Peer::connect(url).await;
     let subscribed = async {
         let reason = |reason| format!("{reason:?}");
@@ -36,7 +36,7 @@ async fn an_event_comes_out_as_it_went_in() {
     let sink = sink(&server.url(), "topic = \"in/{topic}\"").await;
     let sent = events();
     assert_eq!(codes(&deliver(&sink, &sent).await), ["delivered"]);
-    // And one of somebody who knows nothing of CloudEvents.
+    // And one message from a publisher that knows nothing of CloudEvents.
     let mut publisher = Peer::connect(&server.url()).await;
     publisher.publish("in/plain", &[("a", "b")], b"plain").await;
     receiving.until(|it| it.inbox.all().len() == 4).await;
@@ -53,7 +53,7 @@ async fn duplicates_conflicts_and_poison_are_settled() {
     let server = server().await;
     let receiving = receiving(&server.url(), KEYS).await;
     let mut publisher = Peer::connect(&server.url()).await;
-    // No topic has a space.
+    // A topic of Postbox cannot contain a space.
     for (topic, id, body) in [
         ("in/a", "1", "one"),
         ("in/a", "1", "one"),
@@ -65,14 +65,14 @@ async fn duplicates_conflicts_and_poison_are_settled() {
     }
     receiving.settled(4).await;
     receiving.stop().await;
-    // The session has nothing more for us.
+    // The session holds no more messages for us.
     let source = source(&server.url(), KEYS).await;
     publisher.publish("in/a", &[("postbox-id", "4")], b"four").await;
     let given = timeout(PATIENCE, source.next(10)).await.expect("in time").expect("a message");
     assert_eq!(given.iter().map(|it| &it.message.payload[..]).collect::<Vec<_>>(), [b"four"]);
 }
 
-/// The session keeps what comes while nobody is there.
+/// The session keeps messages that arrive while no client is connected.
 #[tokio::test]
 async fn what_is_published_while_we_are_away_comes_later() {
     let server = server().await;
@@ -88,8 +88,7 @@ async fn what_is_published_while_we_are_away_comes_later() {
     again.stop().await;
 }
 
-/// The connection is cut again and again, with messages on their way and PUBACKs that are not
-/// heard.
+/// The connection is cut again and again, with messages in flight and PUBACKs that do not arrive.
 #[tokio::test]
 async fn a_connection_that_is_cut_loses_nothing() {
     let server = server().await;
@@ -127,7 +126,7 @@ async fn a_store_that_is_away_is_waited_for_and_no_more_is_taken() {
     receiving.stop().await;
 }
 
-/// A server keeps nothing of QoS 0 back and repeats none of it.
+/// A server holds no QoS 0 message back, and repeats none.
 #[tokio::test]
 async fn of_qos_0_what_comes_faster_than_it_is_stored_is_dropped_and_said() {
     let (warnings, _hearing) = Warnings::hear();
@@ -140,7 +139,7 @@ async fn of_qos_0_what_comes_faster_than_it_is_stored_is_dropped_and_said() {
     }
     let said = || warnings.all().into_iter().filter(|line| line.contains("mqtt_qos0_dropped")).collect::<Vec<_>>();
     receiving.until(|_| !said().is_empty()).await;
-    // What the server confirms is kept back, and comes behind them.
+    // A message that the server confirms is held back, and arrives after those.
     publisher.publish("in/a", &[("postbox-id", "last")], b"last").await;
     receiving.inbox.set(Store::Works);
     receiving.until(|it| it.bodies().contains(&b"last"[..])).await;
@@ -150,8 +149,8 @@ async fn of_qos_0_what_comes_faster_than_it_is_stored_is_dropped_and_said() {
     receiving.stop().await;
 }
 
-/// Killed, the server forgets the session or some of what it confirmed; it is said, and the rest
-/// comes.
+/// A server that is killed forgets the session or some messages that it confirmed. The source warns
+/// of that, and the rest arrives.
 #[tokio::test]
 async fn a_server_that_forgot_our_session_is_named() {
     let (warnings, _hearing) = Warnings::hear();
@@ -170,14 +169,14 @@ async fn a_server_that_forgot_our_session_is_named() {
     assert_eq!(said, 1, "{:?}", warnings.all());
 }
 
-/// Two processes with one name would throw each other out for ever.
+/// Two processes with one client id would disconnect each other for ever.
 #[tokio::test]
 async fn a_second_client_of_our_name_is_named() {
     let server = server().await;
     let first = source(&server.url(), KEYS).await;
     let waiting = tokio::spawn(async move { first.next(1).await });
     let mut publisher = Peer::connect(&server.url()).await;
-    // A message for nobody yet, or for the first.
+    // A second source with the same client id.
     let second = source(&server.url(), KEYS).await;
     let both = async {
         loop {
@@ -189,12 +188,12 @@ async fn a_second_client_of_our_name_is_named() {
         }
     };
     let error = timeout(PATIENCE, both).await.expect("in time");
-    // Its client does not read Mosquitto's reason.
+    // The client library does not read the reason that Mosquitto gives.
     assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "mqtt_connection_lost"));
     assert!(error.message().contains("client_id"), "{error}");
 }
 
-/// Each of two members gets a part of the messages, and together they get all.
+/// Each of two members receives a part of the messages, and together they receive all.
 #[tokio::test]
 async fn members_of_a_group_share_the_messages() {
     let server = server().await;
@@ -227,7 +226,7 @@ async fn members_of_a_group_share_the_messages() {
     other.stop().await;
 }
 
-/// What a topic retains comes with a new subscription, and not with every connection.
+/// A retained message arrives with a new subscription, but not with every connection.
 #[tokio::test]
 async fn a_retained_message_comes_once() {
     let server = server().await;
@@ -252,7 +251,7 @@ async fn a_retained_message_comes_once() {
     assert_eq!(&given.expect("a message")[0].message.payload[..], b"new");
 }
 
-/// A server that confirms nothing is of no use, in either direction.
+/// A server that confirms nothing cannot be used, in either direction.
 #[tokio::test]
 async fn a_server_without_confirmations_is_a_matter_for_a_person() {
     let server = PrivateMqtt::launch_with("allow_anonymous true\nmax_qos 0\n").await;

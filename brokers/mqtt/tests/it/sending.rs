@@ -1,4 +1,4 @@
-//! A server that is killed, cut off in the worst moment, silent, or has no subscriber.
+//! A server that is killed, cut off at the worst moment, silent, or without subscribers.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -36,7 +36,7 @@ async fn an_event_that_nobody_subscribed_to_is_not_delivered_unless_that_is_allo
     assert_eq!(subscriber.drain().await.len(), 1);
 }
 
-/// Far more events than the server takes at once, in calls at once.
+/// Far more events than the server takes at once, in concurrent calls.
 #[tokio::test]
 async fn the_server_s_receive_maximum_is_kept_and_keys_stay_in_order() {
     let server = server().await;
@@ -71,7 +71,7 @@ async fn a_server_that_is_killed_is_an_outage_and_what_it_did_not_confirm_goes_a
     };
     timeout(PATIENCE, failed).await.expect("it tries");
     server.start().await;
-    // Until somebody has subscribed, the server throws them away and says so.
+    // Until a client has subscribed, the server drops the events and says so.
     let mut after = subscriber(&server).await;
     let mut numbers = Vec::new();
     while numbers.len() < 50 {
@@ -106,7 +106,8 @@ async fn a_lost_answer_is_ambiguous_and_the_event_may_be_there_twice() {
     assert_eq!(ids[..10], ids[20..], "the consumer does, by the id");
 }
 
-/// The server takes 20 at once and says nothing: the others were never sent, and never will be.
+/// The server takes 20 messages at once and does not answer. The others were never sent, and never
+/// will be.
 #[tokio::test]
 async fn nothing_is_sent_in_secret_once_a_call_has_ended() {
     let server = server().await;
@@ -153,7 +154,8 @@ async fn a_connection_that_was_lost_meanwhile_is_made_again_by_the_next_call() {
             tokio::task::yield_now().await;
         }
         let outcome = said(&send(&sink, event(&n.to_string())).await);
-        // Whether anything was sent depends on who hears first that it is lost.
+        // Whether anything was sent depends on which side notices first that the connection is
+        // lost.
         assert!(outcome == "delivered" || outcome.ends_with(" mqtt_connection_lost"), "{outcome}");
         let delivered = async { while said(&send(&sink, event("again")).await) != "delivered" {} };
         timeout(PATIENCE, delivered).await.expect("connected again");

@@ -1,4 +1,4 @@
-//! A server, a client beside what is tested, and a gateway that sees every publish and can harm it.
+//! A server, a separate client, and a gateway that sees every publish and can inject faults.
 #![allow(dead_code)]
 
 use std::net::SocketAddr;
@@ -23,19 +23,19 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Longest wait for PUBACKs where a test lets the server be silent.
+/// Longest wait for PUBACKs in tests with a silent server.
 pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("nobody panics while holding it")
 }
 
-/// A server that throws nothing away because of its number.
+/// Starts a server that drops no message because too many are queued.
 pub(crate) async fn server() -> PrivateMqtt {
     PrivateMqtt::launch_with("allow_anonymous true\nmax_queued_messages 0\n").await
 }
 
-/// A sink of these keys beside the address.
+/// Builds a sink from the address and these keys.
 pub(crate) async fn sink(url: &str, keys: &str) -> Arc<dyn Sink> {
     sink_with(url, keys, &sending::context(PATIENCE / 2)).await
 }
@@ -48,12 +48,12 @@ pub(crate) fn table(url: &str, keys: &str) -> MqttSourceTable {
     sending::table(&format!("url = {url:?}\n{keys}"))
 }
 
-/// A source of these keys beside the address.
+/// Builds a source from the address and these keys.
 pub(crate) async fn source(url: &str, keys: &str) -> Arc<dyn Source> {
     receiving::source::<MqttSourceTable>(&format!("url = {url:?}\n{keys}")).await
 }
 
-/// A client of the test's own, with what it hears.
+/// A separate client of the test, with the messages that it received.
 pub(crate) struct Peer {
     client: AsyncClient,
     acks: mpsc::UnboundedReceiver<PubAckReason>,
@@ -63,7 +63,7 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Without a session.
+    /// Connects without a session.
     pub(crate) async fn connect(url: &str) -> Self {
         Self::connect_as(url, "", |_| ()).await
     }
@@ -96,7 +96,7 @@ impl Peer {
         timeout(PATIENCE, self.subscribed.recv()).await.expect("in time").expect("an answer");
     }
 
-    /// Publishes as any client does, and waits for the answer.
+    /// Publishes as any client does. Returns the server's answer.
     pub(crate) async fn publish(&mut self, topic: &str, properties: &[(&str, &str)], payload: &[u8]) -> PubAckReason {
         let pairs = properties.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
         let properties = PublishProperties { user_properties: pairs.collect(), ..Default::default() };
@@ -118,13 +118,13 @@ impl Peer {
         self.client.publish(topic, QoS::AtMostOnce, retain, payload.to_vec()).await.expect("asked");
     }
 
-    /// The next message.
+    /// Returns the next message.
     pub(crate) async fn next(&mut self) -> Publish {
         timeout(PATIENCE, self.heard.recv()).await.expect("in time").expect("the connection stands")
     }
 
-    /// What came until now: what is published on the same connection comes after everything before
-    /// it. It must have subscribed to `fence`.
+    /// Returns the messages received so far: a publish on the same connection arrives after
+    /// everything before it. The client must be subscribed to `fence`.
     pub(crate) async fn drain(&mut self) -> Vec<Publish> {
         self.publish("fence", &[], b"").await;
         let mut all = Vec::new();
@@ -137,7 +137,7 @@ impl Peer {
     }
 }
 
-/// The user property of a message.
+/// Returns a user property of a message.
 pub(crate) fn property(publish: &Publish, name: &str) -> Option<String> {
     let properties = publish.properties.as_ref()?;
     properties.user_properties.iter().find(|(its, _)| its == name).map(|(_, value)| value.clone())
@@ -146,17 +146,17 @@ pub(crate) fn property(publish: &Publish, name: &str) -> Option<String> {
 /// What a gateway does with publishes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// The server has them and answers.
+    /// The server receives them and answers.
     Pass,
     /// The gateway answers with this reason.
     Say(u8),
-    /// The server has them, and nobody hears anything any more.
+    /// The server receives them, but the client gets nothing any more.
     Lose,
-    /// Nobody has them.
+    /// The gateway drops them without an answer.
     Hang,
 }
 
-/// Stands in front of a server, at one address for good.
+/// Stands in front of a server, at a fixed address.
 pub(crate) struct Gateway {
     address: SocketAddr,
     shared: Arc<Shared>,
@@ -168,11 +168,11 @@ struct Shared {
     mode: Mutex<Mode>,
     attempts: Mutex<Vec<Attempt>>,
     connections: watch::Sender<usize>,
-    /// How many times somebody subscribed.
+    /// Number of subscribe requests.
     subscriptions: watch::Sender<usize>,
-    /// How many connections have ended by themselves or were cut.
+    /// Number of connections that ended by themselves or were cut.
     ended: watch::Sender<usize>,
-    /// Goes up when all connections are to end.
+    /// Increases when all connections are to end.
     cuts: watch::Sender<usize>,
 }
 
@@ -201,7 +201,7 @@ impl Gateway {
         *lock(&self.shared.mode) = mode;
     }
 
-    /// Messages that came, accepted or not.
+    /// Returns the messages that arrived, accepted or not.
     pub(crate) fn attempts(&self) -> Vec<Attempt> {
         lock(&self.shared.attempts).clone()
     }
@@ -210,14 +210,14 @@ impl Gateway {
         *self.shared.connections.borrow()
     }
 
-    /// Waits until somebody has subscribed so many times.
+    /// Waits until there were `times` subscribe requests.
     pub(crate) async fn subscriptions(&self, times: usize) {
         let subscribed =
             async { self.shared.subscriptions.subscribe().wait_for(|count| *count >= times).await.map(drop) };
         timeout(PATIENCE, subscribed).await.expect("in time").expect("the gateway lives");
     }
 
-    /// Ends all connections. What a client has sent by now reaches the server.
+    /// Ends all connections. What a client has sent so far still reaches the server.
     pub(crate) async fn cut(&self) {
         // A client may connect again at once.
         let all = *self.shared.ended.borrow() + self.connections();
@@ -226,7 +226,7 @@ impl Gateway {
         timeout(PATIENCE, ended).await.expect("in time").expect("the gateway lives");
     }
 
-    /// Nobody listens; every connection is closed.
+    /// Stops listening, and closes every connection.
     pub(crate) async fn stop(&self) {
         let task = lock(&self.task).take();
         drop(task);
@@ -284,7 +284,7 @@ impl Shared {
                 _ = cuts.changed() => break,
             }
         }
-        // What is there, whether the runtime has heard of it or not.
+        // Reads what has arrived, whether the runtime has noticed it or not.
         let mut client = client.into_std()?;
         let mut rest = Vec::new();
         let _ = std::io::Read::read_to_end(&mut client, &mut rest);
@@ -333,7 +333,7 @@ impl Shared {
     }
 }
 
-/// How many bytes the first packet has, if all of them are there.
+/// Returns the length of the first packet, in bytes, if all of it is there.
 fn packet_bytes(buffer: &BytesMut) -> Option<usize> {
     let mut rest = &buffer[..];
     rest.has_remaining().then(|| rest.advance(1))?;

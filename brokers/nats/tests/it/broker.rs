@@ -1,4 +1,4 @@
-//! A server of a test's own, and what is stored in it.
+//! A private server of a test, and what is stored in it.
 
 use std::time::Duration;
 
@@ -23,12 +23,12 @@ impl Broker {
         Self { server, client }
     }
 
-    /// A stream of file storage that takes these subjects, with changes to its configuration.
+    /// Creates a stream with file storage for these subjects, with changes to its configuration.
     pub(crate) async fn stream(&self, name: &str, subjects: &[&str], change: Value) {
         stream(&self.client, name, subjects, change).await;
     }
 
-    /// Publishes bytes as they are, which no client would send.
+    /// Publishes raw bytes that no client library would send.
     pub(crate) async fn raw(&self, subject: &[u8], headers: &[u8], payload: &[u8]) {
         let mut socket = TcpStream::connect(("127.0.0.1", self.server.port())).await.expect("it answers");
         let sizes = format!("{} {}", headers.len(), headers.len() + payload.len());
@@ -43,12 +43,12 @@ impl Broker {
         assert!(!said.windows(4).any(|word| word == b"-ERR"), "{}", said.escape_ascii());
     }
 
-    /// Every message of a stream, in order.
+    /// Returns every message of a stream, in order.
     pub(crate) async fn stored(&self, stream: &str) -> Vec<Stored> {
         stored(&self.client, stream).await
     }
 
-    /// Starts the server again after a kill, and waits until we have it back.
+    /// Starts the server again after a kill, and waits until the client is connected again.
     pub(crate) async fn start(&mut self) {
         self.server.start().await;
         self.reached().await;
@@ -78,7 +78,8 @@ impl Stored {
     }
 }
 
-/// One call of the API: the answer, or the error's number.
+/// Makes one call of JetStream's API. Returns the answer or the error's number, 0 if there was no
+/// answer.
 pub(crate) async fn api(client: &Client, name: &str, body: Value) -> Result<Value, u64> {
     let body = if body.is_null() { String::new() } else { body.to_string() };
     let request = Request::new().payload(body.into()).timeout(Some(Duration::from_secs(2)));
@@ -90,7 +91,7 @@ pub(crate) async fn api(client: &Client, name: &str, body: Value) -> Result<Valu
     }
 }
 
-/// Makes or changes a stream.
+/// Creates or changes a stream.
 pub(crate) async fn stream(client: &Client, name: &str, subjects: &[&str], change: Value) {
     let mut config = json!({ "name": name, "subjects": subjects, "storage": "file", "num_replicas": 1 });
     for (key, value) in change.as_object().into_iter().flatten() {
@@ -102,7 +103,7 @@ pub(crate) async fn stream(client: &Client, name: &str, subjects: &[&str], chang
             let verb = if known { "UPDATE" } else { "CREATE" };
             match api(client, &format!("STREAM.{verb}.{name}"), config.clone()).await {
                 Ok(_) => return,
-                // A cluster that has just come up has nobody to do it.
+                // A cluster that has just started has no leader for it yet.
                 Err(0 | 10_005 | 10_008 | 10_009 | 10_058) => tokio::time::sleep(Duration::from_millis(50)).await,
                 Err(error) => panic!("the stream {name}: {error}"),
             }
@@ -111,7 +112,7 @@ pub(crate) async fn stream(client: &Client, name: &str, subjects: &[&str], chang
     timeout(PATIENCE, made).await.expect("a stream in time");
 }
 
-/// Every message of a stream, in order.
+/// Returns every message of a stream, in order.
 pub(crate) async fn stored(client: &Client, stream: &str) -> Vec<Stored> {
     let Ok(info) = api(client, &format!("STREAM.INFO.{stream}"), Value::Null).await else { return Vec::new() };
     let number = |key: &str| info["state"][key].as_u64().expect("a number");
@@ -125,7 +126,7 @@ pub(crate) async fn stored(client: &Client, stream: &str) -> Vec<Stored> {
     all
 }
 
-/// Publishes as any client does; whether the stream had it already.
+/// Publishes as any client does. Returns whether the stream already had the message.
 pub(crate) async fn publish(client: &Client, subject: &str, headers: &[(&str, &str)], payload: &[u8]) -> bool {
     let headers = headers.iter().map(|(name, value)| {
         (name.parse::<HeaderName>().expect("a name"), value.parse::<HeaderValue>().expect("a value"))
@@ -150,10 +151,10 @@ pub(crate) async fn publish(client: &Client, subject: &str, headers: &[(&str, &s
     timeout(PATIENCE, published).await.expect("published in time")
 }
 
-/// What a core subscriber was given until now.
+/// Returns what a core subscriber received so far.
 pub(crate) async fn drain(client: &Client, subscriber: &mut async_nats::Subscriber) -> Vec<Message> {
     use futures::{FutureExt as _, StreamExt as _};
-    // An answer on the same connection comes after everything before it.
+    // An answer on the same connection arrives after everything before it.
     let _ = api(client, "INFO", Value::Null).await;
     std::iter::from_fn(|| subscriber.next().now_or_never().flatten()).collect()
 }

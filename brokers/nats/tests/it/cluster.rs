@@ -25,7 +25,7 @@ async fn a_leader_that_is_killed_under_load_loses_and_repeats_nothing() {
             appended += 1_000;
             let leader = leader_once(&client, appended - 900).await;
             nodes[leader].kill();
-            // Another one leads and takes the rest.
+            // Another node becomes leader and takes the rest.
             working.append(appended..appended + 200).await;
             appended += 200;
             leader_once(&client, appended).await;
@@ -39,7 +39,7 @@ async fn a_leader_that_is_killed_under_load_loses_and_repeats_nothing() {
     }
 }
 
-/// Who leads, once so many messages are stored.
+/// Waits until `count` messages are stored, and returns the leader.
 async fn leader_once(client: &async_nats::Client, count: usize) -> usize {
     let there = async {
         loop {
@@ -55,7 +55,7 @@ async fn leader_once(client: &async_nats::Client, count: usize) -> usize {
     timeout(PATIENCE, there).await.expect("they are stored in time")
 }
 
-/// Waits until all replicas have everything.
+/// Waits until all replicas have all messages.
 async fn current(client: &async_nats::Client) {
     let all = async {
         loop {

@@ -1,4 +1,4 @@
-//! Who we are, and whom we talk to.
+//! Authentication and TLS.
 
 use postbox_core::{ErrorKind, NewEvent, Outcome};
 use postbox_testkit::sending::{context, deliver, deliveries, said, send};
@@ -10,7 +10,7 @@ use tokio::net::TcpSocket;
 use crate::broker::Broker;
 use crate::stand::{AS_LIMITED, LIMITED, SHORT, sink, sink_with, source};
 
-/// The seed of the documentation of NATS, and its public half.
+/// The seed from the documentation of NATS, and its public key.
 const SEED: &str = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY";
 const PUBLIC: &str = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4";
 
@@ -69,7 +69,7 @@ async fn tls_needs_the_right_authority_and_shows_our_certificate() {
         write(&format!("{name}.pem"), of.signed_by(&key, &issuer).expect("signed").pem());
         write(&format!("{name}.key"), key.serialize_pem());
     }
-    // The server runs as somebody else.
+    // The server runs as another user and must read the files.
     for name in ["ca.pem", "server.pem", "server.key"] {
         use std::os::unix::fs::PermissionsExt as _;
         std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).expect("ours");
@@ -94,7 +94,7 @@ async fn tls_needs_the_right_authority_and_shows_our_certificate() {
     }
 }
 
-/// The server says so to the connection alone: the publish gets no answer.
+/// The server reports this only to the connection: the publish itself gets no answer.
 #[tokio::test]
 async fn a_publish_that_we_have_no_right_to_is_named() {
     for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
@@ -107,14 +107,14 @@ async fn a_publish_that_we_have_no_right_to_is_named() {
         };
         assert_eq!(code, "nats_publish_denied", "{version:?}");
         assert!(error.contains("publish to in.forbidden; grant"), "{error}");
-        // Others of the call are taken: it is this one's subject.
+        // The other event of the call is accepted: only this subject is denied.
         let two = deliveries([NewEvent::json("t", "{}"), NewEvent::json("forbidden", "{}")]);
         let outcomes: Vec<String> = deliver(&sink, &two).await.iter().map(said).collect();
         assert_eq!(outcomes, ["delivered", "ambiguous nats_publish_denied"], "{version:?}");
     }
 }
 
-/// A server without TLS is not talked to where TLS is required.
+/// If TLS is required, the sink does not talk to a server without it.
 #[tokio::test]
 async fn required_tls_is_not_given_up() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;

@@ -1,4 +1,4 @@
-//! A server that is killed, comes back empty, or is cut off in the worst moment.
+//! A server that is killed, comes back empty, or is cut off at the worst moment.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ fn event(payload: &str) -> NewEvent {
     NewEvent::json("t", payload.to_owned())
 }
 
-/// Waits until so many messages are stored.
+/// Waits until `count` messages are stored, and returns them.
 pub(crate) async fn until_stored(client: &async_nats::Client, count: usize) -> Vec<Stored> {
     let there = async {
         loop {
@@ -33,7 +33,7 @@ pub(crate) async fn until_stored(client: &async_nats::Client, count: usize) -> V
     timeout(PATIENCE * 2, there).await.expect("all of them, in time")
 }
 
-/// Every number once, and those of a key in their order.
+/// Checks that every number is stored once, and that those of a key are in order.
 pub(crate) fn whole_and_in_order(stored: &[Stored], count: usize) {
     let mut by_key: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for message in stored {
@@ -57,7 +57,7 @@ async fn a_server_that_is_killed_under_load_loses_and_repeats_nothing() {
         for _ in 0..4 {
             working.append(appended..appended + 500).await;
             appended += 500;
-            // In the middle of it.
+            // In the middle of the work.
             until_stored(&broker.client, appended - 450).await;
             broker.server.kill();
             working.append(appended..appended + 50).await;
@@ -87,7 +87,8 @@ async fn a_server_that_comes_back_empty_is_an_outage_until_its_stream_is_there()
     broker.start().await;
     let outcome = said(&send(&without, event("2")).await);
     assert_eq!(outcome, "unavailable nats_no_stream");
-    // Made again where that is configured; its connection may have to be found dead first.
+    // The stream is created again where that is configured. The dead connection may have to be
+    // noticed first.
     let made = async { while said(&send(&with, event("3")).await) != "delivered" {} };
     timeout(PATIENCE, made).await.expect("made");
     assert_eq!(said(&send(&without, event("4")).await), "delivered");
@@ -118,14 +119,14 @@ async fn a_lost_ack_is_ambiguous_and_its_repetition_a_duplicate() {
     assert_eq!(broker.stored("EVENTS").await.len(), 101);
 }
 
-/// What a lost connection had in its queue goes out on no other.
+/// Messages queued on a lost connection are not sent on the next one.
 #[tokio::test]
 async fn nothing_is_sent_in_secret_once_a_call_has_ended() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
     let sink = sink(&broker.server.url(), KEYS).await;
     assert_eq!(said(&send(&sink, event("first")).await), "delivered");
     broker.server.freeze();
-    // Far more than the system takes for a server that reads nothing.
+    // Far more than the system buffers for a server that reads nothing.
     let large = || NewEvent::json("t", vec![b' '; 500_000]);
     let sent = deliveries(std::iter::repeat_with(large).take(100));
     let began = Instant::now();
@@ -140,7 +141,7 @@ async fn nothing_is_sent_in_secret_once_a_call_has_ended() {
     assert!(stored < sent.len(), "the queue was not sent: {stored}");
 }
 
-/// Bytes go out and nothing ever comes back.
+/// Bytes go out, and nothing comes back.
 #[tokio::test]
 async fn a_black_hole_is_ambiguous_and_then_an_outage() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
@@ -153,7 +154,7 @@ async fn a_black_hole_is_ambiguous_and_then_an_outage() {
         assert_eq!(said(&outcome), "ambiguous nats_ack_timeout");
     }
     assert!(began.elapsed() < SHORT * 5, "its own deadline: {:?}", began.elapsed());
-    // Nothing came back, so the connection was given up; there is no other.
+    // Nothing came back, so the connection was given up, and no new one can be opened.
     assert_eq!(said(&send(&sink, event("no")).await), "unavailable connect_timeout");
     proxy.reset();
     proxy.heal();
@@ -173,7 +174,7 @@ async fn a_server_that_is_frozen_is_ambiguous_and_then_an_outage() {
     assert_eq!(said(&deliver(&sink, &sent).await[0]), "ambiguous nats_ack_timeout");
     assert_eq!(said(&deliver(&sink, &sent).await[0]), "unavailable connect_timeout");
     broker.server.thaw();
-    // It had the publish all along.
+    // The server had the publish all along.
     let known = async { while said(&deliver(&sink, &sent).await[0]) != "duplicate" {} };
     timeout(PATIENCE, known).await.expect("known");
     assert_eq!(broker.stored("EVENTS").await.len(), 2);
@@ -190,7 +191,8 @@ async fn a_connection_that_was_lost_meanwhile_is_made_again_by_the_next_call() {
             tokio::task::yield_now().await;
         }
         let outcome = said(&send(&sink, event(&n.to_string())).await);
-        // Whether anything was sent depends on who hears first that it is lost.
+        // Whether anything was sent depends on which side notices first that the connection is
+        // lost.
         assert!(outcome == "delivered" || outcome.ends_with(" nats_disconnected"), "{outcome}");
         let delivered = async { while said(&send(&sink, event("again")).await) != "delivered" {} };
         timeout(PATIENCE, delivered).await.expect("connected again");

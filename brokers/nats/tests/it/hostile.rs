@@ -1,5 +1,5 @@
-//! Hostile events: dead with a code, never on the wire as something else; the connection survives
-//! and other events flow.
+//! Hostile events are dead with a code and never become something else on the wire. The connection
+//! survives, and other events flow.
 
 use async_nats::Message;
 use bytes::Bytes;
@@ -20,7 +20,7 @@ async fn hostile_events_never_become_another_message() {
     let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let sink = sink(&proxy.url(&broker.server.url()), "subject = \"in.{topic}.{key}\"").await;
     assert_eq!(said(&send(&sink, NewEvent::json("plain", "0").key("k")).await), "delivered");
-    // Everything that anybody publishes, but the server's own.
+    // Everything that clients publish.
     let mut all = broker.client.subscribe(">").await.expect("subscribed");
     broker.reached().await;
     drain(&broker.client, &mut all).await;
@@ -55,7 +55,7 @@ async fn hostile_events_never_become_another_message() {
         let out = drain(&broker.client, &mut all).await;
         assert_eq!(subjects(&out), ["in.t.k"], "only the plain one went out");
     }
-    // A subject that the event alone decides.
+    // Here the subject comes from the event alone.
     let free = stand::sink(&broker.server.url(), "subject = \"{topic}\"").await;
     for topic in ["$JS.API.STREAM.DELETE.EVENTS", "$SYS.REQ.SERVER.PING", "_INBOX.somebody.s", ">", "*"] {
         let dead = said(&send(&free, NewEvent { topic: topic.into(), ..plain() }).await);
@@ -66,7 +66,8 @@ async fn hostile_events_never_become_another_message() {
     assert_eq!(proxy.connections(), 1, "the connection survived all of it");
 }
 
-/// Of what was published, but answers and what the server and our own look say.
+/// Returns the subjects of what was published, without answers, the server's own messages and our
+/// lookups.
 fn subjects(messages: &[Message]) -> Vec<&str> {
     let subjects = messages.iter().map(|message| message.subject.as_str());
     let asked = ["$JS.API.INFO", "$JS.API.STREAM.NAMES", "$JS.API.STREAM.INFO.EVENTS"];
@@ -84,7 +85,7 @@ async fn an_event_is_what_its_envelope_says_and_nothing_else() {
         .version(7)
         .header("Traceparent", "00-ab")
         .header("empty", "")
-        // None of these is an event's to set.
+        // An event may set none of these.
         .header("nats-msg-id", "forged")
         .header("Nats-Expected-Last-Sequence", "99")
         .header("Nats-Rollup", "all")
@@ -152,7 +153,7 @@ async fn a_repetition_is_known_and_a_replay_is_new() {
     }
 }
 
-/// All of a call is on its way before the first ack is waited for.
+/// All messages of a call are sent before the sink waits for the first ack.
 #[tokio::test]
 async fn a_call_does_not_wait_for_one_ack_after_the_other() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;

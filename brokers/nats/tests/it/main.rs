@@ -1,5 +1,5 @@
-//! What is particular to NATS: subjects, headers, sizes, credentials, streams that are made, faults
-//! of a server, of the way there and of a cluster.
+//! Tests of what is specific to NATS: subjects, headers, sizes, credentials, streams that the sink
+//! creates, and faults of a server, of the network and of a cluster.
 
 mod broker;
 mod cluster;

@@ -1,4 +1,4 @@
-//! From a stream into an inbox.
+//! Receives from a stream into an inbox.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ async fn receiving(broker: &Broker, keys: &str) -> Receiving {
     Receiving::start(table(&broker.server.url(), keys)).await
 }
 
-/// How many messages the consumer waits for, and how many it has not given out.
+/// Returns the number of messages that wait for an ack, and of those not delivered yet.
 async fn pending(broker: &Broker, consumer: &str) -> (u64, u64) {
     let info = api(&broker.client, &format!("CONSUMER.INFO.{consumer}"), Value::Null).await.expect("it is there");
     let number = |key: &str| info[key].as_u64().expect("a number");
@@ -33,7 +33,7 @@ async fn an_event_comes_out_as_it_went_in() {
         for outcome in deliver(&sink, &sent).await {
             assert_eq!(said(&outcome), "delivered");
         }
-        // And one of somebody who knows nothing of CloudEvents.
+        // And one message from a publisher that knows nothing of CloudEvents.
         publish(&broker.client, "in.plain", &[("a", "b")], b"{}").await;
         let receiving = receiving(&broker, "stream = \"EVENTS\"").await;
         receiving.until(|it| it.inbox.all().len() == 3).await;
@@ -54,7 +54,7 @@ async fn an_event_comes_out_as_it_went_in() {
 #[tokio::test]
 async fn duplicates_conflicts_and_poison_are_settled() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
-    // It forgets ids at once, so that all of them are stored.
+    // A short duplicate window, so that the stream stores all of the messages.
     broker.stream("EVENTS", &["in.>"], json!({ "duplicate_window": 100_000_000_u64 })).await;
     let receiving = receiving(&broker, "stream = \"EVENTS\"").await;
     let long = format!("in.{}", "t".repeat(300));
@@ -109,7 +109,7 @@ async fn a_server_that_is_killed_while_it_is_received_from_loses_nothing() {
             broker.server.kill();
             broker.start().await;
         }
-        // A publish that was tried again may be stored under a second number.
+        // A publish that was retried may be stored twice, under two numbers.
         receiving.until(|it| it.bodies().len() == published).await;
         let settled = async {
             while pending(&broker, "EVENTS.postbox").await != (0, 0) {
@@ -148,14 +148,14 @@ async fn what_is_missing_is_named_with_the_command_that_makes_it() {
     let gives_up = refused("stream = \"EVENTS\"\nconsumer = \"limited\"").await;
     assert_eq!((gives_up.kind(), gives_up.code()), (ErrorKind::Mismatch, "nats_consumer_gives_up"));
     assert!(gives_up.message().contains("nats consumer edit EVENTS limited --max-deliver=-1"), "{gives_up}");
-    // What it asks for helps.
+    // The fix that the error suggests works.
     limited["config"]["max_deliver"] = (-1).into();
     made(&limited).await;
     let came = source(&url, "stream = \"EVENTS\"\nconsumer = \"limited\"").await.next(1).await;
     assert_eq!(came.expect("it gives messages").len(), 1);
 }
 
-/// A publisher writes what it likes into a message, a status of the server's own too.
+/// A publisher may write anything into a message, even a status of the server.
 #[tokio::test]
 async fn a_status_in_a_message_is_not_the_server_s_word() {
     for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
@@ -191,7 +191,7 @@ async fn a_consumer_that_is_made_has_what_is_configured() {
             (&info["config"]["max_ack_pending"], &info["config"]["filter_subject"]),
             (&json!(9), &json!("in.a"))
         );
-        // Deleted while we wait: it is found and made again.
+        // Deleted while the source waits: it notices that and creates the consumer again.
         api(&broker.client, "CONSUMER.DELETE.EVENTS.c", Value::Null).await.expect("deleted");
         publish(&broker.client, "in.a", &[("Nats-Msg-Id", "2")], b"again").await;
         receiving.until(|it| it.inbox.all().iter().any(|it| it.message_id == "2")).await;

@@ -1,4 +1,4 @@
-//! Sinks and sources of tests.
+//! Builds sinks and sources for tests.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use postbox_core::{Sink, Source};
 use postbox_nats::{NatsSinkTable, NatsSourceTable};
 use postbox_testkit::{receiving, sending};
 
-/// Longest wait for acks where a test lets the server be silent.
+/// Longest wait for acks in tests with a silent server.
 pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
-/// A server on which whoever says nothing may do everything, and `limited` not quite.
+/// Settings of a server where clients without credentials may do everything, and `limited` less.
 pub(crate) const LIMITED: &str = r#"
 no_auth_user: all
 authorization { users: [
@@ -19,10 +19,10 @@ authorization { users: [
     { user: limited, password: b, permissions: { publish: { deny: ["in.forbidden", "$JS.API.STREAM.MSG.GET.>"] } } }
 ] }
 "#;
-/// How to be `limited`.
+/// The credentials of `limited`.
 pub(crate) const AS_LIMITED: &str = "auth = { user = \"limited\", password = \"b\" }";
 
-/// A sink of these keys beside the address.
+/// Builds a sink from the address and these keys.
 pub(crate) async fn sink(url: &str, keys: &str) -> Arc<dyn Sink> {
     sink_with(url, keys, &sending::context(sending::PATIENCE / 2)).await
 }
@@ -31,7 +31,7 @@ pub(crate) async fn sink_with(url: &str, keys: &str, context: &SinkContext) -> A
     sending::sink::<NatsSinkTable>(&beside(url, keys), context).await
 }
 
-/// A source of these keys beside the address.
+/// Builds a source from the address and these keys.
 pub(crate) async fn source(url: &str, keys: &str) -> Arc<dyn Source> {
     receiving::source::<NatsSourceTable>(&beside(url, keys)).await
 }

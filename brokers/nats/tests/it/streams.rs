@@ -1,4 +1,4 @@
-//! Streams that are missing, made, full, or not the expected one.
+//! Streams that are missing, created by the sink, full, or not the expected one.
 
 use std::time::Duration;
 
@@ -27,14 +27,14 @@ async fn a_missing_stream_is_an_outage_with_the_command_that_makes_it() {
         assert_eq!(code, "nats_no_stream");
         assert!(error.contains("nats stream add EVENTS --subjects 'in.>'"), "{error}");
         broker.stream("EVENTS", &["in.a"], json!({})).await;
-        // Others of the call are taken: it is this one's subject.
+        // The other event of the call is accepted: no stream takes the subject of this one.
         let outcomes = deliver(&sink, &deliveries([event("a"), event("b")])).await;
         assert_eq!(said(&outcomes[0]), "delivered");
         assert_eq!(said(&outcomes[1]), "ambiguous nats_no_stream");
     }
 }
 
-/// A name could be another question to JetStream.
+/// The name of a stream must not turn the request into another one of JetStream's API.
 #[tokio::test]
 async fn only_a_stream_has_a_mark() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
@@ -48,7 +48,7 @@ async fn only_a_stream_has_a_mark() {
     }
 }
 
-/// `check-config --connect`: says what is there, and makes nothing.
+/// `check-config --connect` reports what exists, and creates nothing.
 #[tokio::test]
 async fn a_look_makes_nothing() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
@@ -85,7 +85,7 @@ async fn a_missing_stream_is_made_where_that_is_configured() {
         let info = api(&broker.client, "STREAM.INFO.EVENTS", Value::Null).await.expect("it is there");
         assert_eq!(info["config"]["subjects"], json!(["in.>"]));
         assert_eq!(info["config"]["duplicate_window"], 600_000_000_000_u64);
-        // Somebody deletes it: the first call finds that, the next one has it again.
+        // The stream is deleted: the first call notices that, and the next one has it again.
         api(&broker.client, "STREAM.DELETE.EVENTS", Value::Null).await.expect("deleted");
         assert_eq!(said(&send(&sink, event("t")).await), "unavailable nats_no_stream");
         assert_eq!(said(&send(&sink, event("t")).await), "delivered");
@@ -108,7 +108,7 @@ async fn what_a_stream_refuses_is_classified() {
     assert!(broker.stored("OTHER").await.is_empty());
 }
 
-/// Whatever its limit is: the event waits, and no attempt is counted.
+/// Whichever limit the stream has reached, the event waits and no attempt is counted.
 #[tokio::test]
 async fn a_full_stream_is_waited_for() {
     for version in [NatsVersion::V2_9, NatsVersion::V2_15] {

@@ -1,4 +1,4 @@
-//! Messages that the client cannot read: the connection is lost each time one comes.
+//! Messages that the client library cannot read: the connection is lost each time one arrives.
 
 use postbox_testkit::receiving::Receiving;
 use postbox_testkit::servers::NatsVersion;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::broker::{Broker, api, publish};
 use crate::stand::{AS_LIMITED, LIMITED, table};
 
-/// Subject and header block of each.
+/// Subject and header block of each message.
 const UNREADABLE: [(&[u8], &[u8]); 6] = [
     (b"in.b", b"NATS/1.0\r\na: b\r\nno colon\r\n\r\n"),
     (b"in.b", b"NATS/1.0\r\na: b\r\nx: \xff\xfe\r\n\r\n"),
@@ -18,7 +18,7 @@ const UNREADABLE: [(&[u8], &[u8]); 6] = [
     (b"in.\xff", b"NATS/1.0\r\na: b\r\n\r\n"),
 ];
 
-/// Readable ones, with each of these among them.
+/// Publishes readable messages, with these unreadable ones between them.
 async fn stream(broker: &Broker, unreadable: &[(&[u8], &[u8])]) {
     broker.stream("EVENTS", &["in.>"], json!({})).await;
     for (n, (subject, headers)) in unreadable.iter().enumerate() {

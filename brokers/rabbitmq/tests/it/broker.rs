@@ -1,4 +1,4 @@
-//! What tests see of a server, past the crate's own code.
+//! A test's view of a server, without this crate's own code.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,22 +18,23 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
-/// A connection of the test's own.
+/// A separate connection of the test.
 pub(crate) struct Broker {
     pub(crate) channel: Channel,
     _connection: Connection,
 }
 
-/// A name that no other test has.
+/// Returns a name that no other test uses.
 pub(crate) fn unique(what: &str) -> String {
     static NAMES: AtomicU64 = AtomicU64::new(1);
     format!("{what}-{}-{}", EventId::now_v7(), NAMES.fetch_add(1, Ordering::Relaxed))
 }
 
-/// What becomes no UTF-8 on the way that [`spoiling`] makes.
+/// Text that the proxy of [`spoiling`] turns into invalid UTF-8.
 pub(crate) const SPOILT: &str = "spoilt-on-the-way";
 
-/// An address of the same server. No client of ours would send what is no UTF-8.
+/// Returns an address of a proxy to the same server, which spoils [`SPOILT`]: no client library
+/// would send invalid UTF-8.
 pub(crate) async fn spoiling(url: &str) -> String {
     let address = url.trim_start_matches("amqp://").to_owned();
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -59,7 +60,7 @@ pub(crate) async fn spoiling(url: &str) -> String {
     url
 }
 
-/// The arguments of a quorum queue, with others.
+/// Returns the arguments of a quorum queue, and others.
 pub(crate) fn quorum(others: &[(&str, AMQPValue)]) -> FieldTable {
     arguments(&[&[("x-queue-type", AMQPValue::LongString("quorum".into()))], others].concat())
 }
@@ -73,7 +74,7 @@ pub(crate) fn arguments(all: &[(&str, AMQPValue)]) -> FieldTable {
 }
 
 impl Broker {
-    /// Waits until the server takes us.
+    /// Waits until the server accepts a connection.
     pub(crate) async fn connect(url: &str) -> Self {
         let connected = async {
             loop {
@@ -89,14 +90,14 @@ impl Broker {
         timeout(PATIENCE, connected).await.expect("the server is reached")
     }
 
-    /// A durable topic exchange.
+    /// Declares a durable topic exchange.
     pub(crate) async fn exchange(&self, name: &str) {
         let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
         let declared = self.channel.exchange_declare(name.into(), ExchangeKind::Topic, options, FieldTable::default());
         declared.await.expect("an exchange");
     }
 
-    /// A durable queue, bound to an exchange.
+    /// Declares a durable queue, bound to an exchange.
     pub(crate) async fn queue(&self, name: &str, arguments: FieldTable, exchange: &str, key: &str) {
         let options = QueueDeclareOptions { durable: true, ..Default::default() };
         self.channel.queue_declare(name.into(), options, arguments).await.expect("a queue");
@@ -117,7 +118,7 @@ impl Broker {
         assert!(confirmed.is_ack() && confirmed.take_message().is_none(), "it is in a queue");
     }
 
-    /// Takes what is in a queue.
+    /// Takes all messages out of a queue.
     pub(crate) async fn drain(&self, queue: &str) -> Vec<Message> {
         let mut all = Vec::new();
         while let Some(got) =
@@ -128,7 +129,7 @@ impl Broker {
         all
     }
 
-    /// Takes messages until there are so many.
+    /// Takes messages until there are `count`.
     pub(crate) async fn take(&self, queue: &str, count: usize) -> Vec<Message> {
         let mut all = Vec::new();
         let taken = async {
@@ -141,7 +142,7 @@ impl Broker {
         all
     }
 
-    /// Consumes a queue until messages of so many ids were there; all of them.
+    /// Consumes a queue until `count` different ids have arrived. Returns all messages.
     pub(crate) async fn until_ids(&self, queue: &str, count: usize) -> Vec<Message> {
         let (options, none) = (BasicConsumeOptions { no_ack: true, ..Default::default() }, FieldTable::default());
         let consumer = self.channel.basic_consume(queue.into(), "".into(), options, none).await;

@@ -1,4 +1,4 @@
-//! Users, certificates, and what a person hears who asks whether it would work.
+//! Users, certificates, and the answers of `check-config --connect`.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
@@ -49,7 +49,7 @@ async fn what_is_missing_is_named_and_a_look_makes_nothing() {
     let nobody = listen_anywhere().and_then(|listener| Ok(listener.local_addr()?)).expect("a port");
     let error = look_sink(&format!("amqp://{nobody}"), &sink_keys).await.expect_err("nobody");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "connect_refused"), "{error}");
-    // The next of several is taken.
+    // The second of two addresses is used.
     let found = look_sink(&format!("amqp://{nobody},{url}"), &sink_keys).await.expect("the second");
     assert!(found.starts_with("answers"), "{found}");
 }
@@ -87,7 +87,7 @@ async fn users_virtual_hosts_and_permissions_are_the_server_s_to_grant() {
 #[tokio::test]
 async fn only_a_server_with_a_trusted_certificate_gets_events() {
     let folder = tempfile::tempdir().expect("a folder");
-    // The server is another user.
+    // The server runs as another user.
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("ours");
     let key = rcgen::KeyPair::generate().expect("a key");
     let params = rcgen::CertificateParams::new(["localhost".to_owned()]).expect("a name");

@@ -1,4 +1,4 @@
-//! A server that is killed, comes back empty, takes nothing, or is cut off in the worst moment.
+//! A server that is killed, comes back empty, accepts nothing, or is cut off at the worst moment.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -19,7 +19,8 @@ fn event(payload: &str) -> NewEvent {
     NewEvent::json("t", payload.to_owned())
 }
 
-/// Every number, and those of a key in their order. What is there twice has the same id.
+/// Checks that every number is there, and that those of a key are in order. A message that is there
+/// twice has the same id.
 fn whole_and_in_order(messages: &[Message], count: usize) {
     let (mut ids, mut by_key) = (BTreeSet::new(), BTreeMap::<String, Vec<usize>>::new());
     for message in messages.iter().filter(|message| ids.insert(message_id(message))) {
@@ -54,7 +55,7 @@ async fn a_server_that_is_killed_under_load_loses_nothing() {
     for _ in 0..2 {
         working.append(appended..appended + 1_000).await;
         appended += 1_000;
-        // In the middle of it.
+        // In the middle of the work.
         until(appended - 950).await;
         server.kill();
         working.append(appended..appended + 50).await;
@@ -140,7 +141,7 @@ async fn a_lost_confirm_is_ambiguous_and_its_repetition_has_the_same_id() {
     assert_eq!((stored.len(), ids.len()), (201, 101));
 }
 
-/// What a lost connection had in its queue goes out on no other.
+/// Messages queued on a lost connection are not sent on the next one.
 #[tokio::test]
 async fn nothing_is_sent_in_secret_once_a_call_has_ended() {
     let server = PrivateRabbitmq::launch().await;
@@ -149,7 +150,7 @@ async fn nothing_is_sent_in_secret_once_a_call_has_ended() {
     let sink = sink_with(&server.url(), KEYS, &context(SHORT * 3)).await;
     assert_eq!(said(&send(&sink, event("first")).await), "delivered");
     server.freeze();
-    // Far more than the system takes for a server that reads nothing.
+    // Far more than the system buffers for a server that reads nothing.
     let large = || NewEvent::json("t", vec![b' '; 500_000]);
     let sent = deliveries(std::iter::repeat_with(large).take(100));
     let began = Instant::now();
@@ -157,7 +158,7 @@ async fn nothing_is_sent_in_secret_once_a_call_has_ended() {
         assert_eq!(said(&outcome), "ambiguous rabbitmq_confirm_timeout");
     }
     assert!(began.elapsed() < SHORT * 10, "its own deadline: {:?}", began.elapsed());
-    // The connection was given up; there is no other.
+    // The connection was given up, and no new one can be opened.
     let outcome = said(&send(&sink, event("no")).await);
     assert!(outcome.starts_with("unavailable "), "{outcome}");
     server.thaw();
@@ -170,7 +171,7 @@ async fn nothing_is_sent_in_secret_once_a_call_has_ended() {
     assert!(!stored.iter().any(|message| message.data == b"no"));
 }
 
-/// Bytes go out and nothing ever comes back.
+/// Bytes go out, and nothing comes back.
 #[tokio::test]
 async fn a_black_hole_is_ambiguous_and_then_an_outage() {
     let Stand { url, broker, queue, keys } = stand().await;
@@ -183,7 +184,7 @@ async fn a_black_hole_is_ambiguous_and_then_an_outage() {
         assert_eq!(said(&outcome), "ambiguous rabbitmq_confirm_timeout");
     }
     assert!(began.elapsed() < SHORT * 5, "its own deadline: {:?}", began.elapsed());
-    // Nothing came back, so the connection was given up; there is no other.
+    // Nothing came back, so the connection was given up, and no new one can be opened.
     assert_eq!(said(&send(&sink, event("no")).await), "unavailable rabbitmq_connection_lost");
     proxy.reset();
     proxy.heal();
@@ -192,7 +193,7 @@ async fn a_black_hole_is_ambiguous_and_then_an_outage() {
     assert_eq!(payloads, [&b"first"[..], b"last"]);
 }
 
-/// The server says why it takes nothing, and when it does again.
+/// The server says why it accepts nothing, and when it accepts messages again.
 #[tokio::test]
 async fn a_blocked_connection_is_an_outage_with_its_cause_until_it_is_unblocked() {
     let server = PrivateRabbitmq::launch().await;
@@ -217,13 +218,13 @@ async fn a_blocked_connection_is_an_outage_with_its_cause_until_it_is_unblocked(
         }
     };
     timeout(PATIENCE, unblocked).await.expect("unblocked");
-    // Those of the first call may be there as well.
+    // Events of the first call may be in the queue as well.
     broker.until_ids("q", 101).await;
     // Stopping does not wait for it either.
     timeout(PATIENCE, sink.close()).await.expect("closes in time");
 }
 
-/// A confirm that comes late but in time is one.
+/// A confirm that arrives late but in time counts.
 #[tokio::test]
 async fn a_slow_queue_is_waited_for() {
     let Stand { url, broker, queue, keys } = stand().await;
@@ -253,10 +254,11 @@ async fn a_connection_that_was_lost_meanwhile_is_made_again_by_the_next_call() {
             tokio::task::yield_now().await;
         }
         let outcome = said(&send(&sink, event(&n.to_string())).await);
-        // Whether anything was sent depends on who hears first that it is lost.
+        // Whether anything was sent depends on which side notices first that the connection is
+        // lost.
         assert!(outcome == "delivered" || outcome.ends_with(" rabbitmq_connection_lost"), "{outcome}");
         let delivered = async { while said(&send(&sink, event("again")).await) != "delivered" {} };
-        // Far less than a call may take that waits for a confirm.
+        // Far less than a call may wait for a confirm.
         timeout(SHORT * 5, delivered).await.expect("connected again at once");
     }
 }

@@ -1,4 +1,4 @@
-//! What an event brings never becomes something else on the wire, and harms no other.
+//! What an event contains never becomes something else on the wire, and harms no other event.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ struct Stand {
     exchange: String,
 }
 
-/// An exchange with a queue of its name for everything.
+/// Creates an exchange, and a queue of the same name that takes everything.
 async fn stand() -> Stand {
     let url = Rabbitmq::shared().await.url();
     let (broker, exchange) = (Broker::connect(&url).await, unique("in"));
@@ -53,7 +53,7 @@ async fn a_hostile_name_is_itself_or_dead_and_harms_no_other() {
     assert_eq!(proxy.connections(), 1, "the connection survived all of it");
 }
 
-/// A key may not choose somebody else's queue through the default exchange.
+/// A routing key must not select another program's queue through the default exchange.
 #[tokio::test]
 async fn a_wildcard_in_a_routing_key_is_itself_and_the_server_s_own_names_are_refused() {
     let Stand { url, broker, exchange } = stand().await;
@@ -83,7 +83,7 @@ async fn an_event_is_what_its_envelope_says_and_nothing_else() {
         .version(7)
         .header("Traceparent", "00-ab")
         .header("empty", "")
-        // None of these is an event's to set; `CC` would be another routing key.
+        // An event may set none of these. `CC` would add another routing key.
         .header("CC", other.as_str())
         .header("BCC", other.as_str())
         .header("x-death", "forged")
@@ -101,7 +101,7 @@ async fn an_event_is_what_its_envelope_says_and_nothing_else() {
     let names = properties.headers().as_ref().expect("headers").inner().keys();
     let mut headers: BTreeMap<String, String> =
         names.map(|name| (name.to_string(), header(&message, name.as_str()).expect("text"))).collect();
-    // The queue counts, and begins where the event said nothing.
+    // The queue counts deliveries, and starts as if the event had set nothing.
     assert_eq!(headers.remove("x-delivery-count").as_deref(), Some("LongLongInt(0)"));
     let expected = [
         ("Traceparent", "00-ab"),
@@ -139,15 +139,15 @@ async fn a_structured_event_says_so() {
     }
 }
 
-/// The server ends the connection of whoever sends a larger one, and would never hand on the
-/// largest that it takes.
+/// The server closes the connection over larger headers. The largest that it accepts, it could
+/// never pass on to a consumer.
 #[tokio::test]
 async fn headers_that_fill_a_frame_pass_and_one_byte_more_dies_alone() {
     let Stand { url, broker, exchange } = stand().await;
     let proxy = FaultProxy::in_front_of(&url).await;
     let sink = sink(&proxy.url(&url), &format!("exchange = {exchange:?}\nenvelope = \"raw\"")).await;
-    // 131,072 bytes: the server's room, what is there in any case, `application/json`, a UUID, and
-    // headers of 16 KiB.
+    // 131,072 bytes, less the server's own room, the parts that are always there,
+    // `application/json` and a UUID. Headers of up to 16 KiB each fill the rest.
     let room = 131_072 - 4_096 - 27 - 1 - 16 - 1 - 36;
     let event = |bytes: usize| {
         let names = (0..8).map(|n| format!("h{n}"));
@@ -166,7 +166,7 @@ async fn headers_that_fill_a_frame_pass_and_one_byte_more_dies_alone() {
     assert_eq!(proxy.connections(), 1);
 }
 
-/// The client hands a returned message over with whichever confirm comes next.
+/// The client library reports a returned message with whichever confirm comes next.
 #[tokio::test]
 async fn of_many_events_exactly_those_that_no_queue_takes_are_not_delivered() {
     let url = Rabbitmq::shared().await.url();
@@ -189,7 +189,7 @@ async fn of_many_events_exactly_those_that_no_queue_takes_are_not_delivered() {
     }
 }
 
-/// A missing exchange ends a channel.
+/// A missing exchange closes the channel.
 #[tokio::test]
 async fn an_exchange_that_is_missing_fails_no_event_of_another() {
     let Stand { url, broker, exchange } = stand().await;
@@ -197,7 +197,7 @@ async fn an_exchange_that_is_missing_fails_no_event_of_another() {
     let keys = format!("exchange = {:?}", exchange.replacen("in-", "{tenant}-", 1));
     let sink = sink(&proxy.url(&url), &keys).await;
     for _ in 0..3 {
-        // So many that some are still to be written when the channel ends.
+        // So many that some are not written yet when the channel closes.
         let event = |n: usize| {
             let tenant = if n.is_multiple_of(2) { "in" } else { "missing" };
             NewEvent::json("t", vec![b' '; 2_000]).key(n.to_string()).tenant(tenant)
@@ -222,7 +222,7 @@ async fn what_only_the_server_finds_too_large_dies_alone() {
     let sent = deliveries([NewEvent::json("t", vec![b' '; 100_001]), plain()]);
     let outcomes = deliver(&sink, &sent).await;
     assert_eq!(said(&outcomes[0]), "dead payload_too_large");
-    // The channel ended with it; the engine sends its neighbour again.
+    // The channel was closed over it. The engine sends the other event again.
     assert!(outcomes[1].is_delivered() || said(&outcomes[1]).starts_with("ambiguous "), "{outcomes:?}");
     assert_eq!(said(&deliver(&sink, &sent[1..]).await[0]), "delivered");
 }

@@ -1,5 +1,5 @@
-//! What is particular to RabbitMQ: routes, headers, sizes, returned messages, blocked connections,
-//! users and certificates, faults of a server and of the way there.
+//! Tests of what is specific to RabbitMQ: routes, headers, sizes, returned messages, blocked
+//! connections, users and certificates, and faults of a server and of the network.
 
 mod broker;
 mod connections;

@@ -1,4 +1,4 @@
-//! From a queue into an inbox.
+//! Receives from a queue into an inbox.
 
 use lapin::BasicProperties;
 use lapin::options::QueueDeleteOptions;
@@ -17,7 +17,7 @@ async fn receiving(url: &str, keys: &str) -> Receiving {
     Receiving::start(table(url, keys)).await
 }
 
-/// Nothing is in the queue once nobody consumes it.
+/// Checks that nothing is left in the queue. Nothing may consume it any more.
 async fn is_empty(broker: &Broker, queue: &str) {
     assert!(broker.drain(queue).await.is_empty(), "all of it is acknowledged");
 }
@@ -26,7 +26,7 @@ fn properties(id: &str) -> BasicProperties {
     BasicProperties::default().with_message_id(id.into())
 }
 
-/// A first start found the exchange missing, when the queue was made already.
+/// The first start found the exchange missing, when it had already declared the queue.
 #[tokio::test]
 async fn a_queue_whose_exchange_comes_later_is_bound() {
     let url = Rabbitmq::shared().await.url();
@@ -46,7 +46,7 @@ async fn an_event_comes_out_as_it_went_in() {
     let url = Rabbitmq::shared().await.url();
     let (broker, queue) = (Broker::connect(&url).await, unique("q"));
     broker.exchange(&queue).await;
-    // The queue is made, and bound.
+    // The queue is declared, and bound.
     let receiving = receiving(&url, &format!("queue = {queue:?}\nexchange = {queue:?}")).await;
     let made = async {
         let outcome = async || {
@@ -61,7 +61,8 @@ async fn an_event_comes_out_as_it_went_in() {
     for outcome in deliver(&sink, &sent).await {
         assert_eq!(said(&outcome), "delivered");
     }
-    // And two of somebody who knows nothing of our properties: another spelling, and nothing.
+    // And two messages from a publisher that knows nothing of our properties: one with another
+    // spelling, one with none.
     let text = |text: &str| AMQPValue::LongString(text.into());
     let spelled = [
         ("cloudEvents:specversion", text("1.0")),
@@ -80,7 +81,7 @@ async fn an_event_comes_out_as_it_went_in() {
     assert!(by_topic("plain").message_id.starts_with("sha256:"));
     receiving.stop().await;
     is_empty(&broker, &queue).await;
-    // It is a quorum queue: declared as another kind, it is refused.
+    // The queue is a quorum queue: to declare it as another kind is refused.
     let other = broker.channel.queue_declare(
         ShortString::from(queue.as_str()),
         lapin::options::QueueDeclareOptions { durable: true, ..Default::default() },
@@ -96,7 +97,7 @@ async fn duplicates_conflicts_and_poison_are_settled() {
     broker.exchange(&queue).await;
     broker.queue(&queue, quorum(&[]), &queue, "#").await;
     let receiving = receiving(&url, &format!("queue = {queue:?}")).await;
-    // No topic has a space.
+    // A topic cannot contain a space.
     for (key, id, body) in
         [("a", "1", "one"), ("a", "1", "one"), ("a", "1", "another"), ("a b", "2", "poison"), ("a", "3", "three")]
     {
@@ -107,7 +108,7 @@ async fn duplicates_conflicts_and_poison_are_settled() {
     is_empty(&broker, &queue).await;
 }
 
-/// What nobody can keep goes where the queue sends it, or stays.
+/// A message that cannot be stored in any form goes where the queue dead-letters it, or stays.
 #[tokio::test]
 async fn what_cannot_be_kept_at_all_goes_to_the_dead_letter_exchange() {
     let url = Rabbitmq::shared().await.url();
@@ -117,7 +118,7 @@ async fn what_cannot_be_kept_at_all_goes_to_the_dead_letter_exchange() {
     broker.queue(&dead, quorum(&[]), &dead, "#").await;
     let keys = format!("queue = {queue:?}\nexchange = {queue:?}\ndead_letter_exchange = {dead:?}");
     let receiving = receiving(&url, &keys).await;
-    // With 8 bytes of the body's SHA-256.
+    // The second id ends with 8 bytes of the body's SHA-256.
     for id in ["1", "poison:1:83c874d33e8bff73"] {
         receiving.inbox.refuse(id);
     }
@@ -162,14 +163,14 @@ async fn a_server_that_is_killed_while_it_is_received_from_loses_nothing() {
     is_empty(&Broker::connect(&server.url()).await, "q").await;
 }
 
-/// A consumer that the server ends without a word on the connection would wait for ever.
+/// A server can end a consumer without closing its connection. Such a consumer would wait for ever.
 #[tokio::test]
 async fn a_consumer_that_the_server_ended_is_opened_again() {
     let server = PrivateRabbitmq::launch_with("consumer_timeout = 2000\n").await;
     let broker = Broker::connect(&server.url()).await;
     broker.queue("q", quorum(&[]), "amq.topic", "#").await;
     let receiving = receiving(&server.url(), "queue = \"q\"\nexchange = \"amq.topic\"").await;
-    // The store is away for longer than a consumer may keep a message.
+    // The store is down for longer than a consumer may hold a message.
     receiving.inbox.set(Mode::Down);
     broker.publish("amq.topic", "a", properties("1"), b"1").await;
     let again = Broker::connect(&server.url()).await;
@@ -185,7 +186,7 @@ async fn a_consumer_that_the_server_ended_is_opened_again() {
     receiving.inbox.set(Mode::Works);
     again.publish("amq.topic", "a", properties("2"), b"2").await;
     receiving.until(|it| it.bodies().len() == 2).await;
-    // And one whose queue is deleted under it: it makes another.
+    // And a consumer whose queue is deleted: the source declares another.
     let deleted = again.channel.queue_delete("q".into(), QueueDeleteOptions::default()).await;
     deleted.expect("deleted");
     let sink = sink(&server.url(), "exchange = \"amq.topic\"").await;

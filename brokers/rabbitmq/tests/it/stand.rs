@@ -1,4 +1,4 @@
-//! Sinks and sources of tests.
+//! Builds sinks and sources for tests.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use postbox_core::Sink;
 use postbox_rabbitmq::{RabbitmqSinkTable, RabbitmqSourceTable};
 use postbox_testkit::sending;
 
-/// Longest wait for confirms where a test lets the server be silent.
+/// Longest wait for confirms in tests with a silent server.
 pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
-/// A sink of these keys beside the address.
+/// Builds a sink from the address and these keys.
 pub(crate) async fn sink(url: &str, keys: &str) -> Arc<dyn Sink> {
     sink_with(url, keys, &sending::context(sending::PATIENCE / 2)).await
 }

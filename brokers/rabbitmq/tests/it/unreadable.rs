@@ -1,4 +1,5 @@
-//! A message that the client cannot read: its connection ends each time it comes.
+//! A message that the client library cannot read: its connection ends each time the message
+//! arrives.
 
 use std::time::{Duration, Instant};
 
@@ -34,12 +35,13 @@ async fn it_is_named_with_the_cure_and_asked_for_less_and_less_often() {
         let cure = format!("rabbitmqadmin get queue={queue} ackmode=ack_requeue_false");
         assert!(failed.message().contains(&cure), "{failed}");
     }
-    // 100, 200 and 400 ms.
+    // The waits are 100, 200 and 400 ms.
     assert!(began.elapsed() >= Duration::from_millis(700), "{:?}", began.elapsed());
     source.close().await;
 }
 
-/// Each time counts towards the queue's delivery limit, for all that are out of it together.
+/// Each arrival counts towards the queue's delivery limit, for every message that is unacknowledged
+/// at the time.
 #[tokio::test]
 async fn it_takes_no_others_with_it() {
     let url = Rabbitmq::shared().await.url();
@@ -65,7 +67,7 @@ async fn it_takes_no_others_with_it() {
     };
     timeout(PATIENCE, async { while there().await == 0 {} }).await.expect("it reaches the limit");
     assert_eq!(there().await, 1, "no other did");
-    // Once others have passed, they come many at a time again.
+    // Once other messages have passed, many at a time arrive again.
     for n in 40..60 {
         broker.publish(&queue, "a", properties(&n.to_string()), n.to_string().as_bytes()).await;
     }

@@ -1,4 +1,4 @@
-//! Answers that no emulator gives, and what a request is made of.
+//! Answers that no emulator gives, and the contents of requests.
 
 use postbox_core::NewEvent;
 

@@ -1,4 +1,4 @@
-//! A server that is killed, comes back empty, is cut off in the worst moment, or is silent.
+//! A server that is killed, comes back empty, is cut off at the worst moment, or is silent.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::support::{Broker, Gateway, Mode, queue_keys, said, sink, sink_within}
 use postbox_config::SinkConfig as _;
 use postbox_sqs::SqsSinkTable;
 
-/// Shorter than anybody waits.
+/// Time limit of calls to a silent server. Far shorter than any test waits.
 const SHORT: Duration = Duration::from_secs(2);
 
 #[tokio::test]

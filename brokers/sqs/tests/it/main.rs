@@ -1,4 +1,4 @@
-//! What the suites do not know: what is special about SQS and SNS.
+//! Tests of what is specific to SQS and SNS.
 
 #[path = "../support/mod.rs"]
 mod support;

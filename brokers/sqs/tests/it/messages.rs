@@ -1,4 +1,4 @@
-//! What is on the wire, and what comes out at the other end.
+//! The messages on the wire, and what arrives at the other end.
 
 use postbox_config::SourceConfig as _;
 use postbox_core::{Delivery, NewEvent};
@@ -15,7 +15,8 @@ fn full() -> Delivery {
     deliveries([event]).remove(0)
 }
 
-/// From our sink to our source, by a queue, by a topic as SNS wraps it, and by a raw one.
+/// From our sink to our source: through a queue, through a topic as SNS wraps it, and through a raw
+/// one.
 #[tokio::test]
 async fn an_event_is_itself_again_whichever_way_it_goes() {
     let broker = Broker::launch().await;
@@ -78,8 +79,8 @@ async fn a_fifo_queue_has_the_key_as_group_and_knows_repetitions() {
     assert_eq!(by_id(&sent[2].dedupe_id()).group, Some(sent[2].dedupe_id()));
 }
 
-/// Every event a store can hold is delivered as it is, or is dead with a stable code; its
-/// neighbours are delivered.
+/// Every event that a store can hold is delivered unchanged, or is dead with a stable code. The
+/// other events of the call are delivered.
 #[tokio::test]
 async fn hostile_events_are_delivered_as_they_are_or_die_alone() {
     let broker = Broker::launch().await;

@@ -1,4 +1,4 @@
-//! The source on its way into a store: slow, killed, cut off, and what comes twice.
+//! The source while it feeds a store that is slow, killed or cut off, and repeated messages.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -50,12 +50,12 @@ async fn what_a_slow_store_holds_comes_no_second_time_until_we_are_gone() {
     let with = keys(&queue, &broker.server.url(), "visibility = \"2s\"");
     let (slow, other) = (source(&with).await, source(&with).await);
     let given = gather(&slow, 25).await;
-    // Twice as long as SQS hides it by itself.
+    // Twice as long as SQS hides a message if nobody prolongs that.
     assert!(timeout(Duration::from_secs(4), other.next(10)).await.is_err(), "it is held");
-    // As if it were killed: nothing is given back.
+    // As if the process were killed: nothing is returned to the queue.
     drop(slow);
     let (wanted, mut again): (HashSet<_>, _) = (payloads(&given).into_iter().collect(), Vec::new());
-    // On a slow machine one that is held for two seconds may come twice.
+    // On a slow machine, a message that is hidden for two seconds may arrive twice.
     while payloads(&again).into_iter().collect::<HashSet<_>>() != wanted {
         again.extend(gather(&other, 1).await);
     }
@@ -70,7 +70,7 @@ async fn closing_gives_everything_back_at_once() {
     fill(&broker, &queue, 12).await;
     let keys = keys(&queue, &broker.server.url(), "visibility = \"1h\"");
     let first = source(&keys).await;
-    // Ten come at once; one of them is given out.
+    // Ten messages arrive at once. One of them is handed out.
     gather(&first, 1).await;
     first.close().await;
     let began = Instant::now();

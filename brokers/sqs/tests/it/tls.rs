@@ -1,4 +1,4 @@
-//! `https://`.
+//! Connections over `https://`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::support::{Broker, queue_keys, said, sink};
 
-/// TLS in front of the server; its port.
+/// Starts TLS in front of the server. Returns its port.
 fn tls(broker: &Broker, certificate: &rcgen::Certificate, key: &rcgen::KeyPair) -> (u16, AbortOnDropHandle<()>) {
     let key = PrivateKeyDer::try_from(key.serialize_der()).expect("a key");
     let provider = Arc::new(rustls::crypto::ring::default_provider());

@@ -1,4 +1,4 @@
-//! A server, a client beside what is tested, and a gateway that sees every request and can harm it.
+//! A server, a separate client, and a gateway that sees every request and can inject faults.
 #![allow(dead_code)]
 
 use std::collections::BTreeMap;
@@ -24,13 +24,13 @@ use tokio_util::task::AbortOnDropHandle;
 
 /// The account of every queue and topic.
 const ACCOUNT: &str = "123456789012";
-/// How everything that is configured here finds a server.
+/// Returns the key `aws` with the credentials and the endpoint `by`: a server or a gateway.
 pub(crate) fn aws(by: &str) -> String {
     let key = "access_key_id = \"AKIATEST\", secret_access_key = \"canary\"";
     format!("aws = {{ region = \"us-east-1\", endpoint = {by:?}, {key} }}\n")
 }
 
-/// A server and a client of it.
+/// A server and a client for it.
 pub(crate) struct Broker {
     pub(crate) server: PrivateSqs,
     pub(crate) client: Client,
@@ -49,7 +49,7 @@ impl Broker {
         Self { server, client: Client::from_conf(config) }
     }
 
-    /// Makes a queue; its URL.
+    /// Creates a queue. Returns its URL.
     pub(crate) async fn queue(&self, name: &str) -> String {
         let mut request = self.client.create_queue().queue_name(name);
         if name.ends_with(".fifo") {
@@ -63,8 +63,8 @@ impl Broker {
         format!("{}/{ACCOUNT}/{name}", self.server.url())
     }
 
-    /// Takes all messages out of a queue: body and attributes of each, in the order in which they
-    /// come.
+    /// Takes all messages out of a queue. Returns the body and attributes of each, in order of
+    /// arrival.
     pub(crate) async fn take(&self, queue: &str) -> Vec<Taken> {
         let mut taken = Vec::new();
         loop {
@@ -92,7 +92,7 @@ impl Broker {
         }
     }
 
-    /// How many messages are in a queue, hidden or not.
+    /// Returns the number of messages in a queue, hidden or not.
     pub(crate) async fn remaining(&self, queue: &str) -> usize {
         let counts = [
             QueueAttributeName::ApproximateNumberOfMessages,
@@ -104,7 +104,7 @@ impl Broker {
     }
 }
 
-/// What was in a queue.
+/// A message that was in a queue.
 #[derive(Debug, Clone)]
 pub(crate) struct Taken {
     pub(crate) body: String,
@@ -118,17 +118,17 @@ pub(crate) struct Taken {
 pub(crate) enum Mode {
     /// The server answers.
     Pass,
-    /// The gateway does, with this status and body.
+    /// The gateway answers with this status and body.
     Say(u16, String),
-    /// So it does where this is in the request.
+    /// The gateway answers so if the request contains this text.
     SayTo(&'static str, u16, String),
-    /// The server has it, and nobody hears its answer.
+    /// The server receives the request, but its answer is lost.
     Lose,
-    /// Nobody answers.
+    /// The gateway drops the request without an answer.
     Hang,
 }
 
-/// An error as both protocols have it.
+/// Returns an error in the protocol of SQS. [`sns_refusal`] returns one in that of SNS.
 pub(crate) fn refusal(code: &str) -> String {
     format!("{{\"__type\":\"com.amazonaws.sqs#{code}\",\"message\":\"why\"}}")
 }
@@ -139,7 +139,7 @@ pub(crate) fn sns_refusal(code: &str) -> String {
     )
 }
 
-/// Stands in front of a server, at one address for good.
+/// Stands in front of a server, at a fixed address.
 pub(crate) struct Gateway {
     address: SocketAddr,
     shared: Arc<Shared>,
@@ -150,7 +150,7 @@ struct Shared {
     upstream: String,
     mode: Mutex<Mode>,
     attempts: Mutex<Vec<Attempt>>,
-    /// How many requests that send messages have come.
+    /// Number of requests that send messages.
     requests: watch::Sender<usize>,
     connections: watch::Sender<usize>,
 }
@@ -178,7 +178,7 @@ impl Gateway {
         *lock(&self.shared.mode) = mode;
     }
 
-    /// Nobody listens; every connection is closed.
+    /// Stops listening, and closes every connection.
     pub(crate) async fn stop(&self) {
         drop(lock(&self.task).take());
         while TcpStream::connect(self.address).await.is_ok() {
@@ -193,12 +193,12 @@ impl Gateway {
         }
     }
 
-    /// Messages that came in requests, accepted or not.
+    /// Returns the messages that arrived in requests, accepted or not.
     pub(crate) fn attempts(&self) -> Vec<Attempt> {
         lock(&self.shared.attempts).clone()
     }
 
-    /// Waits until so many requests that send messages have come.
+    /// Waits until there were `count` requests that send messages.
     pub(crate) async fn requests(&self, count: usize) {
         let mut requests = self.shared.requests.subscribe();
         let came = requests.wait_for(|requests| *requests >= count);
@@ -209,7 +209,7 @@ impl Gateway {
         *self.shared.requests.borrow()
     }
 
-    /// Most connections that were open at once.
+    /// Returns the highest number of connections that were open at once.
     pub(crate) fn connections(&self) -> usize {
         *self.shared.connections.borrow()
     }
@@ -244,7 +244,8 @@ impl Shared {
                 if line == "\r\n" {
                     break;
                 }
-                // Nothing but what is asked for: the server must close, so that we see its end.
+                // Drops the client's own `Connection` header: the server must close, so that the
+                // end of the answer is seen.
                 if !line.to_ascii_lowercase().starts_with("connection:") {
                     head += &line;
                 }
@@ -277,7 +278,7 @@ impl Shared {
         }
     }
 
-    /// The server's answer, as that of a connection that stays open.
+    /// Returns the server's answer, as if the connection stayed open.
     async fn ask(&self, head: &str, body: &[u8]) -> std::io::Result<Vec<u8>> {
         let mut server = TcpStream::connect(&self.upstream).await?;
         server.write_all(format!("{head}Connection: close\r\n\r\n").as_bytes()).await?;
@@ -296,7 +297,7 @@ fn answer(status: u16, body: &str) -> Vec<u8> {
     format!("HTTP/1.1 {status} Said\r\nContent-Length: {}\r\n\r\n{body}", body.len()).into_bytes()
 }
 
-/// The messages of a request: the dedupe id and the body of each.
+/// Returns the dedupe id and the body of each message in a request.
 fn messages(request: &str) -> impl Iterator<Item = (Option<String>, String)> {
     let mut found = Vec::new();
     if let Ok(json) = serde_json::from_str::<serde_json::Value>(request) {
@@ -324,7 +325,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("nobody panics while holding it")
 }
 
-/// A sink or source for a queue, by way of somebody else.
+/// Returns the keys of a sink or source for a queue, by way of the endpoint `by`.
 pub(crate) fn queue_keys(queue: &str, by: &str) -> String {
     format!("queue_url = {queue:?}\n{}", aws(by))
 }
@@ -349,12 +350,12 @@ pub(crate) async fn source(keys: &str) -> Arc<dyn Source> {
     receiving::source::<SqsSourceTable>(keys).await
 }
 
-/// What became of each, with its stable code.
+/// Returns each outcome, with its stable code.
 pub(crate) fn said(outcomes: &[Outcome]) -> Vec<String> {
     outcomes.iter().map(sending::said).collect()
 }
 
-/// A client of SNS.
+/// Returns a client of SNS.
 pub(crate) fn sns(broker: &Broker) -> aws_sdk_sns::Client {
     let config = aws_sdk_sns::Config::builder()
         .behavior_version(BehaviorVersion::v2026_01_12())
@@ -366,7 +367,7 @@ pub(crate) fn sns(broker: &Broker) -> aws_sdk_sns::Client {
     aws_sdk_sns::Client::from_conf(config)
 }
 
-/// Makes a topic; its name.
+/// Creates a topic. Returns its ARN.
 pub(crate) async fn make_topic(broker: &Broker, name: &str) -> String {
     let mut request = sns(broker).create_topic().name(name);
     if name.ends_with(".fifo") {
@@ -375,7 +376,7 @@ pub(crate) async fn make_topic(broker: &Broker, name: &str) -> String {
     request.send().await.expect("made").topic_arn.expect("a name")
 }
 
-/// Lets a queue have what a topic gets, raw or as SNS wraps it.
+/// Subscribes a queue to a topic, raw or as SNS wraps it.
 pub(crate) async fn subscribe(broker: &Broker, topic: &str, queue: &str, raw: bool) {
     let arn = format!("arn:aws:sqs:us-east-1:{ACCOUNT}:{queue}");
     let request = sns(broker).subscribe().topic_arn(topic).protocol("sqs").endpoint(arn);
