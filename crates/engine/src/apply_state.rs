@@ -1,4 +1,5 @@
-//! What is known of a handler's transactions: how many deliveries the next one may take.
+//! What the relay knows about its handlers' transactions, and how many deliveries the next one
+//! takes.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -9,7 +10,7 @@ use postbox_core::{Delivery, Outcome, Seq};
 
 use crate::lock::lock;
 
-/// Most deliveries of one transaction: bounds both its length and what a rollback repeats.
+/// Maximum deliveries in one transaction. Bounds how long it lasts and how much a rollback repeats.
 pub(crate) const APPLY_CHUNK_MAX: usize = 64;
 
 /// The outcome of an event whose transaction did not settle it, and how long that took.
@@ -17,9 +18,10 @@ pub(crate) type Known = (Outcome, Duration);
 
 pub(crate) struct ApplyState {
     chunk: AtomicUsize,
-    /// Events that are not handled when they are read again, because it is known what becomes of
-    /// them: their transaction failed alone, or a handler committed it. With the attempt and replay
-    /// that it was; at another one the transaction did settle them.
+    /// Outcomes of events whose transaction failed with no other event in it, or was committed by a
+    /// handler. Such an event is not handled again when it is read again. Each outcome is stored
+    /// with the attempt and replay number of its delivery; if these differ later, the transaction
+    /// did settle the event.
     known: Mutex<HashMap<Seq, (u32, u32, Known)>>,
 }
 
@@ -30,12 +32,12 @@ impl Default for ApplyState {
 }
 
 impl ApplyState {
-    /// How many deliveries the next transaction takes.
+    /// Returns the number of deliveries the next transaction takes.
     pub(crate) fn chunk(&self) -> usize {
         self.chunk.load(Ordering::Relaxed)
     }
 
-    /// A transaction was committed in time: larger ones are tried again.
+    /// Notes that a transaction committed in time. The next ones may be larger.
     pub(crate) fn committed(&self) {
         let chunk = self.chunk();
         if chunk < APPLY_CHUNK_MAX {
@@ -43,8 +45,9 @@ impl ApplyState {
         }
     }
 
-    /// A transaction failed because of a handler: the next ones take one delivery each, to find
-    /// whose it was. `outcome` becomes of that one.
+    /// Notes that a transaction failed because of a handler. The next ones take one delivery each,
+    /// to find the event at fault. If this one had a single delivery, `outcome` is remembered for
+    /// it.
     pub(crate) fn failed(&self, deliveries: &[&Delivery], outcome: Known) {
         self.chunk.store(1, Ordering::Relaxed);
         if let [single] = deliveries {
@@ -52,12 +55,12 @@ impl ApplyState {
         }
     }
 
-    /// What becomes of this delivery when it is read again.
+    /// Remembers the outcome to use when this delivery is read again.
     pub(crate) fn know(&self, delivery: &Delivery, outcome: Known) {
         lock(&self.known).insert(delivery.seq, (delivery.attempt, delivery.replay, outcome));
     }
 
-    /// What becomes of this delivery, if that is known; says so once.
+    /// Removes and returns the remembered outcome of this delivery, if there is one.
     pub(crate) fn take_known(&self, delivery: &Delivery) -> Option<Known> {
         let (attempt, replay, known) = lock(&self.known).remove(&delivery.seq)?;
         ((attempt, replay) == (delivery.attempt, delivery.replay)).then_some(known)

@@ -1,8 +1,8 @@
 //! The breaker of one destination: while it is open, nothing is sent and no attempt is counted.
 //!
-//! Then one event goes out as a probe. If it is accepted or refused for good, the breaker closes;
-//! if it is to be tried again, that proves nothing, and the next probe follows. All lanes of a
-//! relay share one breaker, because they share the destination.
+//! After a wait, one event goes out as a probe. If it is accepted or refused for good, the breaker
+//! closes. A retryable failure proves nothing, so another probe follows. All lanes of a relay share
+//! one breaker because they share the destination.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -12,12 +12,12 @@ use postbox_core::Random;
 
 use crate::lock::lock;
 
-/// Longest wait that a destination may name.
+/// Longest wait that is honoured when a destination names one. Longer ones are cut to this.
 const AFTER_MAX: Duration = Duration::from_secs(3_600);
 /// How long another lane waits while one lane probes.
 const PROBED_BY_ANOTHER: Duration = Duration::from_millis(50);
 
-/// When to ask a dead destination again.
+/// When a destination that is down is tried again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BreakerPolicy {
     /// Upper bound of the first wait; doubles with every failed probe. Default 500 ms.
@@ -33,30 +33,30 @@ impl Default for BreakerPolicy {
 }
 
 impl BreakerPolicy {
-    /// The longest wait after so many doublings.
+    /// Returns the longest wait after this many doublings.
     pub(crate) fn wait_max(&self, doublings: u32) -> Duration {
         self.base.saturating_mul(1 << doublings.min(20)).min(self.max)
     }
 
-    /// What is honoured of a wait that the destination named.
+    /// Cuts a wait named by the destination to the longest that is honoured.
     pub(crate) fn named_wait(after: Duration) -> Duration {
         after.min(AFTER_MAX)
     }
 }
 
-/// How a destination stands.
+/// The state of a destination, as the breaker sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BreakerState {
-    /// It answers; everything flows.
+    /// The destination answers; events are sent freely.
     Closed,
-    /// One event is out to see whether it answers again.
+    /// One event is out as a probe.
     HalfOpen,
-    /// It does not answer; nothing is sent.
+    /// The destination does not answer; nothing is sent.
     Open,
 }
 
 impl BreakerState {
-    /// The stable word for logs and metrics.
+    /// Returns the stable word for logs and metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Closed => "closed",
@@ -73,7 +73,7 @@ pub(crate) enum Admission {
     Closed,
     /// Send exactly one event, then [`Breaker::probe_ended`].
     Probe,
-    /// Send nothing for so long.
+    /// Send nothing for this long.
     Wait(Duration),
 }
 
@@ -88,7 +88,7 @@ enum Inner {
 pub(crate) struct Breaker {
     policy: BreakerPolicy,
     inner: Mutex<Inner>,
-    /// Mirror of `inner` for the check before each send.
+    /// A copy of the state in `inner`, so that the check before each send takes no lock.
     state: AtomicU8,
 }
 
@@ -105,7 +105,7 @@ impl Breaker {
         }
     }
 
-    /// How often in a row it found nobody.
+    /// Returns the number of consecutive times the destination was found down.
     pub(crate) fn failures(&self) -> u32 {
         match *lock(&self.inner) {
             Inner::Closed => 0,
@@ -117,7 +117,7 @@ impl Breaker {
         self.state() == BreakerState::Closed
     }
 
-    /// How long until the destination is asked again; `None` while it answers.
+    /// Returns the wait until the next probe; `None` while the destination answers.
     pub(crate) fn wait(&self, now: Duration) -> Option<Duration> {
         match *lock(&self.inner) {
             Inner::Closed => None,
@@ -126,7 +126,8 @@ impl Breaker {
         }
     }
 
-    /// What a lane may do at `now`. Taking a probe obliges to call [`Self::probe_ended`].
+    /// Returns what a lane may do at `now`. A caller that gets [`Admission::Probe`] must call
+    /// [`Self::probe_ended`].
     pub(crate) fn admit(&self, now: Duration) -> Admission {
         let mut inner = lock(&self.inner);
         match *inner {
@@ -140,31 +141,34 @@ impl Breaker {
         }
     }
 
-    /// The destination did not answer. Returns the wait if this opened the breaker.
+    /// Notes that the destination did not answer. Returns the wait if this opened the breaker.
     pub(crate) fn unavailable(&self, now: Duration, after: Option<Duration>, random: &dyn Random) -> Option<Duration> {
         let mut inner = lock(&self.inner);
         let failures = match *inner {
             Inner::Closed => 1,
             Inner::Probing { failures } => failures.saturating_add(1),
-            // Calls that were in flight when it opened say nothing new, except for a longer wait.
+            // Calls in flight when the breaker opened add no information, except a longer named
+            // wait.
             Inner::Open { until, failures } => {
                 let until = until.max(now + BreakerPolicy::named_wait(after.unwrap_or_default()));
                 *inner = Inner::Open { until, failures };
                 return None;
             }
         };
-        // Half of it is certain: with full jitter a probe could follow the failure at once.
+        // Half of the wait is fixed: with full jitter a probe could follow the failure at once.
         let backoff = self.policy.wait_max(failures - 1).mul_f64(0.5 + random.unit() / 2.0);
-        // Where the named wait did not suffice, the next one is longer.
+        // The backoff still applies if it is longer: the wait that the destination named may not
+        // have been enough.
         let wait = backoff.max(BreakerPolicy::named_wait(after.unwrap_or_default()));
         self.set(&mut inner, Inner::Open { until: now + wait, failures });
         Some(wait)
     }
 
-    /// The destination accepted an event or refused it for good. Closes a breaker that was probing;
-    /// returns whether it did.
+    /// Notes that the destination accepted an event or refused it for good. Closes a breaker that
+    /// was probing, and returns whether it did.
     ///
-    /// An answer while it is open belongs to a call sent before it opened, and proves nothing.
+    /// While the breaker is open, an answer belongs to a call sent before it opened and proves
+    /// nothing.
     pub(crate) fn answered(&self) -> bool {
         if self.is_closed() {
             return false;
@@ -177,7 +181,7 @@ impl Breaker {
         true
     }
 
-    /// The probe is over. If no event was there to send, another lane may probe.
+    /// Ends the probe. If there was no event to send, another lane may probe.
     pub(crate) fn probe_ended(&self, now: Duration) {
         let mut inner = lock(&self.inner);
         if let Inner::Probing { failures } = *inner {

@@ -14,11 +14,11 @@ type Handler = Arc<dyn Fn(Arc<Delivery>) -> HandlerFuture + Send + Sync>;
 
 /// A sink that hands each event to every handler whose pattern matches its topic.
 ///
-/// All matching handlers run, at the same time; the event is delivered when all of them have
-/// succeeded. If one fails the event is retried, and *every* handler sees it again: handlers must
-/// be idempotent (the event id is the key). An event no handler asked for is delivered. A panic in
-/// a handler is that event's failed attempt. Handlers run in the
-/// [`Context`](postbox_core::Context) of the event.
+/// All matching handlers run concurrently. The event is delivered when all of them have succeeded.
+/// If one fails, the event is retried and *every* handler sees it again: handlers must be
+/// idempotent (use the event id as the key). An event that no handler matches counts as delivered.
+/// A panic in a handler is a failed attempt of that event. Handlers run in the event's
+/// [`Context`](postbox_core::Context).
 ///
 /// ```
 /// use std::sync::Arc;
@@ -37,7 +37,7 @@ pub struct InProcessBus {
 }
 
 impl InProcessBus {
-    /// A bus without handlers.
+    /// Creates a bus without handlers.
     pub fn new() -> Self {
         Self::default()
     }
@@ -57,15 +57,15 @@ impl InProcessBus {
         Ok(self)
     }
 
-    /// The patterns, in the order they were added: what a subscription that only serves this bus
-    /// should filter by.
+    /// Returns the patterns in the order they were added. A subscription that serves only this bus
+    /// should filter by them.
     pub fn topics(&self) -> impl Iterator<Item = &str> {
         self.handlers.iter().map(|(pattern, _)| pattern.as_str())
     }
 }
 
-/// The worst of the handlers' outcomes. A retry wins over a death: a handler that may still succeed
-/// gets its chance first.
+/// Returns the worst of the handlers' outcomes. A retry outranks a dead outcome, so that a handler
+/// that may still succeed is called again first.
 pub(crate) fn worst(outcomes: Vec<Outcome>) -> Outcome {
     let rank = |outcome: &Outcome| match outcome {
         Outcome::Delivered { duplicate: true } => 0,

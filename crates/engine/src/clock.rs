@@ -1,5 +1,5 @@
-//! Time and chance for programs on tokio: the real thing, and a simulated one under tokio's paused
-//! time.
+//! Clock and random number generators for programs on tokio. Tests can simulate time with tokio's
+//! paused clock.
 
 use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
@@ -23,13 +23,13 @@ pub struct TokioClock {
 }
 
 impl TokioClock {
-    /// Wall time from the machine, waits from tokio.
+    /// Takes wall time from the machine and waits from tokio.
     pub fn new() -> Self {
         Self { zero: Instant::now(), simulated_from: None }
     }
 
-    /// Wall time derived from tokio's time, beginning at `start`: in a test with paused time
-    /// nothing comes from the air.
+    /// Derives wall time from tokio's time, beginning at `start`. In a test with paused time, no
+    /// time comes from the machine.
     pub fn simulated(start: Timestamp) -> Self {
         Self { zero: Instant::now(), simulated_from: Some(start) }
     }
@@ -59,7 +59,7 @@ impl Clock for TokioClock {
     }
 }
 
-/// Chance seeded by the operating system, once per process; the default.
+/// A generator seeded by the operating system once per process. The default.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SystemRandom;
 
@@ -71,12 +71,12 @@ impl Random for SystemRandom {
     }
 }
 
-/// Chance that a seed repeats, for tests and simulations.
+/// A generator whose sequence a seed repeats, for tests and simulations.
 #[derive(Debug)]
 pub struct SeededRandom(Mutex<SmallRng>);
 
 impl SeededRandom {
-    /// The sequence that belongs to `seed`.
+    /// Creates the generator for `seed`.
     pub fn new(seed: u64) -> Self {
         Self(Mutex::new(SmallRng::seed_from_u64(seed)))
     }

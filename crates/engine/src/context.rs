@@ -19,15 +19,15 @@ use crate::metrics::Metrics;
 use crate::poll::Siblings;
 use crate::settings::RelaySettings;
 
-/// First and longest wait before a failed call of the store is repeated. The cap keeps a relay
-/// within half a second of a database that comes back.
+/// First and longest wait before a failed store call is repeated. With this cap a relay notices
+/// within half a second that its database is back.
 const STORE_BACKOFF_MIN: Duration = Duration::from_millis(20);
 const STORE_BACKOFF_MAX: Duration = Duration::from_millis(500);
 
-/// How long a stop waits until it is known that a relay is no replica any more.
+/// How long a stopping relay waits for the store to note that it left.
 const LEAVE_MAX: Duration = Duration::from_secs(1);
 
-/// The code of the error that ends a relay whose subscription was removed or renamed meanwhile.
+/// Error code of a relay whose subscription was removed or renamed while it ran.
 pub const SUBSCRIPTION_REMOVED: &str = "subscription_removed";
 
 /// Where a relay's events go.
@@ -37,7 +37,7 @@ pub(crate) enum Destination {
     Apply(Arc<dyn Apply>),
 }
 
-/// Where dead events go, and what knows which have not gone there yet.
+/// The sink for dead events, and the store that knows which ones it has not received yet.
 #[derive(Clone)]
 pub(crate) struct DeadLetterSink {
     pub(crate) sink: Arc<dyn Sink>,
@@ -61,16 +61,16 @@ pub(crate) struct RelayContext {
     pub(crate) log_lines: LogLines,
 }
 
-/// What is known of the destination.
+/// What the relay knows about the destination.
 pub(crate) struct Health {
     pub(crate) breaker: Breaker,
     pub(crate) failures: FailureTracker,
-    /// Why the destination must not be called again, once it said so.
+    /// Why the destination must not be called again, if it said so.
     gone: Mutex<Option<String>>,
 }
 
 impl Health {
-    /// Whether events may be sent freely.
+    /// Returns whether events may be sent freely.
     pub(crate) fn is_good(&self) -> bool {
         !self.is_gone() && self.breaker.is_closed()
     }
@@ -128,7 +128,7 @@ impl RelayContext {
         }
     }
 
-    /// Whether a failed event holds back the later ones of its key.
+    /// Returns whether a failed event holds back later events of its key.
     pub(crate) fn holds_keys(&self) -> bool {
         self.subscription.ordering == Ordering::Key
     }
@@ -137,8 +137,8 @@ impl RelayContext {
         self.subscription.name.as_str()
     }
 
-    /// Asks the store for a lane. The subscription was there when the relay began: one that is gone
-    /// was taken away by a person, and is not made again by the way.
+    /// Asks the store for a lane. Never creates the subscription: it existed when the relay
+    /// started, so if it is missing now, a person removed it.
     pub(crate) async fn acquire(&self, owner: &OwnerId, held: &[u16]) -> Result<Acquired> {
         let (name, ttl) = (&self.subscription.name, self.settings.lease_ttl);
         let acquired = self.log.acquire(name, owner, held, ttl).await;
@@ -149,8 +149,8 @@ impl RelayContext {
         })
     }
 
-    /// Says that `owner` asks for no lane any more. Where the store does not hear of it, others
-    /// wait for the end of the lease.
+    /// Tells the store that `owner` no longer asks for lanes. If the call fails, other relays wait
+    /// for the lease to end.
     pub(crate) async fn leave(&self, owner: &OwnerId) {
         tokio::select! {
             biased;
@@ -163,7 +163,7 @@ impl RelayContext {
         }
     }
 
-    /// Records a failed call of the store; whether to repeat it.
+    /// Records a failed store call. Returns whether to repeat it.
     pub(crate) fn store_failed(&self, error: &Error) -> bool {
         if error.is_permanent() {
             return false;
@@ -176,32 +176,33 @@ impl RelayContext {
         true
     }
 
-    /// Whether something is to be logged now, and how many like it were left out before.
+    /// Returns the number of similar lines left out before if a line is to be logged now, else
+    /// `None`.
     pub(crate) fn log_line(&self, what: &'static str, code: &str) -> Option<u64> {
         self.log_lines.observe(what, code, self.clock.monotonic())
     }
 
-    /// Says what was left out at the end, when no line comes after it.
+    /// Logs, at the end, the counts of lines left out that no later line has reported.
     pub(crate) fn log_left_out(&self) {
         for (what, code, left_out) in self.log_lines.take_left_out() {
             warn!(subscription = self.name(), what, code, left_out, "more of the same");
         }
     }
 
-    /// Records a failed call of one lane; whether to repeat it.
+    /// Records a failed store call of one lane. Returns whether to repeat it.
     pub(crate) fn lane_failed(&self, lane: u16, operation: &'static str, error: &Error) -> bool {
         self.metrics.lane_failed(lane, operation, error, self.clock.now());
         self.store_failed(error)
     }
 
-    /// The wait before the `failures`-th repetition of a call of the store.
+    /// Returns the wait before repetition number `failures` of a store call.
     pub(crate) fn store_backoff(&self, failures: u32) -> Duration {
         let ceiling = STORE_BACKOFF_MIN.saturating_mul(1 << failures.min(10)).min(STORE_BACKOFF_MAX);
         ceiling.mul_f64(0.5 + self.random.unit() / 2.0)
     }
 }
 
-/// The end of a relay whose subscription is gone.
+/// The error of a relay whose subscription is gone.
 pub(crate) fn removed(name: &str) -> Error {
     let message = format!(
         "subscription {name} was removed or renamed while this relay ran; write its new name into the configuration, or take it out \

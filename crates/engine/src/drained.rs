@@ -1,29 +1,29 @@
-//! What a bounded run did.
+//! The result of a bounded run.
 
 use std::ops::AddAssign;
 
 use crate::metrics::MetricsSnapshot;
 
-/// What one bounded run did.
+/// The result of one bounded run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Drained {
-    /// Events read: what a limit counts. One that waits behind a slow one of its key is read again
-    /// when its turn comes, and counted again.
+    /// Events read, which is what a limit counts. An event that waits behind a slow one of its key
+    /// is read again at its turn, and counted again.
     pub fetched: u64,
-    /// Events the destination has now.
+    /// Events delivered.
     pub delivered: u64,
     /// Deliveries that failed and will be tried again.
     pub failed: u64,
-    /// Events that died.
+    /// Events that became dead.
     pub dead: u64,
-    /// Lanes that were lost before they were empty: taken over, paused, or the store went back to
-    /// an earlier state. What was left of them is for their next owner.
+    /// Lanes lost before they were empty: taken over, paused, or reset by the store to an earlier
+    /// state. Their next owner delivers the rest.
     pub lanes_lost: u64,
 }
 
 impl Drained {
-    /// What was done between two moments of a relay's metrics.
+    /// Returns the difference between two snapshots of a relay's metrics.
     pub fn between(before: &MetricsSnapshot, after: &MetricsSnapshot) -> Self {
         let dead = after.dead - before.dead;
         Self {

@@ -1,7 +1,7 @@
-//! Whose failure it is: this event's, or the destination's.
+//! Decides whether a failure belongs to the event or to the destination.
 //!
-//! An event that can never succeed and a destination that is down often look the same. What tells
-//! them apart is whether other events succeed meanwhile.
+//! An event that can never succeed and a destination that is down often look the same. The
+//! difference is whether other events succeed in the meantime.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -12,18 +12,19 @@ use postbox_core::Seq;
 use crate::breaker::BreakerPolicy;
 use crate::lock::lock;
 
-/// In so many closed periods of the breaker one event may find the destination down before it is
-/// the event's own failure. An outage alone never gets there: the breaker does not close in it.
+/// Number of breaker periods (closed spans) in which one event may find the destination down before
+/// this counts as the event's own failure. A single outage never reaches it, because the breaker
+/// does not close during one.
 const PERIODS_MAX: u32 = 5;
-/// So many events in a row that the destination failed at, and it is down. Of as many that fail
-/// each on its own account, with others between, two are seldom neighbours: where one of twenty
-/// fails, five are once in three million. That counts each event once: those that failed before
-/// while others were accepted come again and again.
+/// Number of consecutive events the destination must fail at to count as down. Events that fail for
+/// their own reasons are rarely neighbours: if one in twenty fails, five in a row occur once in
+/// three million. Each event counts once. Events that failed earlier while others were accepted do
+/// not count, because they come again and again.
 const SERVER_ERRORS_MAX: usize = 5;
-/// Most events that are remembered to have failed; beyond it all are forgotten.
+/// Maximum number of suspects remembered. When it is reached, all are forgotten.
 const SUSPECTS_MAX: usize = 10_000;
 
-/// Evidence of one destination, over all lanes of a relay.
+/// Failure evidence about one destination, shared by all lanes of a relay.
 #[derive(Debug)]
 pub(crate) struct FailureTracker {
     policy: BreakerPolicy,
@@ -32,18 +33,18 @@ pub(crate) struct FailureTracker {
 
 #[derive(Debug, Default)]
 struct Evidence {
-    /// How many ambiguous failures there were.
+    /// Number of ambiguous failures so far.
     ambiguous: u64,
-    /// An event that was sent and accepted after the last of them.
+    /// An event that was both sent and accepted after the last ambiguous failure.
     accepted: Option<Seq>,
-    /// Whether an event was accepted since one was throttled.
+    /// Whether an event was accepted since the last one was throttled.
     accepted_since_throttled: bool,
-    /// The events that the destination failed at since it last took or refused one, up to
+    /// Events the destination failed at since it last accepted or refused one, up to
     /// [`SERVER_ERRORS_MAX`].
     server_errors: Vec<Seq>,
-    /// How often it took or refused one.
+    /// Number of events accepted or refused so far.
     answered: u64,
-    /// How often the breaker closed.
+    /// Number of times the breaker closed.
     periods: u64,
     suspects: HashMap<Seq, Suspect>,
 }
@@ -51,29 +52,29 @@ struct Evidence {
 /// An event that found the destination down.
 #[derive(Debug)]
 struct Suspect {
-    /// The period in which it last did.
+    /// The last period in which it found the destination down.
     period: u64,
-    /// In how many periods it did.
+    /// Number of periods in which it found the destination down.
     count: u32,
-    /// How often it was made to wait alone.
+    /// Number of times it was made to wait alone.
     throttled: u32,
-    /// How often another was taken or refused when the destination first failed at it.
+    /// Value of `Evidence::answered` when this event became a suspect.
     answered: u64,
 }
 
-/// When a call was made. A call from before the last ambiguous failure that is accepted does not
-/// prove that the destination is up.
+/// Marks when a call was sent. A call sent before the last ambiguous failure proves nothing when it
+/// is accepted: the destination may have gone down since.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sent(u64);
 
-/// What a failure that looks like an outage is.
+/// What a failure that looks like an outage turns out to be.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// The destination is down, for all events.
     Outage,
     /// A failed attempt of this event.
     OfEvent,
-    /// This event waits so long; others go on, and no attempt is counted.
+    /// Only this event waits, for this long. Others go on, and no attempt is counted.
     Throttled(Duration),
 }
 
@@ -82,12 +83,12 @@ impl FailureTracker {
         Self { policy, evidence: Mutex::default() }
     }
 
-    /// A call leaves now.
+    /// Returns the mark for a call that is sent now.
     pub(crate) fn sent(&self) -> Sent {
         Sent(self.evidence().ambiguous)
     }
 
-    /// An event of a call made at `sent` was accepted.
+    /// Notes that an event of a call marked `sent` was accepted.
     pub(crate) fn accepted(&self, seq: Seq, sent: Sent) {
         let mut evidence = self.evidence();
         evidence.accepted_since_throttled = true;
@@ -97,18 +98,18 @@ impl FailureTracker {
         }
     }
 
-    /// An event was refused for good: the destination works.
+    /// Notes that an event was refused for good, so the destination works.
     pub(crate) fn refused(&self, seq: Seq) {
         self.evidence().answered(seq);
     }
 
-    /// The breaker closed.
+    /// Notes that the breaker closed.
     pub(crate) fn breaker_closed(&self) {
         self.evidence().periods += 1;
     }
 
-    /// An ambiguous failure. It is the event's if another event was accepted since the last one;
-    /// so an outage costs at most one attempt of one event.
+    /// Classifies an ambiguous failure. It belongs to the event if another event was accepted since
+    /// the last ambiguous failure. An outage therefore costs at most one attempt of one event.
     pub(crate) fn ambiguous(&self, seq: Seq, after: Option<Duration>) -> Failure {
         let mut evidence = self.evidence();
         evidence.ambiguous += 1;
@@ -118,9 +119,10 @@ impl FailureTracker {
         }
     }
 
-    /// The destination failed at this event. It is the event's, unless the destination fails at
-    /// whatever it gets. An event that it failed at before, and then took another, says nothing of
-    /// it: while it is down, such an event waits alone, and costs no attempt.
+    /// Classifies a server error. It belongs to the event unless the destination fails at
+    /// everything it gets. If the destination failed at this event before and accepted or refused
+    /// another since, the event is no evidence of an outage: while the destination is down, it
+    /// waits alone and costs no attempt.
     pub(crate) fn server_error(&self, seq: Seq) -> Failure {
         let mut evidence = self.evidence();
         let (answered, policy) = (evidence.answered, &self.policy);
@@ -138,19 +140,22 @@ impl FailureTracker {
         }
     }
 
-    /// The destination is down, says this event.
+    /// Classifies a failure to reach the destination.
     pub(crate) fn unavailable(&self, seq: Seq) -> Failure {
         self.classify(&mut self.evidence(), seq, None)
     }
 
-    /// The destination asked for fewer requests.
+    /// Classifies a request by the destination to slow down.
     pub(crate) fn throttled(&self, seq: Seq, after: Option<Duration>) -> Failure {
         self.classify(&mut self.evidence(), seq, Some(after.unwrap_or_default()))
     }
 
-    /// Without a named wait, an event that found the destination down in [`PERIODS_MAX`] periods is
-    /// at fault itself. With one it is never charged: it waits alone, longer each time, if it is
-    /// such an event or another was accepted since the last throttling; otherwise all wait.
+    /// Classifies by history. `after` is set for throttled calls and some ambiguous failures.
+    ///
+    /// Without `after`, an event that found the destination down in [`PERIODS_MAX`] periods is at
+    /// fault itself. With it, the event is never charged. It waits alone, longer each time, if it
+    /// found the destination down in that many periods or another event was accepted since the last
+    /// throttling. Otherwise all events wait.
     fn classify(&self, evidence: &mut Evidence, seq: Seq, after: Option<Duration>) -> Failure {
         let alone = after.is_some() && std::mem::take(&mut evidence.accepted_since_throttled);
         let period = evidence.periods;
@@ -174,7 +179,7 @@ impl FailureTracker {
 }
 
 impl Evidence {
-    /// The destination took this event, or refused it for good.
+    /// Notes that the destination accepted this event or refused it for good.
     fn answered(&mut self, seq: Seq) {
         self.server_errors.clear();
         self.suspects.remove(&seq);
@@ -191,7 +196,7 @@ impl Evidence {
 }
 
 impl Suspect {
-    /// Longer each time, and as long as the destination said.
+    /// Makes only this event wait: longer each time, and at least as long as the destination said.
     fn wait_alone(&mut self, policy: &BreakerPolicy, after: Duration) -> Failure {
         let wait = policy.wait_max(self.throttled);
         self.throttled = self.throttled.saturating_add(1);

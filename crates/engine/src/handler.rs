@@ -3,9 +3,9 @@
 use async_trait::async_trait;
 use postbox_core::{Capabilities, Delivery, Outcome, Sink};
 
-/// What a handler may return: an [`Outcome`], nothing, or a result whose error is retried.
+/// Return type of a handler: an [`Outcome`], nothing, or a result whose error is retried.
 pub trait IntoOutcome {
-    /// The outcome.
+    /// Converts the value to an outcome.
     fn into_outcome(self) -> Outcome;
 }
 
@@ -21,7 +21,7 @@ impl IntoOutcome for () {
     }
 }
 
-/// `Ok` is delivered, `Err` is retried with code `handler_error` and the error's text.
+/// `Ok` converts its value. `Err` is retried with code `handler_error` and the error's text.
 impl<T: IntoOutcome, E: std::fmt::Display> IntoOutcome for Result<T, E> {
     fn into_outcome(self) -> Outcome {
         match self {
@@ -33,10 +33,10 @@ impl<T: IntoOutcome, E: std::fmt::Display> IntoOutcome for Result<T, E> {
 
 /// Makes a sink of an async function that handles one event.
 ///
-/// Different keys are handled concurrently (up to 16; see [`HandlerSink::concurrency`]), events of
-/// one key one after the other. A panic counts as a failed attempt. The handler may see an event
-/// again after a crash: at least once. It runs in the [`Context`](postbox_core::Context) of the
-/// event.
+/// Events with different keys are handled concurrently (up to 16; see
+/// [`HandlerSink::concurrency`]), events of one key one after the other. A panic counts as a failed
+/// attempt. Delivery is at least once: after a crash the handler may see an event again. It runs in
+/// the event's [`Context`](postbox_core::Context).
 ///
 /// ```
 /// use postbox_core::Delivery;
@@ -64,7 +64,7 @@ pub struct HandlerSink<H> {
 }
 
 impl<H> HandlerSink<H> {
-    /// How many events are handled at once.
+    /// Sets how many events are handled concurrently.
     #[must_use]
     pub fn concurrency(mut self, concurrency: usize) -> Self {
         self.concurrency = concurrency;

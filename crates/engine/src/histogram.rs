@@ -1,4 +1,4 @@
-//! How durations are spread.
+//! A histogram of durations.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -7,8 +7,8 @@ const fn millis(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// The upper bounds of all buckets but the last, which has none. From a local broker to a
-/// destination that was down over a night.
+/// Upper bounds of all buckets except the last, which is unbounded. They range from a local broker
+/// to a destination that was down overnight.
 const BOUNDS: [Duration; 18] = [
     millis(1),
     millis(2),
@@ -30,7 +30,8 @@ const BOUNDS: [Duration; 18] = [
     millis(43_200_000),
 ];
 
-/// Durations by size. Observed from several lanes, read at any time, never locked.
+/// Durations counted by size. Lock-free: lanes observe concurrently, and it can be read at any
+/// time.
 #[derive(Debug, Default)]
 pub struct Histogram {
     counts: [AtomicU64; BOUNDS.len() + 1],
@@ -40,12 +41,12 @@ pub struct Histogram {
 /// A histogram at one moment.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HistogramSnapshot {
-    /// The upper bound of each bucket in seconds, and how many durations are in it that are in none
-    /// before it. The last bound is infinite.
+    /// The upper bound of each bucket in seconds, with the number of durations in that bucket alone
+    /// (not cumulative). The last bound is infinite.
     pub buckets: Vec<(f64, u64)>,
-    /// All durations together, in seconds. Starts anew after 584 years.
+    /// The sum of all durations in seconds. Wraps around after 584 years.
     pub sum: f64,
-    /// How many durations there are.
+    /// The number of durations.
     pub count: u64,
 }
 
@@ -58,8 +59,8 @@ impl Histogram {
         self.sum_nanos.fetch_add(nanos, Ordering::Relaxed);
     }
 
-    /// What was counted until now. The count is that of the buckets; the sum may be ahead by what
-    /// is observed at this moment.
+    /// Returns the counts so far. `count` is the sum of the buckets. `sum` may be ahead of it by
+    /// durations being observed right now.
     pub fn snapshot(&self) -> HistogramSnapshot {
         let counts = self.counts.iter().map(|count| count.load(Ordering::Relaxed));
         let bounds = BOUNDS.iter().map(Duration::as_secs_f64).chain([f64::INFINITY]);

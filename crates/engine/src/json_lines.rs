@@ -1,4 +1,4 @@
-//! The file and stdout sinks: one JSON object a line.
+//! The file and stdout sinks: one JSON object per line.
 
 use std::fs::Metadata;
 use std::path::{Path, PathBuf};
@@ -9,11 +9,11 @@ use tokio::fs::{File, OpenOptions};
 use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWrite, AsyncWriteExt, SeekFrom, Stdout};
 use tokio::sync::Mutex;
 
-/// Most events of one write: one flush each, and a bounded line buffer.
+/// Maximum events in one write. Each write is flushed once, and this bounds the line buffer.
 const BATCH_MAX: usize = 500;
 
-/// Writes each event as one JSON object on a line of its own, to a file or to stdout: the
-/// [envelope](Envelope::Json) with every field, or another that is an object.
+/// Writes each event as one JSON object on its own line, to a file or to stdout. The default is the
+/// [envelope](Envelope::Json) with every field; other envelopes that are objects can be chosen.
 ///
 /// A file is synced before its events count as delivered. After a crash the last lines may be
 /// written again, with the same ids.
@@ -27,8 +27,8 @@ pub struct JsonLines {
 #[derive(Debug)]
 struct Output {
     to: Destination,
-    /// A part of a call was written and its end was not: it failed, or the call was given up. What
-    /// comes next begins on a line of its own.
+    /// A call was written only in part, because it failed or was dropped. The next write must first
+    /// end that line.
     is_torn: bool,
 }
 
@@ -39,9 +39,9 @@ enum Destination {
 }
 
 impl JsonLines {
-    /// Appends to a file, which is made if it is not there. A line cut short by a crash is ended,
-    /// so that the next one is whole. A file that was removed or replaced since (rotated, say) is
-    /// opened anew.
+    /// Appends to a file, creating it if needed. A line that a crash cut short is ended first, so
+    /// that the next one is whole. A file that was removed or replaced since (by log rotation, for
+    /// example) is opened again.
     pub async fn file(path: impl AsRef<Path>) -> postbox_core::Result<Self> {
         let path = path.as_ref().to_owned();
         let fault = |source: std::io::Error| {
@@ -61,13 +61,13 @@ impl JsonLines {
         Self { output: Mutex::new(Output { to, is_torn: false }), envelope: Envelope::Json, source: "postbox".into() }
     }
 
-    /// Sets the envelope, one of [`Envelope::OBJECTS`], and the CloudEvents source of events that
-    /// name none.
+    /// Sets the envelope, one of [`Envelope::OBJECTS`], and the CloudEvents source for events
+    /// without one.
     pub fn envelope(self, envelope: Envelope, source: impl Into<String>) -> Self {
         Self { envelope, source: source.into(), ..self }
     }
 
-    /// The line of one event, line feed included.
+    /// Returns the line of one event, including the line feed.
     fn line(&self, event: &Event) -> Result<Vec<u8>, Outcome> {
         let mut line = Vec::from(self.envelope.wrap(event, &self.source)?.body);
         // JSON has no raw line break inside a string, so every one is white space between tokens.
@@ -80,7 +80,7 @@ impl JsonLines {
 async fn open(path: &Path) -> std::io::Result<File> {
     let mut options = OpenOptions::new();
     options.create(true).append(true).read(true);
-    // For its owner alone: it holds payloads. A file that is there keeps its mode.
+    // Readable by its owner only, because it holds payloads. An existing file keeps its mode.
     #[cfg(unix)]
     options.mode(0o600);
     let mut file = options.open(path).await?;
@@ -88,7 +88,7 @@ async fn open(path: &Path) -> std::io::Result<File> {
     Ok(file)
 }
 
-/// Whether the path leads to this file still.
+/// Returns whether the path still leads to this file.
 #[cfg(unix)]
 async fn is_in_place(file: &Metadata, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt as _;
@@ -101,8 +101,8 @@ async fn is_in_place(_: &Metadata, path: &Path) -> bool {
     tokio::fs::try_exists(path).await.is_ok_and(|is_there| is_there)
 }
 
-/// Writes all of it; `is_torn` says at every moment whether a part is written and the rest is not.
-/// What a write takes is written, even if nobody waits for it.
+/// Writes all bytes. At every moment `is_torn` is true if a part is written and the rest is not.
+/// This holds even if the future is dropped: bytes that a write took stay written.
 async fn write_all(to: &mut (impl AsyncWrite + Unpin), mut bytes: &[u8], is_torn: &mut bool) -> std::io::Result<()> {
     if *is_torn {
         to.write_all(b"\n").await?;
@@ -119,7 +119,7 @@ async fn write_all(to: &mut (impl AsyncWrite + Unpin), mut bytes: &[u8], is_torn
     to.flush().await
 }
 
-/// A special file (pipe, device) has no end to look at, and no torn line to end.
+/// Ends a torn last line. A special file (pipe, device) has no end to look at, so nothing is done.
 async fn end_torn_line(file: &mut File) -> std::io::Result<()> {
     let metadata = file.metadata().await?;
     if !metadata.is_file() || metadata.len() == 0 {
@@ -136,8 +136,8 @@ async fn end_torn_line(file: &mut File) -> std::io::Result<()> {
 }
 
 impl Output {
-    /// All of it or none, as far as the file system lets us. Given up in the middle, it leaves half
-    /// a line, and the next call ends that.
+    /// Writes all or nothing, as far as the file system allows. If it is dropped midway it leaves
+    /// half a line, which the next call ends.
     async fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
         let Self { to, is_torn } = self;
         match to {
@@ -156,8 +156,8 @@ impl Output {
                 };
                 let written = written.await;
                 if written.is_err() && metadata.is_file() {
-                    // A full disk: take back the part that fitted, or the repetition would follow
-                    // half a line.
+                    // The disk is full: remove the part that was written, or the repetition would
+                    // follow half a line.
                     file.set_len(metadata.len()).await?;
                     *is_torn = was_torn;
                 }
@@ -177,7 +177,7 @@ impl Output {
 #[async_trait]
 impl Sink for JsonLines {
     fn capabilities(&self) -> Capabilities {
-        // All of a call or nothing is written, so a failure stops every key.
+        // A call is written whole or not at all, so a failure stops every key.
         Capabilities { batch_max: BATCH_MAX, concurrency: 1, prefix: true, system: Some("file") }
     }
 
@@ -196,7 +196,7 @@ impl Sink for JsonLines {
 
     async fn close(&self) {
         let mut output = self.output.lock().await;
-        // Everything delivered is flushed already; what a failed call left is repeated.
+        // Everything delivered is flushed already. What a failed call left is repeated later.
         _ = output.write(b"").await;
     }
 }
@@ -272,7 +272,7 @@ mod tests {
         assert!(matches!(&outcomes[..], [Outcome::Unavailable { code, .. }] if code == "write_failed"), "{outcomes:?}");
     }
 
-    /// The reader of a pipe rests, the relay gives the call up, and sends all of it again.
+    /// The reader of a pipe stalls; the relay drops the call and sends all of it again.
     #[tokio::test]
     async fn a_call_that_was_given_up_leaves_a_line_of_its_own() {
         let (mut writer, mut reader) = tokio::io::duplex(10);

@@ -1,4 +1,4 @@
-//! The lanes one relay holds: taking its share, giving up what is more, stopping.
+//! The lanes one relay holds: taking its share, giving up any surplus, stopping.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,19 +12,19 @@ use tracing::{Instrument as _, error, info};
 use crate::context::RelayContext;
 use crate::lane::{Lane, LeaseGuard, SETTLE_GRACE};
 
-/// Longest wait between two requests for a free lane: a crashed relay's lane is taken over within
+/// Longest wait between two requests for a free lane. A crashed relay's lane is taken over within
 /// its lease plus this.
 const ASK_MAX: Duration = Duration::from_millis(500);
 /// Wait before asking again after a lane ended by itself.
 const ASK_SOON: Duration = Duration::from_millis(50);
 
-/// The lanes of one relay, each a task of its own.
+/// The lanes of one relay, each in a separate task.
 pub(crate) struct Lanes {
     context: Arc<RelayContext>,
     owner: OwnerId,
     tasks: JoinSet<Result<()>>,
     lanes: BTreeMap<u16, (Id, CancellationToken)>,
-    /// How many the subscription has.
+    /// Number of lanes the subscription has.
     of: u16,
     abandon: CancellationToken,
     failures: u32,
@@ -49,14 +49,14 @@ impl Lanes {
         self.tasks.is_empty()
     }
 
-    /// The next lane that ended by itself; waits for ever while there is none. Cancel-safe. An
-    /// error is permanent.
+    /// Waits for the next lane that ends by itself; forever if there is none. Cancel-safe. An error
+    /// is permanent.
     pub(crate) async fn next_ended(&mut self) -> Result<()> {
         let Some(joined) = self.tasks.join_next_with_id().await else { return std::future::pending().await };
         let (id, ended) = match joined {
             Ok((id, ended)) => (id, ended),
             Err(panic) => {
-                // It is free again after its lease.
+                // The lane is free again after its lease.
                 error!(subscription = self.context.name(), error = %panic, "lane panicked");
                 (panic.id(), Ok(()))
             }
@@ -66,13 +66,13 @@ impl Lanes {
         ended
     }
 
-    /// Each lane that is held has its part of the rate, and of the reads.
+    /// Updates the share of the rate and the poll interval after the number of held lanes changed.
     fn note_held(&self) {
         self.context.limiter.share(self.lanes.len(), self.of);
         self.context.siblings.set_lanes(self.lanes.len());
     }
 
-    /// Asks the store for a lane, and gives up what is beyond our share. Gives the wait until the
+    /// Asks the store for a lane, and gives up lanes beyond our share. Returns the wait until the
     /// next request.
     pub(crate) async fn ask(&mut self) -> Result<Duration> {
         let context = self.context.clone();
@@ -98,8 +98,8 @@ impl Lanes {
         let share = usize::from(acquired.lanes.div_ceil(acquired.replicas.max(1)));
         let active = self.lanes.values().filter(|(_, halt)| !halt.is_cancelled()).count();
         if active > share {
-            // The last ones: every relay that gives up keeps its first, so lanes move as little as
-            // possible.
+            // The last ones. Every relay that gives up lanes keeps its first ones, so lanes move as
+            // little as possible.
             let surplus = self.lanes.values().rev().filter(|(_, halt)| !halt.is_cancelled()).take(active - share);
             surplus.for_each(|(_, halt)| halt.cancel());
         }
@@ -107,8 +107,8 @@ impl Lanes {
             return Ok(self.next_ask(active, usize::from(acquired.lanes), ask_max));
         };
         if active >= share || self.lanes.contains_key(&lease.lane) {
-            // More than our share, or the task that held it before has not ended yet: for another
-            // relay, or for the next time.
+            // We have our share already, or the task that held this lane before has not ended yet.
+            // Leave it to another relay or a later request.
             if let Err(error) = context.log.release(&lease).await {
                 context.store_failed(&error);
             }
@@ -127,18 +127,18 @@ impl Lanes {
         })
     }
 
-    /// When to ask again: soon while a lane could become ours, as often as leases are renewed to
-    /// notice newcomers, hardly ever when we hold the only lane.
+    /// Returns when to ask again. Soon while a lane could become ours. As often as leases are
+    /// renewed to notice new replicas. Hardly ever if we hold the only lane.
     fn next_ask(&self, active: usize, lanes: usize, ask_max: Duration) -> Duration {
         let ttl = self.context.settings.lease_ttl;
         if active < lanes {
-            // Not all standbys at the same moment.
+            // Jitter, so that standbys do not ask all at once.
             return ask_max.mul_f64(0.75 + self.context.random.unit() / 4.0);
         }
         if lanes == 1 { ttl * 1_000 } else { ttl / 3 }
     }
 
-    /// After a lane ended by itself.
+    /// Returns the wait after a lane ended by itself.
     pub(crate) fn ask_again_soon(&self) -> Duration {
         ASK_SOON.mul_f64(0.5 + self.context.random.unit() / 2.0)
     }
@@ -154,8 +154,8 @@ impl Lanes {
         self.paused = pause.is_some();
     }
 
-    /// Stops every lane: no new sends; calls in flight have the drain time; then what is known is
-    /// settled. This relay's share is the others' then.
+    /// Stops every lane. Nothing new is sent, calls in flight have the drain time, then the results
+    /// are settled. Afterwards other relays may take this relay's share.
     pub(crate) async fn stop(&mut self) {
         for (_, halt) in self.lanes.values() {
             halt.cancel();

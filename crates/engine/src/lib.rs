@@ -1,4 +1,4 @@
-//! One machine behind outbox, inbox and bus: a subscription reads a log and delivers to a sink.
+//! The engine shared by outbox, inbox and bus: a subscription reads a log and delivers to a sink.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -21,29 +21,29 @@
 //! | part | what it is |
 //! |---|---|
 //! | [`Relay`] | drives one subscription: until stopped, once (`drain`), or on a [`Schedule`] |
-//! | [`router::Router`] | async functions by topic, each argument of which is a part of the event |
+//! | [`router::Router`] | async functions by topic, whose arguments are parts of the event |
 //! | [`handler_sink`], [`InProcessBus`], [`JsonLines`] | sinks that need no broker: a function, handlers by topic, a file or stdout |
-//! | [`SupervisedRelay`] | a relay that is started again when it fails |
-//! | [`Receiver`] | stores the messages of one source, from a broker or from senders that wait, many in a commit |
+//! | [`SupervisedRelay`] | a relay that is restarted when it fails |
+//! | [`Receiver`] | stores the messages of one source, from a broker or from senders that wait, many per commit |
 //! | [`Sweeper`] | retention |
-//! | [`TokioClock`], [`SystemRandom`], [`SeededRandom`] | time and chance on tokio, real or simulated |
-//! | [`Metrics`] | what a relay counts |
+//! | [`TokioClock`], [`SystemRandom`], [`SeededRandom`] | time and random numbers on tokio, real or simulated |
+//! | [`Metrics`] | the counters of a relay |
 //!
 //! # What this crate deliberately does not do
 //!
-//! It contains no SQL and no network client: stores and brokers appear only as the contracts of
+//! It contains no SQL and no network client. Stores and brokers appear only as the contracts of
 //! `postbox-core`, so all of it runs in memory under a simulated clock. It knows no cron syntax and
 //! no configuration file.
 //!
 //! # Guarantees
 //!
-//! - At least once: an event is done only after the destination answered for it, or a policy or a
-//!   person said so.
-//! - Events of one key arrive in order, over retries, restarts and replicas (first arrivals;
-//!   repetitions carry the same id).
-//! - An outage costs at most one attempt of one event; an event that can never succeed holds up
+//! - At least once: an event is done only after the destination answered for it, or after a policy
+//!   or a person decided so.
+//! - Events of one key arrive in order, across retries, restarts and replicas. This holds for first
+//!   arrivals; repetitions carry the same id.
+//! - An outage costs at most one attempt of one event. An event that can never succeed holds up
 //!   only its own key.
-//! - A graceful stop repeats nothing; a crash repeats at most what was in flight.
+//! - A graceful stop repeats nothing. A crash repeats at most what was in flight.
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
 

@@ -1,4 +1,4 @@
-//! How many calls of the sink are in flight, and how often they are made, over all lanes.
+//! Limits how many calls of the sink are in flight, and how often they are made, over all lanes.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -9,11 +9,12 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use crate::lock::lock;
 use crate::settings::RelaySettings;
 
-/// What of an unused rate is kept for a burst: short waits between calls cost no throughput, and
-/// the destination does not notice it.
+/// How much of an unused rate is kept for a burst. Enough that short gaps between calls cost no
+/// throughput, too little for the destination to notice.
 const RATE_BURST: Duration = Duration::from_millis(100);
 
-/// After a wait for the rate the next one is noticed by then, if there is one.
+/// How long after a wait for the rate the rate still counts as the bottleneck. If it is, another
+/// wait follows within this time.
 const HOLDS_FOR: Duration = Duration::from_secs(2);
 
 pub(crate) struct Limiter {
@@ -24,11 +25,12 @@ pub(crate) struct Limiter {
 }
 
 impl Limiter {
-    /// Also gives the sink's capabilities within the limits of the settings.
+    /// Creates the limiter. Also returns the sink's capabilities, cut to the limits of the
+    /// settings.
     pub(crate) fn new(declared: Capabilities, settings: &RelaySettings) -> (Self, Capabilities) {
         let mut batch_max = declared.batch_max.max(1);
         if let Some(rate) = settings.rate {
-            // A larger call would use up the rate of a long time at once.
+            // A larger call would spend the rate of a long time at once.
             let burst = RATE_BURST.as_nanos() / rate.interval().as_nanos().max(1);
             batch_max = batch_max.min(usize::try_from(burst).unwrap_or(usize::MAX).max(1));
         }
@@ -41,18 +43,18 @@ impl Limiter {
         (limiter, Capabilities { batch_max, concurrency, ..declared })
     }
 
-    /// The right to one call, if one is free.
+    /// Returns a permit for one call, if one is free.
     pub(crate) fn try_permit(&self) -> Option<OwnedSemaphorePermit> {
         self.permits.clone().try_acquire_owned().ok()
     }
 
-    /// The right to one call. Cancel-safe.
+    /// Waits for a permit for one call. Cancel-safe.
     pub(crate) async fn permit(&self) -> Option<OwnedSemaphorePermit> {
         self.permits.clone().acquire_owned().await.ok()
     }
 
-    /// The rate is that of all replicas together: who drives `held` of `lanes` lanes has that part
-    /// of it.
+    /// Sets this relay's share of the rate. The rate applies to all replicas together, and a
+    /// replica that drives `held` of `lanes` lanes gets that fraction.
     pub(crate) fn share(&self, held: usize, lanes: u16) {
         if let Some((rate, bucket)) = &self.rate {
             let (held, lanes) = (u32::try_from(held).unwrap_or(u32::MAX).max(1), u32::from(lanes.max(1)));
@@ -60,19 +62,19 @@ impl Limiter {
         }
     }
 
-    /// How long to wait for the rate; `None`: send now.
+    /// Returns how long to wait for the rate; `None`: send now.
     pub(crate) fn wait(&self, now: Duration) -> Option<Duration> {
         let wait = lock(&self.rate.as_ref()?.1).wait(now)?;
         *lock(&self.waited_at) = Some(now + wait);
         Some(wait)
     }
 
-    /// Whether something waits for the rate, or did a moment ago.
+    /// Returns whether something waits for the rate, or did a moment ago.
     pub(crate) fn holds(&self, now: Duration) -> bool {
         lock(&self.waited_at).is_some_and(|at| now < at + HOLDS_FOR)
     }
 
-    /// So many events are sent. A call of several may exceed the rate; the next one waits longer.
+    /// Spends the rate for `count` events. A call of several may exceed it; the next waits longer.
     pub(crate) fn spend(&self, count: usize, now: Duration) {
         if let Some((_, bucket)) = &self.rate {
             lock(bucket).spend(u32::try_from(count).unwrap_or(u32::MAX), now);

@@ -1,8 +1,9 @@
-//! Locking without poison.
+//! Locking without poisoning.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Nothing in this crate panics while it holds a lock, so a poisoned one guards a whole state.
+/// Locks a mutex, ignoring poison. Nothing in this crate panics while it holds a lock, so the data
+/// of a poisoned one is consistent.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

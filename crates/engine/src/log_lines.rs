@@ -1,5 +1,5 @@
-//! The log lines of a relay: of each cause one a second at most. An outage, or a bad deploy of a
-//! receiver, fails thousands of events a second for one reason; the metrics count each of them.
+//! The log lines of a relay, at most one per second for each cause. An outage or a bad deploy of a
+//! receiver fails thousands of events a second for one reason; the metrics count each of them.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use crate::lock::lock;
 
-/// What a person can read, and no disk fills up with.
+/// Least time between two lines of one cause. A person can read that, and it fills no disk.
 const LINE_EVERY: Duration = Duration::from_secs(1);
-/// Causes that are kept apart: more than any destination has codes. A handler may make up codes
-/// without end; then the cause that was silent for longest is forgotten.
+/// Maximum number of separate causes. More than any destination has codes. A handler may invent
+/// codes without end; then the cause that was silent for longest is forgotten.
 const CAUSES_MAX: usize = 64;
 
-/// Causes of lines: what happened, and its code.
+/// What was logged and left out, by cause: what happened, and its code.
 #[derive(Debug, Default)]
 pub(crate) struct LogLines(Mutex<HashMap<(&'static str, String), Cause>>);
 
@@ -24,8 +24,8 @@ struct Cause {
 }
 
 impl LogLines {
-    /// It happened; whether to log it, and how often it was left out since the line before. `now`
-    /// is monotonic.
+    /// Notes an occurrence. If it should be logged, returns how many were left out since the last
+    /// line. `now` is monotonic.
     pub(crate) fn observe(&self, what: &'static str, code: &str, now: Duration) -> Option<u64> {
         let mut causes = lock(&self.0);
         let key = (what, code.to_owned());
@@ -45,7 +45,7 @@ impl LogLines {
         Some(0)
     }
 
-    /// What was left out and no line has reported yet.
+    /// Removes and returns the counts that no line has reported yet.
     pub(crate) fn take_left_out(&self) -> Vec<(&'static str, String, u64)> {
         let causes = std::mem::take(&mut *lock(&self.0));
         let mut left_out: Vec<_> = causes
@@ -58,7 +58,7 @@ impl LogLines {
     }
 }
 
-/// A wait as a log line has it: nobody reads nanoseconds.
+/// Rounds a wait to milliseconds for a log line: nobody reads nanoseconds.
 pub(crate) fn rounded(wait: Duration) -> Duration {
     Duration::from_millis(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX))
 }

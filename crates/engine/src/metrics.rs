@@ -1,4 +1,4 @@
-//! What a relay counts. Added per batch, read at any time.
+//! The counters of a relay. Written per batch, read at any time.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -13,21 +13,23 @@ use crate::histogram::Histogram;
 use crate::lock::lock;
 use crate::pace::PaceMeter;
 
-/// Most (topic, code) pairs counted by name; the rest is `other`, so that no input grows the table.
+/// Maximum number of (topic, code) pairs counted by name. The rest is `other`, so that no input
+/// grows the table without limit.
 const CAUSES_MAX: usize = 500;
-/// Most sources of duplicates counted by name: whoever appends chooses the name.
+/// Maximum number of sources of duplicates counted by name. Applications choose these names, so
+/// they need a limit.
 const SOURCES_MAX: usize = 50;
 
 /// A destination that is down, or a source or a store that fails.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outage {
-    /// When the breaker opened, or the first of these calls failed.
+    /// When the breaker opened, or when the first call failed.
     pub since: Timestamp,
-    /// Why, at the last try, e.g. `connect_refused`.
+    /// The reason at the last try, e.g. `connect_refused`.
     pub code: String,
 }
 
-/// Something that fails, until it works again.
+/// The outage of something, while it fails.
 #[derive(Debug, Default)]
 pub(crate) struct Fails(Mutex<Option<Outage>>);
 
@@ -47,24 +49,24 @@ impl Fails {
     }
 }
 
-/// A lane whose calls to the store fail again and again.
+/// A lane whose store calls fail again and again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FailingLane {
-    /// Which lane.
+    /// The lane.
     pub lane: u16,
     /// When the first of these calls failed.
     pub since: Timestamp,
-    /// How the last one failed, e.g. `store_error`.
+    /// The code of the last failure, e.g. `store_error`.
     pub code: String,
 }
 
-/// Calls of one kind that fail one after the other.
+/// Consecutive failures of one kind of call.
 #[derive(Debug)]
 struct Failures {
     lane: FailingLane,
     last: Timestamp,
     count: u32,
-    /// The store is away, full or busy, to all alike.
+    /// The store is away, full or busy, which affects every caller.
     of_store: bool,
 }
 
@@ -74,15 +76,16 @@ impl Failures {
     }
 }
 
-/// So many failures in a row are reported: one or two come with a restart of the store.
+/// Number of consecutive failures after which they are reported. A restart of the store causes one
+/// or two.
 const FAILURES_MIN: u32 = 3;
-/// Failures are forgotten after this time without another: the lane is somebody else's by now.
+/// Failures are forgotten after this time without another one: the lane has a new owner by then.
 const FAILURES_KEPT: Duration = Duration::from_secs(60);
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// The counters of one relay since it was built; gauges are named as such. Shared by all
-        /// its lanes.
+        /// The counters of one relay since it was built, shared by all its lanes. Gauges are
+        /// marked.
         #[derive(Debug, Default)]
         pub struct Metrics {
             $(pub(crate) $name: AtomicU64,)*
@@ -96,7 +99,7 @@ macro_rules! counters {
             failures: Mutex<BTreeMap<(u16, &'static str), Failures>>,
             causes: Mutex<BTreeMap<(String, String), u64>>,
             duplicates_from: Mutex<BTreeMap<Option<String>, u64>>,
-            /// The last lease of each lane.
+            /// The epoch of the last lease of each lane.
             taken: Mutex<BTreeMap<u16, Epoch>>,
         }
 
@@ -112,8 +115,8 @@ macro_rules! counters {
                 self.$name.load(Ordering::Relaxed)
             })*
 
-            /// All counters. Each is exact; together they are as close to one moment as relaxed
-            /// loads are.
+            /// Returns all counters. Each is exact; together they are as close to one moment as
+            /// relaxed loads are.
             pub fn snapshot(&self) -> MetricsSnapshot {
                 MetricsSnapshot { $($name: self.$name(),)* }
             }
@@ -122,31 +125,31 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Events read, from the stream and from rows that were due.
+    /// Events read, from the stream and from due rows.
     fetched,
-    /// Events the destination has, duplicates included.
+    /// Events delivered, including duplicates.
     delivered,
-    /// Their payloads together, in bytes.
+    /// Payload bytes of the delivered events.
     delivered_bytes,
-    /// Part of `delivered`: the destination said it had them already.
+    /// Part of `delivered`: the destination said it already had them.
     duplicates,
-    /// Deliveries that failed: retried, dead and destination-down ones.
+    /// Deliveries that failed: retried, dead, or because the destination was down.
     failed,
     /// Counted attempts that failed and will be repeated.
     retries,
-    /// Events that died.
+    /// Events that became dead.
     dead,
-    /// Dead events that the dead-letter sink has.
+    /// Dead events handed over to the dead-letter sink.
     dead_letters,
-    /// Dead events that the dead-letter sink did not take; they are tried again.
+    /// Dead events that the dead-letter sink refused. They are tried again.
     dead_letters_failed,
-    /// Deliveries that found the whole destination down; not counted as attempts.
+    /// Deliveries that found the destination down. Not counted as attempts.
     unavailable,
-    /// Events put behind an earlier one of their key.
+    /// Events blocked behind an earlier one of their key.
     blocked,
-    /// Events put aside until their time.
+    /// Events put aside until their delivery time.
     scheduled,
-    /// Gauge: events that the destination is being given now.
+    /// Gauge: events in calls to the destination right now.
     in_flight,
     /// Batches settled.
     batches,
@@ -154,13 +157,13 @@ counters! {
     polls_empty,
     /// Lanes taken.
     lanes_acquired,
-    /// Part of them: from a relay that vanished, without giving them back.
+    /// Part of `lanes_acquired`: taken over from a relay that vanished without releasing them.
     lane_takeovers,
     /// Gauge: lanes held now.
     lanes_held,
     /// Leases renewed.
     renewals_ok,
-    /// Renewals the store did not answer.
+    /// Renewals that the store did not answer.
     renewals_failed,
     /// Leases lost: taken over, expired or paused.
     leases_lost,
@@ -177,7 +180,7 @@ counters! {
 }
 
 impl Metrics {
-    /// How the destination stands.
+    /// Returns the state of the destination's breaker.
     pub fn breaker_state(&self) -> BreakerState {
         match self.breaker.load(Ordering::Relaxed) {
             0 => BreakerState::Closed,
@@ -186,42 +189,42 @@ impl Metrics {
         }
     }
 
-    /// How long calls of the destination took, whatever they ended with. A call is one event or
-    /// many, as the sink takes them.
+    /// Returns the durations of calls to the destination, whatever their outcome. A call carries
+    /// one event or many, as the sink takes them.
     pub fn call_durations(&self) -> &Histogram {
         &self.calls
     }
 
-    /// How long events took from their append (by the database's clock) or their `deliver_at` to
-    /// their delivery (by this machine's). Events that are sent again by request are left out.
+    /// Returns the delays of deliveries, from the append (on the database's clock) or from
+    /// `deliver_at` to the delivery (on this machine's clock). Replayed events are left out.
     pub fn delivery_delays(&self) -> &Histogram {
         &self.delays
     }
 
-    /// Since when and why the destination is down, if it is: from the opening of the breaker until
-    /// it closes, while it is being asked again too.
+    /// Returns since when and why the destination is down, if it is. This lasts from the opening of
+    /// the breaker until it closes, including probes.
     pub fn outage(&self) -> Option<Outage> {
         self.outage.get()
     }
 
-    /// Since when and why dead events do not get to the dead-letter sink, if they do not.
+    /// Returns since when and why dead events do not reach the dead-letter sink, if they do not.
     pub fn dead_letters_outage(&self) -> Option<Outage> {
         self.dead_letters_fail.get()
     }
 
-    /// The lanes of this relay whose reads or settlements keep failing at `now`.
+    /// Returns the lanes of this relay whose reads or settlements keep failing at `now`.
     pub(crate) fn failing_lanes(&self, now: Timestamp) -> Vec<FailingLane> {
         let failures = lock(&self.failures);
         let reported = |it: &&Failures| it.count >= FAILURES_MIN && it.is_of_now(now);
         let mut lanes: Vec<FailingLane> = failures.values().filter(reported).map(|it| it.lane.clone()).collect();
-        // One line a lane: the call that has failed for longest.
+        // One entry per lane: the call that has failed for longest.
         lanes.sort_by_key(|it| (it.lane, it.since));
         lanes.dedup_by_key(|it| it.lane);
         lanes
     }
 
-    /// Since when and why calls fail because the store is away, full or busy, if they do. That ends
-    /// by itself.
+    /// Returns since when and why calls fail because the store is away, full or busy, if they do.
+    /// Such a failure ends without a person.
     pub(crate) fn store_outage(&self, now: Timestamp) -> Option<Outage> {
         let failures = lock(&self.failures);
         let of_lanes = failures.values().filter(|it| it.of_store && it.is_of_now(now)).map(|it| &it.lane);
@@ -229,8 +232,8 @@ impl Metrics {
         of_lanes.chain(self.leases_fail.get()).min_by_key(|it| it.since)
     }
 
-    /// What came of asking for a lane or renewing one: the only calls of a relay with nothing to
-    /// send.
+    /// Notes the result of asking for a lane or renewing one. A relay with nothing to send makes no
+    /// other store calls.
     pub(crate) fn lease_answered(&self, error: Option<&Error>, now: Timestamp) {
         match error {
             Some(error) if error.kind() == ErrorKind::Unavailable => self.leases_fail.failed(now, error.code()),
@@ -238,8 +241,8 @@ impl Metrics {
         }
     }
 
-    /// A call of a lane failed. One that fails because the store is down counts too: a store may
-    /// answer whoever asks, and yet take nothing (a full disk).
+    /// Notes that a store call of a lane failed. Failures because the store is down count too: a
+    /// store may answer reads and still accept no writes (a full disk).
     pub(crate) fn lane_failed(&self, lane: u16, operation: &'static str, error: &Error, now: Timestamp) {
         let mut failures = lock(&self.failures);
         let fresh = || Failures {
@@ -257,7 +260,7 @@ impl Metrics {
         known.lane.code = error.code().to_owned();
     }
 
-    /// A call of a lane succeeded.
+    /// Notes that a store call of a lane succeeded.
     pub(crate) fn lane_works(&self, lane: u16, operation: &'static str) {
         let mut failures = lock(&self.failures);
         if !failures.is_empty() {
@@ -265,14 +268,14 @@ impl Metrics {
         }
     }
 
-    /// Failed deliveries by topic and reason code. At most 500 pairs by name; what comes later is
+    /// Returns failed deliveries by topic and code. At most 500 pairs are named; later ones count
     /// under `("other", "other")`.
     pub fn failures_by_cause(&self) -> BTreeMap<(String, String), u64> {
         lock(&self.causes).clone()
     }
 
-    /// Duplicates by the source of their events. At most 50 by name; what comes later is under
-    /// `other`.
+    /// Returns duplicates by the source of their events. At most 50 are named; later ones count
+    /// under `other`.
     pub fn duplicates_by_source(&self) -> BTreeMap<Option<String>, u64> {
         lock(&self.duplicates_from).clone()
     }
@@ -283,11 +286,11 @@ impl Metrics {
         }
     }
 
-    /// A lane was taken.
+    /// Notes that a lane was taken.
     pub(crate) fn lane_taken(&self, lease: &Lease) {
         self.lanes_acquired.fetch_add(1, Ordering::Relaxed);
         let before = lock(&self.taken).insert(lease.lane, lease.epoch);
-        // Who takes its own lane again finds the crash that it took it with.
+        // A relay that takes its own lane again still finds the crash from when it first took it.
         if lease.crashes > 0 && before.is_none_or(|epoch| epoch + 1 != lease.epoch) {
             self.lane_takeovers.fetch_add(1, Ordering::Relaxed);
         }
@@ -305,7 +308,7 @@ impl Metrics {
         self.breaker.store(state as u64, Ordering::Relaxed);
     }
 
-    /// The destination has this one.
+    /// Counts a delivered event.
     pub(crate) fn delivered_at(&self, now: Timestamp, delivery: &Delivery) {
         let event = &delivery.event;
         self.delivered.fetch_add(1, Ordering::Relaxed);
@@ -316,7 +319,7 @@ impl Metrics {
         }
     }
 
-    /// The destination had this one already.
+    /// Counts an event that the destination already had.
     pub(crate) fn duplicate(&self, event: &Event) {
         self.duplicates.fetch_add(1, Ordering::Relaxed);
         let mut sources = lock(&self.duplicates_from);
@@ -338,7 +341,7 @@ impl Metrics {
     }
 }
 
-/// Part of a gauge, until it is dropped.
+/// A count added to a gauge until it is dropped.
 pub(crate) struct Gauge<'a> {
     gauge: &'a AtomicU64,
     count: u64,

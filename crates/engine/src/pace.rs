@@ -1,4 +1,4 @@
-//! How fast a destination takes events: what its calls take, and how many go on at once.
+//! How fast a destination takes events: how long its calls take, and how many run at once.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -7,8 +7,8 @@ use postbox_core::Rate;
 
 use crate::lock::lock;
 
-/// The last one to two of these are looked back on: long enough for calls of seconds, short enough
-/// to be of now.
+/// The measurement covers the last one to two of these spans. Long enough for calls of several
+/// seconds, short enough to be current.
 const SPAN: Duration = Duration::from_secs(30);
 
 /// The calls of a relay to its sink in the last minute or less.
@@ -16,19 +16,19 @@ const SPAN: Duration = Duration::from_secs(30);
 pub struct Pace {
     /// Calls that ended.
     pub calls: u64,
-    /// Events of these calls, whatever became of them.
+    /// Events in these calls, whatever their outcome.
     pub events: u64,
-    /// What these calls took, together.
+    /// Total duration of these calls.
     pub busy: Duration,
-    /// For how long at least one call was under way.
+    /// How long at least one call was under way.
     pub active: Duration,
     /// Calls under way.
     pub in_flight: u32,
-    /// For how long they have been, together.
+    /// Total time that the calls under way have lasted so far.
     pub in_flight_for: Duration,
-    /// Most calls at once.
+    /// Maximum calls at once.
     pub concurrency: usize,
-    /// Most events in a time.
+    /// Maximum rate of events.
     pub rate: Option<Rate>,
     /// Whether events wait for the rate, or did a moment ago.
     pub held_by_rate: bool,
@@ -42,7 +42,7 @@ struct Sums {
     active: Duration,
 }
 
-/// Counts calls. Costs a lock that is held for nanoseconds at the begin and the end of each.
+/// Counts calls. Each call takes a lock for nanoseconds at its start and its end.
 #[derive(Debug, Default)]
 pub(crate) struct PaceMeter(Mutex<Spans>);
 
@@ -52,9 +52,9 @@ struct Spans {
     now: Sums,
     before: Sums,
     in_flight: u32,
-    /// The sum of the times at which those in flight began.
+    /// Sum of the start times of the calls in flight.
     begun: Duration,
-    /// Up to when `now` knows that calls are under way.
+    /// The time up to which `now.active` has been updated.
     active_until: Duration,
 }
 
@@ -95,7 +95,7 @@ impl PaceMeter {
 }
 
 impl Spans {
-    /// Brings it up to `now`.
+    /// Brings the sums up to `now`, and starts a new span when the last one is full.
     fn turn(&mut self, now: Duration) {
         if self.in_flight > 0 {
             self.now.active += now.saturating_sub(self.active_until);
@@ -120,7 +120,7 @@ mod tests {
         meter.read(now, 16, None, false)
     }
 
-    /// Two at a time, of three seconds each.
+    /// Two calls at a time, of three seconds each.
     #[test]
     fn calls_and_how_many_went_on_at_once_are_known() {
         let meter = PaceMeter::default();

@@ -1,30 +1,30 @@
-//! How long to wait when there was nothing to read: from about 1 ms up to the idle interval.
+//! How long to wait after an empty read: from about 1 ms up to the idle interval.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Longest wait in which hints are ignored: with a store that hints for nothing an idle relay reads
-/// some 400 times a second at most, and a true hint after false ones is followed soon.
+/// Longest wait while hints are ignored. If a store hints without reason, an idle relay reads at
+/// most about 400 times a second, and a true hint after false ones is still followed soon.
 const HINTLESS_MAX: Duration = Duration::from_millis(10);
-/// Hints in a row that may lead to nothing. One or two are common: a notification may come after
-/// the read that saw its event.
+/// Number of consecutive hints that may lead to an empty read. One or two are common: a
+/// notification may come after the read that saw its event.
 const HINTS_FALSE_MAX: u32 = 3;
 
-/// What the lanes of one relay know of each other: an event goes to any of them.
+/// What the lanes of one relay share, because an event may go to any of them.
 #[derive(Debug, Default)]
 pub(crate) struct Siblings {
-    /// Reads that brought something.
+    /// Number of reads that returned something.
     reads: AtomicU64,
     lanes: AtomicU32,
 }
 
 impl Siblings {
-    /// So many lanes are held.
+    /// Sets the number of lanes held.
     pub(crate) fn set_lanes(&self, held: usize) {
         self.lanes.store(u32::try_from(held).unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
-    /// A read brought something.
+    /// Notes that a read returned something.
     pub(crate) fn note_read(&self) {
         self.reads.fetch_add(1, Ordering::Relaxed);
     }
@@ -34,17 +34,17 @@ impl Siblings {
 ///
 /// Growing by half instead of doubling keeps the wait after a gap of `g` below `g / 2`: at 500
 /// events/s the tail stays under 10 ms, and an idle lane still reaches its idle interval within a
-/// third of a second. While another lane of the relay reads something, the wait stays short too: an
-/// event waits as long as it would if one lane had them all. The more lanes ask so, the longer each
-/// waits.
+/// third of a second. While another lane of the relay reads something, the wait stays short too, so
+/// an event waits no longer than it would if a single lane had them all. With more lanes polling
+/// this way, each waits longer.
 #[derive(Debug)]
 pub(crate) struct Poll {
     min: Duration,
     max: Duration,
     next: Duration,
-    /// Reads of all lanes that brought something, when it last waited.
+    /// Value of `Siblings::reads` at the last wait.
     reads: u64,
-    /// Hints in a row that led to an empty read.
+    /// Number of consecutive hints that led to an empty read.
     false_hints: u32,
 }
 
@@ -53,13 +53,13 @@ impl Poll {
         Self { min, max: max.max(min), next: min, reads: 0, false_hints: 0 }
     }
 
-    /// Something was read: the next wait is short again.
+    /// Makes the next wait short again, because something was read.
     pub(crate) fn reset(&mut self) {
         self.next = self.min;
         self.false_hints = 0;
     }
 
-    /// The wait after another empty read.
+    /// Returns the wait after another empty read.
     pub(crate) fn pause(&mut self, siblings: &Siblings) -> Duration {
         let reads = siblings.reads.load(Ordering::Relaxed);
         if reads != self.reads {
@@ -72,13 +72,14 @@ impl Poll {
         if self.ignores_hints() { pause.min(HINTLESS_MAX) } else { pause }
     }
 
-    /// Whether hints are ignored during the next wait, which is short then: the last ones led to
-    /// empty reads, and a store whose hint resolves for nothing must not make an idle relay spin.
+    /// Returns whether the next wait ignores hints and is short instead. That is so after several
+    /// hints led to empty reads: a store whose hint resolves without reason must not make an idle
+    /// relay spin.
     pub(crate) fn ignores_hints(&self) -> bool {
         self.false_hints >= HINTS_FALSE_MAX
     }
 
-    /// Says whether the wait that just ended was ended by a hint.
+    /// Notes whether a hint ended the last wait.
     pub(crate) fn woken_by_hint(&mut self, hinted: bool) {
         self.false_hints = if hinted { self.false_hints + 1 } else { 0 };
     }

@@ -1,5 +1,5 @@
-//! The receiver: the way of every message from outside into a log, whether a source is asked for it
-//! or a sender waits for the answer.
+//! The receiver: stores every message from outside in a log, whether it is pulled from a source or
+//! pushed by a sender that waits for the answer.
 
 mod duplicate_rate;
 mod group_commit;
@@ -26,25 +26,24 @@ use crate::metrics::Outage;
 use duplicate_rate::DuplicateRate;
 use group_commit::GroupCommit;
 
-/// A source that failed so lately is failing: it is asked again within a moment, and one that has
-/// nothing to give does not say that it is back.
+/// A source that failed within this time counts as failing. It is asked again within a moment, and
+/// an idle source returns nothing that would show it is back, so the state must expire.
 const FAILING_KEPT: Duration = Duration::from_secs(15);
 
-/// What became of one message, or why it is not stored. The error is shared by all messages of a
-/// commit.
+/// The result of one message, or why it is not stored. All messages of a commit share one error.
 pub type Committed = Result<Received, Arc<Error>>;
 
-/// Makes an event of a message. `None`: nothing is to be stored, and the message is settled.
+/// Decodes a message. `None`: nothing is stored, and the message is settled.
 type Decode = dyn Fn(&RawMessage) -> Result<Option<Inbound>> + Send + Sync;
 
 /// How a receiver works. Every field has a default that is right for most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiverSettings {
-    /// Most messages on their way into the store at once. Default 256.
+    /// Maximum messages being stored at once. Default 256.
     pub in_flight_max: usize,
     /// Longest wait for the store. Default 10 s.
     pub store_timeout: Duration,
-    /// How long a stop waits for messages that are on their way into the store. Default 10 s.
+    /// How long a stop waits for messages that are being stored. Default 10 s.
     pub drain_timeout: Duration,
 }
 
@@ -79,33 +78,33 @@ pub struct ReceiverBuilder {
 }
 
 impl ReceiverBuilder {
-    /// How it works.
+    /// Sets how it works.
     pub fn settings(mut self, settings: ReceiverSettings) -> Self {
         self.settings = settings;
         self
     }
 
-    /// Where time comes from. Default: tokio's.
+    /// Sets the clock. Default: tokio's.
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = Some(clock);
         self
     }
 
-    /// Makes events of messages; `None` if nothing of a message is to be stored. An error or a
-    /// panic makes it poison. Default: [`RawMessage::into_inbound`].
+    /// Sets how a message becomes an event; `None` if nothing is to be stored. An error or a panic
+    /// makes the message poison. Default: [`RawMessage::into_inbound`].
     pub fn decode(mut self, decode: impl Fn(&RawMessage) -> Result<Option<Inbound>> + Send + Sync + 'static) -> Self {
         self.decode = Some(Box::new(decode));
         self
     }
 
-    /// Where [`Receiver::run`] gets messages from. Without one, only [`Receiver::receive`] brings
-    /// any.
+    /// Sets the source that [`Receiver::run`] pulls from. Without one, messages arrive only by
+    /// [`Receiver::receive`].
     pub fn pull(mut self, source: Arc<dyn Source>) -> Self {
         self.pulled = Some(source);
         self
     }
 
-    /// Checks the settings and builds. Touches no store.
+    /// Checks the settings and builds. Does not access the store.
     pub fn build(self) -> Result<Receiver> {
         self.settings.validate()?;
         let clock = self.clock.unwrap_or_else(|| Arc::new(TokioClock::new()));
@@ -117,7 +116,7 @@ impl ReceiverBuilder {
             clock: Arc::clone(&clock),
             log: self.log,
             timeout: self.settings.store_timeout,
-            // Two commits at once may finish in either order.
+            // With two commits at once, the later one might finish first.
             ordered: self.pulled.as_ref().is_some_and(|source| source.capabilities().ordered),
             queue: Mutex::default(),
         };
@@ -137,9 +136,8 @@ impl ReceiverBuilder {
 
 /// Stores the messages of one source, each once.
 ///
-/// A source that is asked for its messages is driven by [`run`](Self::run); a sender that waits for
-/// the answer is served by [`receive`](Self::receive). Messages that arrive together share a commit
-/// either way.
+/// [`run`](Self::run) pulls messages from a source; [`receive`](Self::receive) serves a sender that
+/// waits for the answer. Either way, messages that arrive together share a commit.
 pub struct Receiver {
     source: SourceName,
     settings: ReceiverSettings,
@@ -152,7 +150,7 @@ pub struct Receiver {
     watch: Mutex<Watch>,
 }
 
-/// What is logged, and not too often; and how the source fares.
+/// State of the rate-limited log lines, and of the source's health.
 #[derive(Default)]
 struct Watch {
     duplicates: DuplicateRate,
@@ -160,24 +158,24 @@ struct Watch {
     failures: LogThrottle,
     source_failures: LogThrottle,
     poison: LogThrottle,
-    /// Since when the source fails, and when it did last.
+    /// Since when the source fails, and when it last failed (monotonic).
     failing: Option<(Outage, Duration)>,
 }
 
 impl Receiver {
-    /// The code of a message that is refused because too many are on their way.
+    /// Error code of a message refused because too many are being stored.
     pub const BUSY: &'static str = "receiver_busy";
 
-    /// A receiver for one source, which stores into `log`.
+    /// Builds a receiver for one source that stores into `log`.
     pub fn builder(store: Arc<dyn Receive>, source: SourceName, log: LogName) -> ReceiverBuilder {
         let settings = ReceiverSettings::default();
         ReceiverBuilder { store, source, log, settings, clock: None, decode: None, pulled: None }
     }
 
-    /// Stores one message. At once `RateLimited` with the code [`Self::BUSY`] if too many are on
-    /// their way.
+    /// Stores one message. Fails at once with `RateLimited` and the code [`Self::BUSY`] if too many
+    /// are being stored.
     ///
-    /// Cancel-safety: dropped, the message may or may not be stored.
+    /// Cancel-safety: if dropped, the message may or may not be stored.
     pub async fn receive(&self, inbound: Inbound) -> Committed {
         let Ok(_permit) = self.permits.try_acquire() else {
             self.metrics.add(&self.metrics.busy, 1);
@@ -190,8 +188,8 @@ impl Receiver {
         committed
     }
 
-    /// Counts an arrival that its source judged itself, e.g. by its age, among what may be a replay
-    /// storm.
+    /// Counts an arrival that the source judged itself, e.g. by its age, towards the detection of a
+    /// replay storm.
     pub fn note_arrival(&self, repeat: bool) {
         let warning = self.watch().duplicates.observe(self.clock.monotonic(), repeat);
         if let Some(Storm { repeats, arrivals }) = warning {
@@ -199,23 +197,23 @@ impl Receiver {
         }
     }
 
-    /// What its sender repeats, if that is most of what it sends.
+    /// Returns the replay storm under way: most of what the sender sends are repetitions.
     pub fn storm(&self) -> Option<Storm> {
         self.watch().duplicates.storm(self.clock.monotonic())
     }
 
-    /// What it counts.
+    /// Returns the counters.
     pub fn metrics(&self) -> Arc<ReceiverMetrics> {
         Arc::clone(&self.metrics)
     }
 
-    /// Since when and why the source that is asked for messages fails, if it does.
+    /// Returns since when and why the pulled source fails, if it does.
     pub fn outage(&self) -> Option<Outage> {
         let (outage, last) = self.watch().failing.clone()?;
         (self.clock.monotonic().saturating_sub(last) <= FAILING_KEPT).then_some(outage)
     }
 
-    /// Counts and logs what became of a message.
+    /// Counts and logs the result of a message.
     fn observe(&self, message_id: &str, committed: &Committed) {
         let metrics = &self.metrics;
         match committed {
@@ -223,7 +221,7 @@ impl Receiver {
             Ok(Received::Duplicate) => metrics.add(&metrics.duplicates, 1),
             Ok(Received::Conflict) => {
                 metrics.add(&metrics.conflicts, 1);
-                // Whoever can sign can make as many as they like.
+                // Rate limited, because anyone who can sign can cause any number of conflicts.
                 if let Some(conflicts) = self.watch().conflicts.observe(self.clock.monotonic()) {
                     let message_id = log_excerpt(message_id);
                     warn!(source = %self.source, message_id, conflicts, "message kept out: known id with another body");
@@ -248,7 +246,7 @@ impl Receiver {
             ErrorKind::Unavailable | ErrorKind::RateLimited => {
                 warn!(%source, code, error = %failure, failures, "store unavailable");
             }
-            // A wrong log, a wrong schema: a person can mend it, and the repetition then succeeds.
+            // A wrong log or schema, for example. Once a person fixes it, a repetition succeeds.
             _ => error!(%source, code, error = %failure, failures, "store failed"),
         }
     }

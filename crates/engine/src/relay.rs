@@ -22,10 +22,11 @@ use crate::router::{Place, Router};
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
 
-/// How long a stop waits for the answer to a request for a lane.
+/// How long a stopping relay waits for the answer to a lane request, so that a lane granted at that
+/// moment is released instead of held until its lease ends.
 const ASK_GRACE: Duration = Duration::from_secs(1);
 
-/// How long after a scheduled run that the store cut short the rest is tried.
+/// Wait before a scheduled run that the store cut short goes on.
 const CUT_SHORT_BY_STORE: Duration = Duration::from_secs(5);
 
 /// Builds a [`Relay`].
@@ -43,69 +44,69 @@ pub struct RelayBuilder {
 }
 
 impl RelayBuilder {
-    /// Events go to this sink. Replaces [`Self::apply`].
+    /// Delivers events to this sink. Replaces [`Self::apply`].
     pub fn sink(mut self, sink: Arc<dyn Sink>) -> Self {
         self.destination = Some(Destination::Sink(sink));
         self
     }
 
-    /// Events go to the handlers of this router, and the subscription wants their topics, whatever
-    /// its filter said of topics before. Replaces [`Self::sink`] and [`Self::apply`].
+    /// Delivers events to the handlers of this router. The subscription's topic filter is replaced
+    /// by the topics of these handlers. Replaces [`Self::sink`] and [`Self::apply`].
     ///
-    /// The error (`Invalid`, code `router_empty`): it has no handler.
+    /// Fails (`Invalid`, code `router_empty`) if it has no handler.
     pub fn router<D: Place>(mut self, router: Router<(), D>) -> Result<Self> {
         self.subscription.filter.topics = router.wanted()?;
         Ok(D::place(router, self))
     }
 
-    /// Events go to a handler inside the store's transaction (exactly-once effect). Replaces
+    /// Delivers events to a handler inside the store's transaction (exactly-once effect). Replaces
     /// [`Self::sink`].
     pub fn apply(mut self, apply: Arc<dyn Apply>) -> Self {
         self.destination = Some(Destination::Apply(apply));
         self
     }
 
-    /// Dead events go to this sink too, each at least once, with the reason in headers
-    /// ([`postbox_core::dead_header`]). `store` knows which have not gone there yet: also those
-    /// that died before there was such a sink.
+    /// Also sends dead events to this sink, each at least once, with the reason in headers
+    /// ([`postbox_core::dead_header`]). `store` knows which ones it has not received yet, including
+    /// events that died before the sink was configured.
     pub fn dead_to(mut self, sink: Arc<dyn Sink>, store: Arc<dyn DeadLetters>) -> Self {
         self.dead_letters = Some(DeadLetterSink { sink, store });
         self
     }
 
-    /// Where a subscription is paused when its destination asks never to be called again (HTTP
-    /// 410). Without it, only this relay stops sending, until it is started again.
+    /// Sets how to pause the subscription when its destination asks never to be called again (HTTP
+    /// 410). Without it, only this relay stops sending, until it is restarted.
     pub fn admin(mut self, admin: Arc<dyn Admin>) -> Self {
         self.admin = Some(admin);
         self
     }
 
-    /// How it works; the defaults are right for most.
+    /// Sets how it works. The defaults are right for most.
     pub fn settings(mut self, settings: RelaySettings) -> Self {
         self.settings = settings;
         self
     }
 
-    /// Where time comes from. Default: tokio's.
+    /// Sets the clock. Default: tokio's.
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = Some(clock);
         self
     }
 
-    /// Where chance comes from. Default: the operating system's seed.
+    /// Sets the random number generator. Default: seeded by the operating system.
     pub fn random(mut self, random: Arc<dyn Random>) -> Self {
         self.random = Some(random);
         self
     }
 
-    /// The name this relay holds its lanes under; never to be reused by another. Default: a fresh
-    /// random one.
+    /// Sets the name under which this relay holds its lanes. No other relay may ever use it.
+    /// Default: a fresh random name.
     pub fn owner(mut self, owner: OwnerId) -> Self {
         self.owner = Some(owner);
         self
     }
 
-    /// Checks everything and builds. Touches no store.
+    /// Checks everything and builds. Does not access the store.
     pub fn build(self) -> Result<Relay> {
         self.subscription.validate()?;
         self.settings.validate()?;
@@ -137,18 +138,18 @@ impl RelayBuilder {
     }
 }
 
-/// 64 random bits: two relays of any number of processes do not meet in the same name.
+/// Returns a name with 64 random bits, so that no two relays ever get the same one.
 fn fresh_owner(random: &dyn Random) -> Result<OwnerId> {
     let half = || (random.unit() * f64::from(u32::MAX)) as u32;
     OwnerId::new(format!("relay-{:08x}{:08x}", half(), half()))
 }
 
-/// One subscription driven by this process.
+/// A relay: drives one subscription in this process.
 ///
-/// Relays of the same subscription in other processes share its lanes without configuration; a
-/// crashed one's lanes are taken over after the lease.
+/// Relays of the same subscription in other processes share its lanes without configuration. The
+/// lanes of a crashed relay are taken over when its lease ends.
 ///
-/// Without a destination it idles, and events stay pending: nothing is lost.
+/// Without a destination it idles, and events stay pending. Nothing is lost.
 pub struct Relay {
     log: Arc<dyn Log>,
     subscription: Subscription,
@@ -159,13 +160,13 @@ pub struct Relay {
     owner: OwnerId,
     metrics: Arc<Metrics>,
     running: AtomicBool,
-    /// Its subscription was removed or renamed while it ran: it does not make it anew.
+    /// The subscription was removed or renamed while this ran, so it is not created again.
     removed: AtomicBool,
-    /// It made or found its subscription, and no call failed for good since.
+    /// The subscription was created or found, and no call has failed permanently since.
     subscribed: AtomicBool,
 }
 
-/// Frees the relay for the next run, however this one ends.
+/// Allows the next run of the relay, however this one ends.
 struct Running<'a>(&'a AtomicBool);
 
 impl Drop for Running<'_> {
@@ -175,7 +176,7 @@ impl Drop for Running<'_> {
 }
 
 impl Relay {
-    /// Begins to build a relay of `subscription` on `log`.
+    /// Starts building a relay of `subscription` on `log`.
     pub fn builder(log: Arc<dyn Log>, subscription: Subscription) -> RelayBuilder {
         RelayBuilder {
             log,
@@ -190,24 +191,24 @@ impl Relay {
         }
     }
 
-    /// What it counts.
+    /// Returns the counters.
     pub fn metrics(&self) -> Arc<Metrics> {
         self.metrics.clone()
     }
 
-    /// The lanes whose reads or settlements keep failing now.
+    /// Returns the lanes whose reads or settlements keep failing now.
     pub fn failing_lanes(&self) -> Vec<FailingLane> {
         self.metrics.failing_lanes(self.clock.now())
     }
 
-    /// Since when and why its calls of the store fail because that is away, full or busy, if they
+    /// Returns since when and why store calls fail because the store is away, full or busy, if they
     /// do.
     pub fn store_outage(&self) -> Option<Outage> {
         self.metrics.store_outage(self.clock.now())
     }
 
-    /// How fast its destination takes events; `None` without one, or where handlers apply in a
-    /// transaction.
+    /// Returns how fast the destination takes events; `None` without a destination, or if handlers
+    /// apply in a transaction.
     pub fn pace(&self) -> Option<Pace> {
         let context = self.context.as_ref().filter(|context| matches!(context.destination, Destination::Sink(_)))?;
         let (now, settings) = (self.clock.monotonic(), &context.settings);
@@ -215,17 +216,17 @@ impl Relay {
         Some(self.metrics.pace.read(now, context.capabilities.concurrency, settings.rate, held_by_rate))
     }
 
-    /// The name it holds its lanes under.
+    /// Returns the name under which it holds its lanes.
     pub fn owner(&self) -> &OwnerId {
         &self.owner
     }
 
-    /// The subscription it drives.
+    /// Returns the subscription it drives.
     pub fn subscription(&self) -> &Subscription {
         &self.subscription
     }
 
-    /// The sink its events go to, if it has one.
+    /// Returns the sink that events go to, if there is one.
     pub fn sink(&self) -> Option<&Arc<dyn Sink>> {
         match &self.context.as_ref()?.destination {
             Destination::Sink(sink) => Some(sink),
@@ -233,10 +234,10 @@ impl Relay {
         }
     }
 
-    /// Makes its subscription if it is not there, which [`Self::run`] begins with; `false` if
-    /// stopped before the store answered.
+    /// Creates the subscription if it does not exist. [`Self::run`] begins with this. Returns
+    /// `false` if stopped before the store answered.
     ///
-    /// A store that is down is waited for; an error is permanent. Cancel-safe.
+    /// Waits while the store is down. An error is permanent. Cancel-safe.
     pub async fn subscribe(&self, stop: &CancellationToken) -> Result<bool> {
         let mut wait = Duration::from_millis(20);
         while !stop.is_cancelled() {
@@ -263,16 +264,16 @@ impl Relay {
         Ok(false)
     }
 
-    /// Relays until `stop`, then finishes what is in flight, settles, gives its lanes back, closes
+    /// Relays until `stop`. Then finishes what is in flight, settles, releases its lanes, closes
     /// the sink and returns.
     ///
-    /// A store that is down is waited for. An error is permanent (schema, unknown log): a person
-    /// must act. With [`SUBSCRIPTION_REMOVED`] the subscription was removed or renamed meanwhile,
-    /// and this relay does not run again. `stop` may be cancelled before the start, and any number
-    /// of times.
+    /// Waits while the store is down. An error is permanent (schema, unknown log): a person must
+    /// act. [`SUBSCRIPTION_REMOVED`] means that the subscription was removed or renamed meanwhile;
+    /// this relay does not run again. `stop` may be cancelled before the start, and any number of
+    /// times.
     ///
-    /// Dropping this future stops without settling: what was in flight may arrive again, nothing is
-    /// lost.
+    /// Dropping this future stops without settling. What was in flight may arrive again, and
+    /// nothing is lost.
     pub async fn run(&self, stop: CancellationToken) -> Result<()> {
         let _running = self.start()?;
         if !self.subscribe(&stop).await? {
@@ -302,8 +303,9 @@ impl Relay {
         ended
     }
 
-    /// Drains each time the schedule says so, until `stop`. A run still going at its next time is
-    /// not doubled. One that the destination or the store cut short goes on once that is back.
+    /// Drains whenever the schedule says so, until `stop`. Runs never overlap: a time that comes
+    /// while a run is still going is skipped. A run that the destination or the store cut short
+    /// goes on once that is back.
     ///
     /// Cancel-safety: as [`Self::run`].
     pub async fn run_on(&self, schedule: &dyn Schedule, stop: CancellationToken) -> Result<()> {
@@ -321,7 +323,7 @@ impl Relay {
             again = match self.drain_until(None, stop.clone()).await {
                 Ok(part) => {
                     let probe_in = breaker().and_then(|breaker| breaker.wait(self.clock.monotonic()));
-                    // A probe that found nothing to send says nothing of the destination.
+                    // A probe that found nothing to send says nothing about the destination.
                     let goes_on = if probe_in.is_some() { part.fetched > 0 } else { !was_closed };
                     let is_cut_short = goes_on || self.metrics.breaker_opened() > opened;
                     drained += part;
@@ -342,12 +344,12 @@ impl Relay {
 
     /// Delivers what is pending now, and returns. Retrying events that are not due are left.
     ///
-    /// At most `limit` deliveries are read, over all lanes, and so no more are delivered. One that
-    /// then has to wait, behind an earlier event of its key or for its time, counts too; read again
-    /// in the same run it counts again.
+    /// Reads at most `limit` deliveries over all lanes, so it delivers no more than that. A
+    /// delivery that then has to wait, behind an earlier event of its key or for its time, counts
+    /// too. If it is read again in the same run, it counts again.
     ///
-    /// Takes every lane nobody else holds. A destination that is down ends it early; a store that
-    /// is down, or goes down midway, is an error, and what was delivered until then is in
+    /// Takes every lane that nobody else holds. A destination that is down ends the run early. A
+    /// store that is down at any point is an error; what was delivered until then is in
     /// [`Self::metrics`]. A lane lost midway is counted in [`Drained::lanes_lost`].
     ///
     /// Cancel-safety: as [`Self::run`].
@@ -355,7 +357,7 @@ impl Relay {
         self.drain_until(limit, CancellationToken::new()).await
     }
 
-    /// As [`Self::drain`], but stops gracefully when `stop` is cancelled.
+    /// Like [`Self::drain`], but stops gracefully when `stop` is cancelled.
     pub async fn drain_until(&self, limit: Option<usize>, stop: CancellationToken) -> Result<Drained> {
         let _running = self.start()?;
         let drained = self.drain_lanes(limit, stop).await;
@@ -410,7 +412,7 @@ impl Relay {
         self.subscription.name.as_str()
     }
 
-    /// What an end says of the next run.
+    /// Notes what the end of this run means for the next one.
     fn note_end(&self, error: Option<&Error>) {
         let Some(error) = error.filter(|error| error.is_permanent()) else { return };
         self.subscribed.store(false, Ordering::Release);
@@ -430,7 +432,7 @@ impl Relay {
         Ok(Running(&self.running))
     }
 
-    /// Takes and shares lanes until `stop`; an error is permanent.
+    /// Takes and shares lanes until `stop`. An error is permanent.
     async fn share_lanes(&self, lanes: &mut Lanes, stop: &CancellationToken) -> Result<()> {
         let Some(context) = &self.context else { return Ok(()) };
         let mut wait = Duration::ZERO;
@@ -440,7 +442,7 @@ impl Relay {
                 () = stop.cancelled() => return Ok(()),
                 ended = lanes.next_ended() => {
                     ended?;
-                    // Another relay may be faster; asking at once in a loop would load the store.
+                    // Another relay may be faster. Asking at once in a loop would load the store.
                     wait = lanes.ask_again_soon();
                 }
                 () = self.clock.sleep(wait) => match self.ask(lanes, stop).await {
@@ -456,8 +458,9 @@ impl Relay {
         }
     }
 
-    /// `None` if stopped before the store answered. A lane that is just being granted gets a moment
-    /// to arrive, or nobody could have it until its lease runs out.
+    /// Asks for a lane; `None` if stopped before the store answered. A lane that is being granted
+    /// at that moment gets a little time to arrive. Otherwise nobody could have it until its lease
+    /// ends.
     async fn ask(&self, lanes: &mut Lanes, stop: &CancellationToken) -> Option<Result<Duration>> {
         let stopped = async {
             stop.cancelled().await;
@@ -470,8 +473,8 @@ impl Relay {
         }
     }
 
-    /// Pauses the subscription because its destination asked never to be called again; false if
-    /// nobody can.
+    /// Pauses the subscription because its destination asked never to be called again. Returns
+    /// false if there is no [`RelayBuilder::admin`] to pause it.
     async fn pause(&self, context: &RelayContext) -> bool {
         let Some(why) = context.health.take_gone() else { return true };
         error!(subscription = self.name(), why, "destination gone");
@@ -479,7 +482,7 @@ impl Relay {
         let pause = Pause { until: None, by: "postbox".to_owned(), why };
         if let Err(error) = admin.pause(&self.subscription.name, Some(&pause)).await {
             context.store_failed(&error);
-            // Nothing is sent before it worked: the mark stays, and the next turn tries again.
+            // Nothing may be sent until this works, so set the mark again; the next turn retries.
             context.health.set_gone(pause.why);
             self.clock.sleep(context.store_backoff(3)).await;
         }

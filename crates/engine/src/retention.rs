@@ -1,4 +1,4 @@
-//! Retention: a sweep that removes what every subscription has passed.
+//! Retention: a sweep that removes events which every subscription has passed.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -14,36 +14,36 @@ use crate::schedule::{Every, Schedule, until};
 
 /// Least pause between two bounded deletes of one sweep.
 const STEP_PAUSE_MIN: Duration = Duration::from_millis(4);
-/// How long a sweep begins where the one before ended. Then it looks again at what had to stay:
-/// dead events may have been delivered since. Also what is left of the deleted entries of an index
-/// is walked over no more often.
+/// How long sweeps start where the previous one ended, before one starts from the beginning again.
+/// That one looks again at events that had to stay, because dead ones may have been delivered
+/// since. It must be rare, because it walks over deleted index entries that are still there.
 const ANEW_EVERY: Duration = Duration::from_secs(3_600);
-/// Most steps of one sweep; what is left is for the next one. Bounds a sweep even if events age
+/// Maximum steps of one sweep; the next sweep does the rest. Bounds a sweep even if events age
 /// faster than it deletes.
 const STEPS_MAX: usize = 500_000;
 
-/// The pause after a step of `prune` that took so long: half of the time belongs to those who
-/// append and deliver, and the busier the store is, the longer that is.
+/// Returns the pause after a step of `prune` that lasted `took`: at least as long as the step. Half
+/// of the time is left to appends and deliveries, and more the busier the store is.
 pub fn step_pause(took: Duration) -> Duration {
     took.max(STEP_PAUSE_MIN)
 }
 
-/// What one sweep removed.
+/// The result of one sweep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Swept {
-    /// Events.
+    /// Events removed.
     pub events: u64,
-    /// Dead events that were given up: discarded, to be removed when they are old enough.
+    /// Dead events given up: discarded, and removed when they are old enough.
     pub dead: u64,
-    /// Remembered ids of inbound messages.
+    /// Remembered ids of inbound messages that were forgotten.
     pub message_ids: u64,
 }
 
-/// Removes delivered events older than an age ([7 days](Self::EVENTS_AGE)), and forgets old inbound
-/// ids and gives up old dead events if it is asked to
-/// ([`message_ids_older_than`](Self::message_ids_older_than),
-/// [`dead_older_than`](Self::dead_older_than)). Dead and pending events are never removed. Several replicas may sweep at once.
+/// Removes delivered events older than an age ([7 days](Self::EVENTS_AGE)). On request it also
+/// forgets old inbound ids ([`message_ids_older_than`](Self::message_ids_older_than)) and gives up
+/// old dead events ([`dead_older_than`](Self::dead_older_than)). Otherwise dead and pending events
+/// are never removed. Several replicas may sweep at once.
 pub struct Sweeper {
     store: Arc<dyn Maintain>,
     receive: Option<Arc<dyn Receive>>,
@@ -53,19 +53,19 @@ pub struct Sweeper {
     dead: Option<(Arc<dyn Store>, Duration)>,
     schedule: Box<dyn Schedule>,
     clock: Arc<dyn Clock>,
-    /// When the last sweep of a log from its start began, and after which place the last step of
-    /// all began.
+    /// For each log: when its last sweep from the beginning began, and after which position the
+    /// last step of all sweeps began.
     places: Mutex<HashMap<LogName, (Duration, Option<Seq>)>>,
 }
 
 impl Sweeper {
-    /// How old a delivered event must be, unless said otherwise.
+    /// Default minimum age of delivered events.
     pub const EVENTS_AGE: Duration = Duration::from_hours(7 * 24);
-    /// How long ids of inbound messages are worth remembering: longer than any sender we know keeps
-    /// retrying, and as long as Stripe lets a person send an event again.
+    /// Default minimum age of inbound message ids: longer than any known sender keeps retrying, and
+    /// as long as Stripe lets a person send an event again.
     pub const MESSAGE_IDS_AGE: Duration = Duration::from_hours(30 * 24);
 
-    /// A sweeper of `logs`, once an hour.
+    /// Creates a sweeper of `logs` that runs once an hour.
     pub fn new(store: Arc<dyn Maintain>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
         Self {
             store,
@@ -80,16 +80,16 @@ impl Sweeper {
         }
     }
 
-    /// How old a delivered event must be.
+    /// Sets how old a delivered event must be.
     #[must_use]
     pub fn events_older_than(mut self, age: Duration) -> Self {
         self.events_age = age;
         self
     }
 
-    /// Also forgets ids of inbound messages older than `age`: 7 days ([`MESSAGE_IDS_AGE_MIN`]) or
-    /// more, which is checked, and as long as your senders go on repeating a message, which only
-    /// you know. A message that comes again after its id was forgotten is applied again.
+    /// Also forgets ids of inbound messages older than `age`. Fails if `age` is less than 7 days
+    /// ([`MESSAGE_IDS_AGE_MIN`]). Choose it at least as long as your senders keep repeating a
+    /// message: a message that comes again after its id was forgotten is applied again.
     pub fn message_ids_older_than(mut self, receive: Arc<dyn Receive>, age: Duration) -> Result<Self> {
         if age < MESSAGE_IDS_AGE_MIN {
             let (age, least) = (age.as_secs(), MESSAGE_IDS_AGE_MIN.as_secs());
@@ -103,9 +103,10 @@ impl Sweeper {
         Ok(self)
     }
 
-    /// Also gives up what has been dead for longer than `age`, a day ([`DEAD_AGE_MIN`]) or more,
-    /// which is checked: discards it, so that it goes when it is old enough. Not what holds its key
-    /// (`on_dead = "halt"`): the others of the key wait for a person, not for a time.
+    /// Also gives up events that have been dead for longer than `age`. They are discarded, and
+    /// removed when they are old enough. Fails if `age` is less than a day ([`DEAD_AGE_MIN`]).
+    /// Events that hold their key (`on_dead = "halt"`) stay, because the others of the key wait for
+    /// a person.
     pub fn dead_older_than(mut self, store: Arc<dyn Store>, age: Duration) -> Result<Self> {
         if age < DEAD_AGE_MIN {
             let (age, least) = (age.as_secs(), DEAD_AGE_MIN.as_secs());
@@ -117,7 +118,7 @@ impl Sweeper {
         Ok(self)
     }
 
-    /// When to sweep.
+    /// Sets when to sweep.
     #[must_use]
     pub fn schedule(mut self, schedule: impl Schedule) -> Self {
         self.schedule = Box::new(schedule);
@@ -142,7 +143,7 @@ impl Sweeper {
         }
     }
 
-    /// Sweeps once, in bounded steps, until nothing is left to remove or `stop`.
+    /// Sweeps once, in bounded steps, until nothing is left to remove or until `stop`.
     pub async fn sweep(&self, stop: &CancellationToken) -> Result<Swept> {
         let mut swept = Swept::default();
         if let Some((store, age)) = &self.dead {
@@ -186,7 +187,8 @@ impl Sweeper {
         removed
     }
 
-    /// Takes steps from a place on until nothing is left, and leaves where the last one began.
+    /// Takes steps from `after` on until nothing is left. Sets `after` to where the last step
+    /// began.
     async fn steps<F: Future<Output = Result<Changed>>>(
         &self,
         stop: &CancellationToken,
@@ -222,7 +224,7 @@ mod tests {
 
     const S: Duration = Duration::from_secs(1);
 
-    /// What is forgotten is applied again when it comes again.
+    /// A message whose id is forgotten is applied again when it comes again.
     #[tokio::test(start_paused = true)]
     async fn no_message_id_is_forgotten_within_a_week() {
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::simulated(jiff::Timestamp::UNIX_EPOCH));

@@ -1,5 +1,4 @@
-//! When something runs that does not run all the time: an interval, or a cron expression the server
-//! brings.
+//! When periodic work runs: at an interval, or by a cron expression that the server brings.
 
 use std::time::Duration;
 
@@ -7,7 +6,7 @@ use jiff::Timestamp;
 
 /// Says when to run next.
 ///
-/// The engine knows no cron syntax; whoever does (the server) implements this. A closure will do:
+/// The engine knows no cron syntax; the server, which does, implements this. A closure works too:
 ///
 /// ```
 /// use jiff::{Timestamp, ToSpan};
@@ -17,11 +16,11 @@ use jiff::Timestamp;
 /// assert!(hourly.next_after(Timestamp::UNIX_EPOCH).is_some());
 /// ```
 pub trait Schedule: Send + Sync + 'static {
-    /// The first time strictly after `now`; `None`: never again.
+    /// Returns the first time strictly after `now`; `None`: never again.
     fn next_after(&self, now: Timestamp) -> Option<Timestamp>;
 }
 
-/// Runs again so long after the last run began.
+/// Runs again this long after the last run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Every(pub Duration);
 
@@ -40,7 +39,7 @@ impl<F: Fn(Timestamp) -> Option<Timestamp> + Send + Sync + 'static> Schedule for
 
 const _: Option<&dyn Schedule> = None;
 
-/// How long from `now` until `at`; zero when it has passed.
+/// Returns how long it is from `now` until `at`; zero if it has passed.
 pub(crate) fn until(now: Timestamp, at: Timestamp) -> Duration {
     Duration::try_from(at.duration_since(now)).unwrap_or_default()
 }

@@ -10,25 +10,26 @@ use crate::breaker::BreakerPolicy;
 /// How a relay works. Every field has a default that is right for most.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RelaySettings {
-    /// Bounds of what goes out and is settled together. Default 500 events, 8 MiB. One read brings
-    /// up to four times the events, of the same bytes, unless the destination is slower than reads;
-    /// at most two reads are in memory per lane.
+    /// Limits of a batch, which is sent and settled together. Default 500 events, 8 MiB. One read
+    /// brings up to four times as many events within the same bytes, unless the destination is
+    /// slower than reads. At most two reads are in memory per lane.
     pub batch: BatchLimit,
-    /// When a failed event goes again, and when it dies.
+    /// When a failed event is retried, and when it becomes dead.
     pub retry: RetryPolicy,
     /// When a destination that is down is tried again.
     pub breaker: BreakerPolicy,
-    /// Fewer calls at once than the sink can take. Default: what the sink declares.
+    /// Fewer concurrent calls than the sink can take. Default: what the sink declares.
     pub concurrency: Option<usize>,
-    /// Most events in a time, over all lanes and all replicas, retries included. Waiting for it
-    /// costs no attempt. Each replica has the part of it that its lanes are of all lanes. Not for
+    /// Maximum rate of events, over all lanes and all replicas, including retries. Waiting for it
+    /// costs no attempt. Each replica gets the share that its lanes are of all lanes. Not for
     /// handlers that apply in a transaction. Default: as fast as the sink takes them.
     pub rate: Option<Rate>,
-    /// How long a lane belongs to this relay without renewal; a crashed relay's work is taken over
-    /// after it. Renewed at a third. Default 10 s: two renewals may fail before the lane is lost.
+    /// How long a lane belongs to this relay without renewal. After that, a crashed relay's work is
+    /// taken over. Renewed every third of it. Default 10 s: two renewals may fail before the lane
+    /// is lost.
     pub lease_ttl: Duration,
-    /// Longest time for one call of the sink; then it is dropped and counts as a failed attempt.
-    /// Default 30 s.
+    /// Longest time for one call of the sink. After that it is dropped and counts as a failed
+    /// attempt. Default 30 s.
     pub deliver_timeout: Duration,
     /// How long a graceful stop waits for calls in flight. Default 10 s.
     pub drain_timeout: Duration,
@@ -56,7 +57,7 @@ impl Default for RelaySettings {
 }
 
 impl RelaySettings {
-    /// Checks every limit; the error names all faults at once.
+    /// Checks every limit. The error names all faults at once.
     pub fn validate(&self) -> Result<()> {
         let ms = Duration::from_millis;
         let mut faults = Vec::new();

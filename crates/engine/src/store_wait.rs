@@ -1,18 +1,18 @@
-//! The start of a service whose store is not there yet.
+//! Starting a service whose store is not available yet.
 
 use std::time::Duration;
 
 use postbox_core::{Clock, Error, Result};
 use tracing::warn;
 
-/// First and longest wait between two tries.
+/// First and longest wait between two tries. The cap keeps a start within two seconds of the store.
 const WAIT_MIN: Duration = Duration::from_millis(500);
 const WAIT_MAX: Duration = Duration::from_secs(2);
-/// So many tries that fail in the same way are one line in the log: two minutes.
+/// Number of equal failures between two log lines: with the longest wait, two minutes.
 const TRIES_PER_LINE: u32 = 60;
 
-/// Repeats a call of the store while it fails in a way that is waited for; one line in the log says
-/// so now and then. What it gives is the first other answer. Cancel-safe if the call is.
+/// Repeats a store call while its error is one that `is_waited_for`. Logs the wait now and then.
+/// Returns the first other answer. Cancel-safe if the call is.
 pub async fn wait_for_store<T, F: Future<Output = Result<T>>>(
     clock: &dyn Clock,
     is_waited_for: impl Fn(&Error) -> bool,

@@ -1,4 +1,4 @@
-//! Work that is started again when it fails.
+//! Restarts work that fails.
 
 use std::time::Duration;
 
@@ -7,18 +7,19 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument as _;
 
-/// First and longest wait before work that ended by itself is started again. The cap keeps the log
-/// readable and the work within half a minute of a fault that a person has put right.
+/// First and longest wait before failed work is restarted. The cap keeps the log readable, and
+/// restarts the work within half a minute after a person has fixed the fault.
 const RESTART_MIN: Duration = Duration::from_millis(500);
 const RESTART_MAX: Duration = Duration::from_secs(30);
-/// What has worked for so long is not in a crash loop.
+/// Work that lasted this long is not in a crash loop, so the wait starts over.
 const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 
-/// Runs until `stop`; starts again after an error or a panic. `ended` hears the error and the wait
-/// before the next start, then nothing when it comes. Without a wait it has ended for good, by an
-/// error with a code in `last`. Dropping this ends the work at once.
+/// Runs work until `stop`, and restarts it after an error or a panic. Dropping this ends the work
+/// at once.
 ///
-/// `what` is its noun, for the error of a panic.
+/// `ended` is called with the error and the wait before the restart, and with `None` when the
+/// restart comes. Without a wait the work has ended for good, because the error's code is in
+/// `last`. `what` names the work in the error of a panic.
 pub async fn supervise<F>(
     what: &'static str,
     run: impl Fn() -> F,
@@ -32,7 +33,7 @@ pub async fn supervise<F>(
     let mut wait = RESTART_MIN;
     while !stop.is_cancelled() {
         let began = clock.monotonic();
-        // A task of its own, so that a panic ends only this work.
+        // A separate task, so that a panic ends only this work.
         let error = match AbortOnDropHandle::new(tokio::spawn(run().in_current_span())).await {
             Ok(Ok(())) => return,
             Ok(Err(error)) => error,

@@ -1,4 +1,4 @@
-//! One subscription at work in a program, and what keeps it at work.
+//! A relay that is kept running in a program.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ use crate::relay::Relay;
 use crate::schedule::Schedule;
 use crate::supervise::supervise;
 
-/// A relay that is started again when it fails, and how it fares.
+/// A relay that is restarted when it fails, and its state.
 pub struct SupervisedRelay {
     relay: Relay,
     /// `None`: it runs all the time.
@@ -24,20 +24,20 @@ pub struct SupervisedRelay {
     ended: Mutex<Option<Arc<Error>>>,
 }
 
-/// What keeps the events of a relay from flowing. As text, it says since when and why.
+/// Why the events of a relay do not flow. Its text says since when and why.
 #[derive(Debug, Clone)]
 pub enum RelayFault {
-    /// It does not run right now.
+    /// The relay does not run right now.
     Ended(Arc<Error>),
     /// A lane cannot be read or settled.
     Lane(FailingLane),
-    /// The breaker is open. The destination, the way there or our own limits may be at fault: the
+    /// The breaker is open. The cause may be the destination, the way there or our own limits; the
     /// code says which.
     Destination(Outage),
 }
 
 impl RelayFault {
-    /// The stable code of the reason.
+    /// Returns the stable code of the reason.
     pub fn code(&self) -> &str {
         match self {
             Self::Ended(error) => error.code(),
@@ -62,23 +62,23 @@ impl fmt::Display for RelayFault {
 }
 
 impl SupervisedRelay {
-    /// A relay that runs all the time, or when the schedule says so.
+    /// Creates a relay that runs all the time, or on a schedule.
     pub fn new(relay: Relay, schedule: Option<Box<dyn Schedule>>) -> Arc<Self> {
         Arc::new(Self { relay, schedule, ended: Mutex::new(None) })
     }
 
-    /// The relay.
+    /// Returns the relay.
     pub fn relay(&self) -> &Relay {
         &self.relay
     }
 
-    /// The name of its subscription.
+    /// Returns the name of its subscription.
     pub fn name(&self) -> &SubscriptionName {
         &self.relay.subscription().name
     }
 
-    /// What keeps its events from flowing, if something does. Where the store is down, that is why
-    /// its lanes fail, and whoever asks knows it.
+    /// Returns why its events do not flow, if they do not. Failing lanes are left out if the store
+    /// is down: that is the reason, and the caller knows it already.
     pub fn fault(&self, store_is_up: bool) -> Option<RelayFault> {
         let ended = lock(&self.ended).clone();
         let lane = || store_is_up.then(|| self.relay.failing_lanes().into_iter().next()).flatten();
@@ -99,8 +99,8 @@ impl SupervisedRelay {
         }
     }
 
-    /// Runs until `stop`; starts again after an error or a panic, but not where its subscription
-    /// was removed or renamed. Dropping this ends the relay without settling.
+    /// Runs until `stop`. Restarts after an error or a panic, except if the subscription was
+    /// removed or renamed. Dropping this ends the relay without settling.
     pub async fn supervise(self: Arc<Self>, clock: Arc<dyn Clock>, stop: CancellationToken) {
         let ended = |ended: Option<(Error, Option<Duration>)>| {
             match &ended {

@@ -1,4 +1,4 @@
-//! Finding events that no subscription wants, while relays run.
+//! Finds events that no subscription wants, while relays run.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,14 +7,13 @@ use postbox_core::{Clock, LogName, Maintain, Result};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-/// How often the logs are looked at: a look that finds nothing new costs one or two probes of an
-/// index.
+/// How often to look at the logs. A look that finds nothing new costs one or two index probes.
 const EVERY: Duration = Duration::from_secs(1);
-/// Looks between two lines about one log.
+/// Number of looks between two log lines about one log.
 const LOOKS_PER_LINE: u32 = 60;
 
-/// Finds events that no subscription of their log wants, and hands them to one that begins to
-/// ([`Maintain::note_unrouted`]). Several replicas may do so at once.
+/// Finds events that no subscription of their log wants, and hands them to a subscription that
+/// later wants them ([`Maintain::note_unrouted`]). Several replicas may do so at once.
 pub struct UnroutedFinder {
     store: Arc<dyn Maintain>,
     logs: Vec<LogName>,
@@ -22,12 +21,12 @@ pub struct UnroutedFinder {
 }
 
 impl UnroutedFinder {
-    /// Of these logs.
+    /// Creates a finder for these logs.
     pub fn new(store: Arc<dyn Maintain>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
         Self { store, logs, clock }
     }
 
-    /// Looks every second until `stop`, and says at most once a minute what it found.
+    /// Looks every second until `stop`, and logs at most once a minute what it found.
     ///
     /// Cancel-safe: each step is a transaction of the store.
     pub async fn run(&self, stop: CancellationToken) {
@@ -39,7 +38,7 @@ impl UnroutedFinder {
             for (log, found) in self.logs.iter().zip(&mut found) {
                 match self.find_in(log, &stop).await {
                     Ok(count) => *found += count,
-                    // The relays say what is wrong with the store.
+                    // The relays report what is wrong with the store.
                     Err(_) => continue,
                 }
                 if *found > 0 && look % LOOKS_PER_LINE == 0 {
@@ -50,7 +49,7 @@ impl UnroutedFinder {
         }
     }
 
-    /// Looks once, in bounded steps, at all there is. How many were found.
+    /// Looks once at all events, in bounded steps. Returns how many were found.
     pub async fn find(&self, stop: &CancellationToken) -> Result<u64> {
         let mut found = 0;
         for log in &self.logs {

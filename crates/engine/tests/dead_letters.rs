@@ -1,5 +1,4 @@
-//! What becomes of dead events where a second sink takes them, on the memory store under paused
-//! time.
+//! Dead events with a dead-letter sink, on the memory store under paused time.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -82,7 +81,7 @@ async fn each_dead_event_is_handed_over_once_with_its_reason() {
 async fn a_bounded_run_hands_over_too_and_so_does_what_died_before() {
     let env = TestEnv::with((0..3).map(|n| event(n, n))).await;
     let sink = refusing();
-    // A relay without such a sink: of an older configuration.
+    // A relay with an older configuration, without a dead-letter sink.
     env.relay(sink.clone(), fast()).drain(None).await.expect("drained");
     let letters = Recorder::new(Capabilities::default());
     env.append([event(3, 3)]).await;
@@ -109,7 +108,7 @@ async fn a_sink_of_letters_that_is_down_holds_nobody_up_and_gets_all_later() {
     assert_eq!(sorted(&letters), (0..60).step_by(3).collect::<Vec<_>>());
 }
 
-/// Each call of the sink meets one of them, and they died first.
+/// Each call of the sink contains one of these letters, because they died first.
 #[tokio::test(start_paused = true)]
 async fn letters_that_bring_their_sink_down_keep_no_other_for_ever() {
     for down in [
@@ -182,7 +181,7 @@ async fn a_sink_of_letters_that_hangs_or_panics_holds_nobody_up() {
     }
 }
 
-/// Takes letters down as they go: what is said of them is lost.
+/// Loses the first three records of a handover.
 struct NothingNoted(AtomicUsize);
 
 #[async_trait]
@@ -221,7 +220,7 @@ async fn a_replay_that_dies_again_is_another_letter() {
             );
         }
         letters.wait_for(4).await;
-        // Nothing more comes of it.
+        // Nothing more arrives.
         tokio::time::sleep(600 * S).await;
     })
     .await;

@@ -1,16 +1,16 @@
-//! Events sent alone, to find the one that ends its relay: a handler that aborts, a sink that makes
-//! the program run out of memory.
+//! Sends suspicious events alone, to find one that ends its relay: for example a handler that
+//! aborts, or a sink that makes the program run out of memory.
 //!
-//! Such an event takes the process along before anything is written of it, and is sent again by the
-//! next holder of the lane. After some holders in a row vanished
-//! ([`Lease::crashes`](postbox_core::Lease::crashes)), the next one is *careful*: what may have
-//! been in flight, the first batch of the stream and the rows that are due, goes out one at a time
-//! (where the event is in the batch after it, the crash that follows finds that), and before each
-//! call a row says so ([`Disposition::Alone`]). Where the call ends the relay, that row is what is
-//! left, and the next holder finds one crash more in it ([`Batch::crashes`]). From then on it
-//! always goes alone, and dies of the third crash.
+//! Such an event ends the process before anything is written about it, and the next holder of the
+//! lane sends it again. After several holders in a row vanished
+//! ([`Lease::crashes`](postbox_core::Lease::crashes)), the next one is *careful*. It sends whatever
+//! may have been in flight one event at a time: the first batch of the stream, and the rows that
+//! are due. If the event is in a later batch, the next crash brings it into reach. Before each
+//! call, a row records that the event is sent alone ([`Disposition::Alone`]). If the call ends the
+//! relay, that row remains, and the next holder counts one more crash for it ([`Batch::crashes`]).
+//! From then on the event always goes alone. It is dead after the third crash.
 //!
-//! The rest of the stream flows meanwhile. On the happy path nothing is written.
+//! The rest of the stream goes on meanwhile. On the happy path nothing extra is written.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -25,36 +25,36 @@ use super::detached::DUE_MARGIN;
 use super::dispatch::DispatchLimits;
 use crate::context::Destination;
 
-/// So many holders vanish before the next is careful. Less would slow a lane down whose relays were
-/// killed by a person, or by a machine that went away.
+/// Number of holders in a row that must vanish before the next is careful. A lower number would
+/// slow down lanes whose relays were killed by a person or lost with their machine.
 const HOLDERS_CRASHED: u32 = 3;
-/// So many crashes with one event alone, and it is dead. A kill at the very moment may cost an
-/// innocent event one of them, hardly two.
+/// Number of crashes with an event sent alone after which it is dead. A kill at the wrong moment
+/// may cost an innocent event one of them, hardly two.
 const EVENT_CRASHES_MAX: u32 = 3;
 
-/// What a careful lane has still to look at.
+/// What a careful lane still has to send alone.
 pub(super) struct Careful {
-    /// The next batch of the stream, which is what a former holder may have had in flight of it.
+    /// Whether the next batch of the stream may have been in flight at a former holder.
     stream: AtomicBool,
-    /// At most so many due rows.
+    /// Upper bound of the due rows left to send alone.
     rows: AtomicUsize,
 }
 
 impl Careful {
-    /// After so many holders vanished who had batches of at most `events` in flight: one of the
-    /// stream, which becomes due rows, and one of due rows.
+    /// Plans for a lease with `crashes` vanished holders, each with batches of at most `events` in
+    /// flight. That is one batch of the stream, which becomes due rows, and one batch of due rows.
     pub(super) fn new(crashes: u32, events: usize) -> Self {
         let is_careful = crashes >= HOLDERS_CRASHED;
         let rows = if is_careful { events.saturating_mul(2) } else { 0 };
         Self { stream: AtomicBool::new(is_careful), rows: AtomicUsize::new(rows) }
     }
 
-    /// Whether the next batch of the stream is to be set aside; says so once.
+    /// Returns whether the next batch of the stream must be set aside; true at most once.
     pub(super) fn take_stream(&self) -> bool {
         self.stream.swap(false, Ordering::AcqRel)
     }
 
-    /// Whether every due row goes alone.
+    /// Returns whether every due row goes alone.
     pub(super) fn has_rows(&self) -> bool {
         self.rows.load(Ordering::Acquire) > 0
     }
@@ -63,7 +63,7 @@ impl Careful {
         _ = self.rows.fetch_update(Ordering::AcqRel, Ordering::Acquire, |rows| rows.checked_sub(1));
     }
 
-    /// None is due any more.
+    /// Notes that no row is due any more.
     pub(super) fn no_rows(&self) {
         if !self.stream.load(Ordering::Acquire) {
             self.rows.store(0, Ordering::Release);
@@ -88,8 +88,8 @@ impl Lane {
         }
     }
 
-    /// Takes one event out of a batch of due rows that is to go alone; others of the kind stay as
-    /// they are, and what is behind one of them in its key.
+    /// Takes out of a batch of due rows one event that must go alone. Other such events stay in the
+    /// store as they are, and so do the events behind any of them in its key.
     pub(super) fn set_apart(&self, batch: Batch) -> (Batch, Option<Arc<Batch>>) {
         let careful = self.careful.has_rows();
         if !careful && batch.crashes.is_empty() {
@@ -122,7 +122,7 @@ impl Lane {
         (Batch { deliveries: together, ..batch }, alone)
     }
 
-    /// Sends one due row alone, once it is written that it is.
+    /// Sends one due row alone, after writing that it is sent alone.
     pub(super) async fn deliver_alone(&self, batch: Arc<Batch>, probe: bool, round: &CancellationToken) -> Result<()> {
         let context = &self.context;
         let limits = DispatchLimits { calls_max: 1, detach_after: None, alone: true, ..self.limits(probe) };
@@ -133,8 +133,8 @@ impl Lane {
         if !may_send {
             return Ok(());
         }
-        // Not all lanes at the same moment, should a crash leave rows of several: an innocent one
-        // must not be in flight each time that another's comes.
+        // If a crash leaves rows in several lanes, they must not all come due at the same moment:
+        // otherwise an innocent event would be in flight each time the faulty one is sent.
         let spread = context.settings.deliver_timeout.mul_f64(context.random.unit());
         let after = context.settings.deliver_timeout.saturating_add(DUE_MARGIN).saturating_add(spread);
         let written = |disposition| {
@@ -144,7 +144,7 @@ impl Lane {
         self.settle(written(Disposition::Alone { after })).await?;
         self.careful.sent_row();
         match self.deliver_due(&batch, limits, round).await {
-            // It came back, or was never sent: whatever it was, the relay is still here.
+            // The call came back or was never made. Either way the event did not end this relay.
             Err(error) if !error.is_lease_lost() => {
                 _ = self.settle(written(Disposition::NotSent)).await;
                 Err(error)
@@ -153,7 +153,7 @@ impl Lane {
         }
     }
 
-    /// What becomes of a due row whose relays crashed too often.
+    /// Returns the dead disposition for a due row whose relays crashed too often.
     pub(super) fn dead_of_crashes(&self, batch: &Batch, delivery: &Delivery) -> Option<Disposition> {
         let crashes = batch.crashes.get(&delivery.seq).filter(|crashes| **crashes >= EVENT_CRASHES_MAX)?;
         let error = format!(

@@ -1,8 +1,7 @@
 //! Batches of an apply subscription: the handler runs inside the transaction that settles.
 //!
-//! A transaction whose answer we did not get may have committed. It is never repeated blindly,
-//! which could run a handler twice: the lane is given back and read again, and what committed is
-//! not read again.
+//! If the answer of a transaction is lost, it may have committed. Repeating it blindly could run a
+//! handler twice. Instead the lane is given back and read again, which skips whatever committed.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -25,19 +24,19 @@ use crate::failures::Sent;
 use crate::lock::lock;
 use crate::metrics::Gauge;
 
-/// A batch on its way through transactions.
+/// A batch that is being applied, one transaction per chunk.
 struct Applying<'a> {
     apply: &'a dyn Apply,
     batch: &'a Batch,
     verdicts: &'a mut Verdicts,
-    /// Keys with an event in this batch that holds back the later ones.
+    /// Keys with an event in this batch that holds back later ones.
     held: HashSet<&'a Key>,
     round: &'a CancellationToken,
 }
 
 impl Lane {
-    /// Applies and settles a batch in chunks; false if the round ended before the end: the rest of
-    /// a stream batch is to be read again, and due rows stay due.
+    /// Applies and settles a batch in chunks. Returns false if the round ended first. Then the rest
+    /// of a stream batch must be read again, and due rows stay due.
     pub(super) async fn apply_batch(
         &self,
         apply: &dyn Apply,
@@ -62,8 +61,8 @@ impl Lane {
         }
     }
 
-    /// The check before each transaction. A lease that ran out ends the round: otherwise the lane
-    /// would read and rewind again and again until somebody else takes it.
+    /// The check before each transaction. A lease that ran out ends the round. Otherwise the lane
+    /// would read and rewind again and again until another relay takes it.
     pub(super) fn may_apply(&self, round: &CancellationToken) -> bool {
         if round.is_cancelled() || self.context.health.is_gone() {
             return false;
@@ -75,8 +74,7 @@ impl Lane {
         is_safe
     }
 
-    /// One transaction: the deliveries of `range` that are ready, and entries for those that are
-    /// not.
+    /// Runs one transaction: the deliveries of `range` that are ready, and entries for the others.
     async fn apply_chunk(&self, applying: &mut Applying<'_>, range: Range<usize>, position: Option<Seq>) -> Result<()> {
         let context = &*self.context;
         let batch = applying.batch;
@@ -111,15 +109,16 @@ impl Lane {
         for (place, verdict) in ready.into_iter().zip(judged) {
             match verdict {
                 Some(verdict) => self.applied(applying, place, verdict),
-                // Behind a failure of the same transaction: the handler did not run.
+                // The handler did not run, because an earlier event of its key failed in this
+                // transaction.
                 None => applying.defer_behind(place),
             }
         }
         Ok(())
     }
 
-    /// Runs the transaction under its time limit; what became of each delivery, `None` if it was
-    /// not run. Any failure gives the lane back.
+    /// Runs the transaction under its time limit. Returns a verdict for each delivery, `None` if
+    /// its handler did not run. Any failure gives the lane back.
     async fn apply_in_time(
         &self,
         apply: &dyn Apply,
@@ -172,7 +171,7 @@ impl Lane {
             }
             Ok(Err(error)) if error.is_transaction_ended() => {
                 let mut judged = lock(&judged);
-                // Dead at once: another attempt would repeat what this one committed.
+                // Dead at once, because another attempt would repeat what this one committed.
                 if judged.is_empty() {
                     context.apply.failed(refs, (Outcome::dead(error.code().to_owned(), error.message()), took()));
                 }
@@ -197,7 +196,7 @@ impl Lane {
         }
     }
 
-    /// Acts on a verdict that is written, for the deliveries after it.
+    /// Acts on a verdict that has been written, so that deliveries after it are planned correctly.
     fn applied(&self, applying: &mut Applying<'_>, place: usize, verdict: Verdict) {
         let context = &*self.context;
         let delivery = &applying.batch.deliveries[place];
@@ -225,7 +224,7 @@ impl Applying<'_> {
     }
 }
 
-/// The lane must be given back and read again; nothing is wrong with it.
+/// The lane must be given back and read again, although nothing is wrong with it.
 fn dropped(why: &'static str) -> Error {
     Error::new(ErrorKind::Stale, "apply", "apply_dropped", why)
 }

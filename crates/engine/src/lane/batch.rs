@@ -1,4 +1,4 @@
-//! One batch from plan to settlement.
+//! One batch, from planning to settlement.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ use super::settle::Settling;
 use super::verdicts::{Verdicts, holds, span};
 use crate::context::Destination;
 
-/// What became of a stream batch.
+/// The state of a stream batch after it was sent.
 pub(super) enum Progress {
-    /// The destination has all of it, and nothing of it is written yet.
+    /// All of it is delivered, and nothing of it is written yet.
     Delivered,
-    /// All of it is written; these are the keys that later events must wait for.
+    /// All of it is written. Later events must wait for these keys.
     Settled(HashSet<Key>),
-    /// It was cut short: the caller settles it once no read is in flight, then detaches the calls.
+    /// It was cut short. The caller settles it once no read is in flight, then detaches the calls.
     Short(Verdicts, Vec<Call>),
 }
 
 impl Lane {
-    /// Plans, sends and settles a stream batch, while the one before is settled.
+    /// Plans, sends and settles a stream batch, while the previous one is being settled.
     pub(super) async fn deliver<'a>(
         &'a self,
         batch: &'a Arc<Batch>,
@@ -42,7 +42,7 @@ impl Lane {
         match &self.context.destination {
             Destination::Sink(sink) => {
                 let calls = self.dispatch(sink, batch, &mut verdicts, limits, settling, round).await?;
-                // Of a lost lane the store would refuse whatever we know.
+                // If the lane is lost, the store would refuse any settlement.
                 if self.lease.is_lost() || !verdicts.is_complete() {
                     return Ok(Progress::Short(verdicts, calls));
                 }
@@ -63,7 +63,7 @@ impl Lane {
         Ok(Progress::Settled(verdicts.holding_keys(&batch.deliveries)))
     }
 
-    /// Sends and settles due rows; how many were sent.
+    /// Sends and settles due rows. Returns how many were sent.
     pub(super) async fn deliver_due(
         &self,
         batch: &Arc<Batch>,
@@ -98,11 +98,11 @@ impl Lane {
         Ok(verdicts.sent())
     }
 
-    /// Puts aside what does not go out with its batch: discarded and unreadable events, later
+    /// Marks what does not go out with its batch: discarded and unreadable events, later delivery
     /// times, held keys.
     ///
-    /// No clock is asked: an event with a later time than its append goes to the store, whose clock
-    /// decides, so that a wrong clock here can neither hurry nor delay it.
+    /// Does not read the clock. An event whose delivery time is later than its append goes to the
+    /// store, whose clock decides. A wrong clock here can neither hurry nor delay it.
     fn plan(&self, batch: &Batch, carried: &HashSet<Key>) -> Verdicts {
         let mut verdicts = Verdicts::new(batch.deliveries.len());
         let anything_held = self.context.holds_keys() && !(batch.held.is_empty() && carried.is_empty());
@@ -124,8 +124,8 @@ impl Lane {
         verdicts
     }
 
-    /// A person may have made a row due whose call is still in flight: it is not sent beside
-    /// itself.
+    /// Plans a batch of due rows. If a person made a row due while its call is still in flight, it
+    /// is not sent a second time at once.
     fn plan_due(&self, batch: &Batch) -> Verdicts {
         let mut verdicts = Verdicts::new(batch.deliveries.len());
         let mut waiting: HashSet<&Key> = HashSet::new();
@@ -151,8 +151,8 @@ impl Lane {
         verdicts
     }
 
-    /// An event that cannot be read can never be sent. Its key goes on: nothing is known of it that
-    /// others must wait for.
+    /// Gives up an event that cannot be read, because it can never be sent. Its key goes on:
+    /// nothing is known of the event that others would have to wait for.
     fn give_up_unreadable(&self, verdicts: &mut Verdicts, index: usize, delivery: &Delivery, why: &Unreadable) {
         let disposition = why.disposition();
         self.context.record_failure(delivery, &disposition);

@@ -1,4 +1,4 @@
-//! One call of the sink: its time limit, its panic, its contract.
+//! One call of the sink: its time limit, its panics, and the number of outcomes it returns.
 
 use std::borrow::Cow;
 use std::future::poll_fn;
@@ -19,23 +19,23 @@ use crate::context::RelayContext;
 use crate::failures::Sent;
 use crate::log_lines::rounded;
 
-/// Longest a call may hold its thread between two waits before the log says so.
+/// Longest time a call may block its thread between two await points before the log says so.
 const THREAD_HELD_MAX: Duration = Duration::from_secs(1);
 
-/// A call that came back: which deliveries of which batch, and one outcome for each.
+/// A call that came back: its deliveries, their batch, and one outcome for each.
 pub(super) struct Returned {
     pub(super) batch: Arc<Batch>,
     pub(super) places: Vec<usize>,
     pub(super) outcomes: Vec<Outcome>,
     pub(super) sent: Sent,
-    /// How long it took.
+    /// How long the call took.
     pub(super) took: Duration,
 }
 
-/// A call in flight. It owns what it needs, so that a slow one can outlive its batch.
+/// A call in flight. It owns what it needs, so that a slow call can outlive its batch.
 pub(super) type Call = BoxFuture<'static, Returned>;
 
-/// Begins a call; the permit is given back when it ends.
+/// Starts a call. The permit is released when it ends.
 pub(super) fn call(
     context: Arc<RelayContext>,
     sink: Arc<dyn Sink>,
@@ -56,7 +56,7 @@ pub(super) fn call(
     })
 }
 
-/// A call under way, until it ends or is dropped.
+/// Measures a call until it ends or is dropped.
 struct CallMeter {
     context: Arc<RelayContext>,
     begun: Duration,
@@ -81,13 +81,14 @@ impl Drop for CallMeter {
     }
 }
 
-/// Calls a sink within the time limit; one outcome for each delivery, whatever it does. Where
-/// traces are on, each has a span, and the sink gets deliveries that say so.
+/// Calls a sink within the time limit. Returns one outcome for each delivery, whatever the sink
+/// does. If tracing is on, each delivery has a span, and the sink gets deliveries that carry its
+/// context.
 pub(super) async fn guarded(context: &RelayContext, sink: &dyn Sink, deliveries: &[&Delivery]) -> Vec<Outcome> {
     let traced = if trace::is_on() { traced(context, sink, deliveries) } else { Vec::new() };
     let carrying: Vec<&Delivery> = traced.iter().map(Traced::delivery).collect();
     let deliveries = if traced.is_empty() { deliveries } else { &carrying };
-    // Of several, none is the one that the call runs in.
+    // With several deliveries, no single span can be the one the call runs in.
     let span = match &traced[..] {
         [one] => one.span().clone(),
         _ => Span::none(),
@@ -108,7 +109,7 @@ fn traced<'d>(context: &RelayContext, sink: &dyn Sink, deliveries: &[&'d Deliver
 }
 
 async fn within_limits(context: &RelayContext, sink: &dyn Sink, deliveries: &[&Delivery]) -> Vec<Outcome> {
-    // The block makes a panic before the first await look the same as one after it.
+    // The async block makes a panic before the first await look like one after it.
     let call = AssertUnwindSafe(async { sink.deliver(deliveries).await }).catch_unwind();
     let call = watched(context, call);
     tokio::select! {
@@ -121,8 +122,8 @@ async fn within_limits(context: &RelayContext, sink: &dyn Sink, deliveries: &[&D
     }
 }
 
-/// A call whose thread is watched. While it blocks that, nothing else of its lane goes on, and no
-/// time limit runs out: a person has to hear of it. What it did counts all the same.
+/// Watches whether a call blocks its thread. While it does, nothing else of its lane goes on and no
+/// time limit can fire, so a person has to hear of it. The outcome counts all the same.
 pub(super) async fn watched<T>(context: &RelayContext, call: impl Future<Output = T>) -> T {
     let mut call = std::pin::pin!(call);
     poll_fn(|task| {
@@ -154,8 +155,8 @@ fn panicked(context: &RelayContext, panic: &(dyn std::any::Any + Send), count: u
     vec![Outcome::retry("panic", text); count]
 }
 
-/// A sink that answers for more or fewer events than it was given answers for none: nobody can tell
-/// which is which.
+/// Returns the outcomes if there is one per event. A sink that returns more or fewer has failed all
+/// of them, because nobody can tell which outcome belongs to which event.
 fn one_each(context: &RelayContext, outcomes: Vec<Outcome>, count: usize) -> Vec<Outcome> {
     if outcomes.len() == count {
         return outcomes;

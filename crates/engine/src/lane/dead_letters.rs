@@ -1,5 +1,5 @@
-//! Handing dead events to the dead-letter sink, beside the lane's work. What was not handed over is
-//! known to the store alone, so nothing is lost with this process.
+//! Hands dead events to the dead-letter sink, beside the lane's work. Only the store knows which
+//! ones have not been handed over, so nothing is lost with this process.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -13,16 +13,16 @@ use super::Lane;
 use super::call::guarded;
 use crate::context::DeadLetterSink;
 
-/// Between two looks for letters: nobody waits for one.
+/// Time between two looks for dead letters. Nobody waits for one, so this need not be short.
 const LOOK: Duration = Duration::from_millis(500);
 /// First and longest wait while the sink is down.
 const BACKOFF_MIN: Duration = Duration::from_secs(1);
 const BACKOFF_MAX: Duration = Duration::from_secs(60);
-/// When a letter that the sink refused for a reason of its own comes again: what it needs is a
-/// person, and until then it must not be in the way of others.
+/// How long a letter waits after the sink refused it for a reason of its own. Only a person can fix
+/// it, and until then it must not be in the way of others.
 const PUT_OFF: Duration = Duration::from_secs(300);
 
-/// What came of one look.
+/// The result of one look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Look {
     Nothing,
@@ -31,7 +31,7 @@ enum Look {
 }
 
 impl Lane {
-    /// Hands letters over until `ended`; what is being sent then may finish.
+    /// Hands letters over until `ended`. A call in flight at that moment may finish.
     pub(super) async fn hand_over_until(&self, ended: &CancellationToken) {
         let Some(sink) = &self.context.dead_letters else { return };
         let mut failures = 0;
@@ -52,7 +52,7 @@ impl Lane {
         }
     }
 
-    /// Hands over what can be handed over now.
+    /// Hands over everything that can be handed over now.
     pub(super) async fn hand_over_all(&self) {
         let Some(sink) = &self.context.dead_letters else { return };
         while !self.lease.halt.is_cancelled() && self.look_for_letters(sink, 0).await == Look::HandedOver {}
@@ -62,7 +62,7 @@ impl Lane {
         match self.lease.abandon.run_until_cancelled(self.hand_over(sink, failures)).await {
             Some(Ok(look)) => look,
             Some(Err(error)) => {
-                // Of a lost lease the rest of the lane hears by itself.
+                // If the lease is lost, the rest of the lane learns it by itself.
                 if !error.is_stale() {
                     self.context.store_failed(&error);
                 }
@@ -72,8 +72,9 @@ impl Lane {
         }
     }
 
-    /// One look. The oldest letters come first, but for those that so many looks have failed at:
-    /// they may themselves be why the sink looks down.
+    /// Takes one look and hands over what it finds. The oldest letters come first. For each failed
+    /// look before, one group of letters moves to the end, because it may be the reason that the
+    /// sink looks down.
     async fn hand_over(&self, sink: &DeadLetterSink, failures: usize) -> Result<Look> {
         let (context, lease) = (&*self.context, &self.lease.lease);
         let letters = sink.store.dead_letters(lease, context.settings.batch).await?;
@@ -84,10 +85,10 @@ impl Lane {
             sink.store.hand_over(lease, &unreadable.iter().map(done).collect::<Vec<_>>()).await?;
         }
         let capabilities = sink.sink.capabilities();
-        // Only then may one call hold several events of a key.
+        // Without `prefix`, one call may not hold several events of a key.
         let batch_max = if capabilities.prefix { capabilities.batch_max.max(1) } else { 1 };
         let mut look = if unreadable.is_empty() { Look::Nothing } else { Look::HandedOver };
-        // Which death each is of, beside what is sent.
+        // The death that each letter belongs to, in the same order as the deliveries to send.
         let (mut deaths, mut sent): (Vec<_>, Vec<_>) =
             letters.into_iter().map(|it| (handover(&it.delivery, None), it.into_delivery(lease))).unzip();
         let group = batch_max.saturating_mul(capabilities.concurrency.max(1));
@@ -118,7 +119,7 @@ impl Lane {
                 context.metrics.dead_letters_fail.works();
             }
             let is_outage = |outcome: &Outcome| match outcome {
-                // While the sink takes others, it is the letter's own.
+                // While the sink takes other letters, this failure is the letter's own.
                 Outcome::Unavailable { .. } => delivered == 0,
                 Outcome::Throttled { .. } | Outcome::Ambiguous { .. } => true,
                 _ => false,
@@ -131,8 +132,8 @@ impl Lane {
         Ok(look)
     }
 
-    /// What is written of a letter; `None`: nothing, for the whole sink is down. A letter never
-    /// dies: it stays what it is until somebody has it.
+    /// Returns what to write about a letter; `None` writes nothing, because the whole sink is down.
+    /// A letter never dies: it stays until it is handed over.
     fn judge_letter(&self, death: Handover, outcome: &Outcome, takes_others: bool) -> Option<Handover> {
         let (code, error, again) = match outcome {
             Outcome::Delivered { .. } => return Some(death),

@@ -2,9 +2,8 @@
 //!
 //! When nothing else of a batch can be done, its slow events leave the stream as
 //! [`Disposition::InFlight`], due only after the call's time limit, and the batch settles. The call
-//! goes on; its outcome is written to the row like that of a due one. A crash in between costs a
-//! repetition, as with any event in flight: the next holder of the lane finds such rows due at
-//! once.
+//! goes on, and its outcome is written to the row as for any due row. A crash in between causes a
+//! repetition, as for any event in flight: the next holder of the lane finds such rows due at once.
 
 use std::collections::HashSet;
 use std::future::poll_fn;
@@ -22,13 +21,13 @@ use super::call::{Call, Returned};
 use super::verdicts::Verdicts;
 use crate::lock::lock;
 
-/// How long a batch waits for its last calls before they are detached: above what a healthy
-/// destination takes, far below what a person notices.
+/// How long a batch waits for its last calls before they are detached. Longer than a healthy
+/// destination takes, and far shorter than a person notices.
 pub(super) const DETACH_AFTER: Duration = Duration::from_millis(250);
-/// Between a call's time limit and the moment its row is due, should nobody write its outcome.
+/// How long after a call's time limit its row comes due, in case nobody writes the outcome.
 pub(super) const DUE_MARGIN: Duration = Duration::from_secs(1);
 
-/// The detached calls of a lane. Dropping it drops them.
+/// The detached calls of a lane. Dropping this drops the calls.
 #[derive(Default)]
 pub(super) struct DetachedCalls {
     calls: Mutex<JoinSet<Returned>>,
@@ -38,7 +37,7 @@ pub(super) struct DetachedCalls {
     added: Notify,
 }
 
-/// The part of a batch in `bytes`, until the last of its calls is back.
+/// The share of one batch in `bytes`, held until the last of its calls is back.
 struct Weight(Arc<AtomicUsize>, usize);
 
 impl Drop for Weight {
@@ -75,7 +74,8 @@ impl DetachedCalls {
         self.added.notify_one();
     }
 
-    /// The next call that came back; waits for one to be added if there is none. Cancel-safe.
+    /// Returns the next call that came back. Waits for one to be added if there is none.
+    /// Cancel-safe.
     pub(super) async fn next(&self) -> Returned {
         loop {
             match self.next_in_flight().await {
@@ -85,13 +85,14 @@ impl DetachedCalls {
         }
     }
 
-    /// The next call that came back; `None` if none is in flight. Cancel-safe.
+    /// Returns the next call that came back; `None` if none is in flight. Cancel-safe.
     pub(super) async fn next_in_flight(&self) -> Option<Returned> {
         poll_fn(|context| {
             loop {
                 match lock(&self.calls).poll_join_next(context) {
                     Poll::Ready(Some(Ok(returned))) => return Poll::Ready(Some(returned)),
-                    // Aborted: panics of the sink are caught inside the call. Its row comes due.
+                    // Aborted: panics of the sink are caught inside the call. Its row comes due
+                    // later.
                     Poll::Ready(Some(Err(_))) => {}
                     Poll::Ready(None) => return Poll::Ready(None),
                     Poll::Pending => return Poll::Pending,
@@ -101,7 +102,7 @@ impl DetachedCalls {
         .await
     }
 
-    /// All calls that are back by now.
+    /// Returns all calls that are back by now.
     pub(super) fn returned(&self) -> impl Iterator<Item = Returned> {
         std::iter::from_fn(|| lock(&self.calls).try_join_next()).filter_map(Result::ok)
     }
@@ -115,12 +116,12 @@ impl DetachedCalls {
 }
 
 impl Lane {
-    /// What is written of an event whose call goes on without its batch.
+    /// Returns what is written for an event whose call goes on without its batch.
     pub(super) fn in_flight(&self) -> Disposition {
         Disposition::InFlight { after: self.context.settings.deliver_timeout.saturating_add(DUE_MARGIN) }
     }
 
-    /// Lets calls go on without their batch, whose rows are written.
+    /// Lets calls go on without their batch. Their rows are written already.
     pub(super) fn detach(&self, batch: &Batch, verdicts: &Verdicts, calls: Vec<Call>) {
         if calls.is_empty() {
             return;
@@ -129,7 +130,7 @@ impl Lane {
         self.detached.add(calls, in_flight.map(|(place, _)| batch.deliveries[place].seq), payload_bytes(batch));
     }
 
-    /// Writes the outcomes of a detached call, and of those that came back with it.
+    /// Writes the outcomes of a detached call, and of any others that are back by now.
     pub(super) async fn settle_detached(&self, first: Returned) -> Result<()> {
         let context = &*self.context;
         let mut returned = vec![first];
@@ -146,7 +147,7 @@ impl Lane {
         }
         let hold_keys = context.holds_keys();
         self.settle(Settlement { position: None, entries, rewind: false, hold_keys }).await?;
-        // The next of the key may have been released.
+        // The next event of the key may have been released.
         self.due_timer.schedule(context.clock.monotonic(), Duration::ZERO);
         Ok(())
     }

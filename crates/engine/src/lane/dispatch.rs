@@ -1,4 +1,4 @@
-//! Sending one batch: which calls go out when, and what their outcomes mean.
+//! Sends one batch: which calls go out when, and what their outcomes mean.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -18,26 +18,27 @@ use super::queue::DispatchQueue;
 use super::settle::Settling;
 use super::verdicts::{Verdicts, holds};
 
-/// How often what is decided of a batch, up to the first event that is not, is written: a crash
-/// repeats no more than what was delivered meanwhile, however low the rate.
+/// How often the decided part at the start of a batch is settled while the rest is still out. A
+/// crash repeats at most what was delivered in this time, however low the rate.
 const SETTLE_EVERY: Duration = Duration::from_secs(1);
 
 /// How one batch is sent.
 #[derive(Clone, Copy)]
 pub(super) struct DispatchLimits {
-    /// Calls that it may have in flight.
+    /// Maximum calls in flight for this batch.
     pub(super) calls_max: usize,
-    /// When it sends nothing more.
+    /// When to stop sending; `None`: never.
     pub(super) send_until: Option<Duration>,
-    /// How long it waits for its last calls before they go on without it; `None`: to their end.
+    /// How long to wait for the last calls before they go on without the batch; `None`: until they
+    /// end.
     pub(super) detach_after: Option<Duration>,
     /// The breaker is half open, and this is its probe.
     pub(super) probe: bool,
-    /// It is written that this event is sent alone: what becomes of it must be written too.
+    /// A row says that this event is sent alone, so its result must be written too.
     pub(super) alone: bool,
 }
 
-/// What ended a wait.
+/// Why a wait ended.
 enum Wake {
     Returned(Returned),
     Permit(OwnedSemaphorePermit),
@@ -59,13 +60,13 @@ impl Lane {
         }
     }
 
-    /// Sends what waits in `batch` until all is decided, or `round` ends and the calls in flight
-    /// are back. Ends `round` itself when the destination is down or gone.
+    /// Sends what waits in `batch` until all of it is decided, or until `round` ends and the calls
+    /// in flight are back. Ends `round` itself when the destination is down or gone.
     ///
-    /// What is decided meanwhile is settled now and then, once `settling` is over, which is of the
-    /// batch before. Gives calls that are to go on without the batch: their events are `InFlight`
-    /// in `verdicts`, and the calls must be detached once those are settled. An error is a
-    /// settlement's.
+    /// What is decided meanwhile is settled from time to time, once `settling` (the settlement of
+    /// the previous batch) is over. Returns the calls that go on without the batch. Their events
+    /// are `InFlight` in `verdicts`, and the caller must detach the calls once those are settled.
+    /// An error comes from a settlement.
     pub(super) async fn dispatch<'a>(
         &'a self,
         sink: &Arc<dyn Sink>,
@@ -76,7 +77,7 @@ impl Lane {
         round: &CancellationToken,
     ) -> Result<Vec<Call>> {
         let calls = self.send_all(sink, batch, verdicts, limits, round, &mut settling).await?;
-        // Without its answer nobody knows what is still to be written.
+        // Without its answer it is unknown what is still to be written.
         if let Some(settled) = settling {
             verdicts.settled(settled.await?);
         }
@@ -130,7 +131,8 @@ impl Lane {
             }
             spare = None;
             if calls.is_empty() && !starved && rate_wait.is_none() {
-                // Nothing in flight and nothing may go out: done, or the round has ended.
+                // Nothing is in flight and nothing may go out: the batch is done, or the round has
+                // ended.
                 return Ok(Vec::new());
             }
             let may_detach = !starved && rate_wait.is_none() && self.may_detach(calls.len(), bytes);
@@ -148,7 +150,7 @@ impl Lane {
                     self.take_outcomes(returned, &mut queue, verdicts, round);
                 }
                 Wake::Permit(permit) => spare = Some(permit),
-                // What may be sent is looked at again, the lease too: it may have ended meanwhile.
+                // The loop checks again what may be sent. The lease may have ended meanwhile.
                 Wake::RateAllows => {}
                 Wake::SettleTime => {
                     settle_time = context.clock.sleep(SETTLE_EVERY);
@@ -194,9 +196,10 @@ impl Lane {
         }
     }
 
-    /// Whether the calls in flight may go on without their batch. Half of all calls at most, so
-    /// that slow events leave room for others, with no more than a batch's payload in memory; not
-    /// for a sink that takes many events a call, which is slow as a whole; not when the lane ends.
+    /// Returns whether the calls in flight may go on without their batch. At most half of all calls
+    /// may, so that slow events leave room for others, and with at most one batch's payload in
+    /// memory. Not for a sink that takes many events per call, because there the whole sink is
+    /// slow. Not when the lane ends.
     fn may_detach(&self, in_flight: usize, bytes: usize) -> bool {
         let context = &self.context;
         !context.capabilities.prefix
@@ -205,7 +208,8 @@ impl Lane {
             && !self.lease.halt.is_cancelled()
     }
 
-    /// The check before each send: still our lane, still a destination, still wanted.
+    /// The check before each send: the lane is still ours, the destination is up, the round goes
+    /// on.
     pub(super) fn may_send(&self, limits: DispatchLimits, round: &CancellationToken) -> bool {
         if round.is_cancelled() {
             return false;
@@ -236,7 +240,7 @@ impl Lane {
     ) {
         let context = &*self.context;
         let (deliveries, now) = (&returned.batch.deliveries, context.clock.now());
-        // Keys that the sink stopped within this call, and whether because of an outage.
+        // Keys that the sink stopped at within this call, and whether an outage was the reason.
         let mut stopped: HashMap<&Key, bool> = HashMap::new();
         for (place, outcome) in returned.places.into_iter().zip(returned.outcomes) {
             let delivery = &deliveries[place];
@@ -244,7 +248,7 @@ impl Lane {
             if !outcome.is_delivered()
                 && let Some(is_outage) = key.and_then(|key| stopped.get(key))
             {
-                // It was not tried.
+                // The sink did not try it.
                 if !is_outage {
                     verdicts.defer(place, Disposition::Block);
                     queue.hold(place, deliveries, verdicts);
@@ -270,8 +274,8 @@ impl Lane {
                     (disposition, false)
                 }
                 Verdict::Refused(disposition) => (disposition, false),
-                // To write it would put aside all that is before it, and it proves nothing: it is
-                // tried again in its turn.
+                // Writing this failure would put aside all events before it, and it proves nothing.
+                // The event is tried again in its turn.
                 Verdict::Failed(_) if matches!(queue, DispatchQueue::Probe { .. }) && place > 0 => continue,
                 Verdict::Failed(disposition) => (disposition, true),
             };

@@ -11,18 +11,18 @@ use tokio_util::sync::CancellationToken;
 use super::Lane;
 use super::limit::Until;
 
-/// Longest time between two looks while events flow: what other relays and operators made due is
-/// found by then.
+/// Longest time between two looks for due rows while events flow. Rows that other relays or
+/// operators made due are found within this time.
 const LOOK_BUSY: Duration = Duration::from_millis(200);
-/// The same for an idle lane: a person's retry starts within half a second, for two cheap reads a
-/// second.
+/// The same for an idle lane. A retry by a person starts within half a second, at the cost of two
+/// cheap reads a second.
 const LOOK_IDLE: Duration = Duration::from_millis(500);
-/// How long a batch of due rows is sent: what becomes due meanwhile waits for it.
+/// How long one batch of due rows sends. Rows that become due meanwhile wait for it to end.
 const BATCH_TIME: Duration = Duration::from_secs(1);
 
 impl Lane {
-    /// Delivers due rows until `round` ends, or until none is due once the stream is `drained`.
-    /// Runs beside the stream, so that a slow event here does not hold up other keys.
+    /// Delivers due rows until `round` ends, or until none is due after the stream is `drained`.
+    /// Runs beside the stream, so that a slow due row does not hold up other keys.
     pub(super) async fn due(
         &self,
         until: Until<'_>,
@@ -32,7 +32,8 @@ impl Lane {
         let clock = &self.context.clock;
         let mut count = 0;
         while !round.is_cancelled() {
-            // However many rows are due: what came back holds its key until it is written.
+            // Done first, however many rows are due: a finished call holds its key until it is
+            // written.
             if let Some(returned) = self.detached.returned().next() {
                 self.settle_detached(returned).await?;
             }
@@ -40,7 +41,7 @@ impl Lane {
             if left.is_zero() {
                 let read = self.due_once(until, false, round).await?;
                 if read > 0 {
-                    // What was delivered may have released the next of its key.
+                    // A delivery may have released the next event of its key.
                     self.due_timer.schedule(clock.monotonic(), Duration::ZERO);
                 }
                 count += read;
@@ -61,10 +62,11 @@ impl Lane {
         Ok(count)
     }
 
-    /// Reads one batch of due rows and delivers it; how many there were. A `probe` is one row.
+    /// Reads one batch of due rows and delivers it. Returns how many there were. A `probe` reads
+    /// one.
     ///
-    /// It reads no more than twice what the last one could send in its time: what stands behind
-    /// slow calls would be read again and again.
+    /// Reads at most twice what the previous batch could send in its time. More rows would only
+    /// stand behind slow calls and be read again and again.
     pub(super) async fn due_once(&self, until: Until<'_>, probe: bool, round: &CancellationToken) -> Result<usize> {
         self.due_timer.reset(self.context.clock.monotonic());
         let most = self.context.settings.batch;
@@ -85,7 +87,7 @@ impl Lane {
         let (batch, alone) = self.set_apart(batch);
         let count_together = batch.deliveries.len();
         if count_together > 0 {
-            // Half of the calls at most: many slow rows must leave room for the stream.
+            // At most half of the calls: many slow rows must leave room for the stream.
             let mut limits = self.limits(probe);
             limits.calls_max = limits.calls_max.div_ceil(2);
             limits.detach_after = limits.detach_after.map(|_| BATCH_TIME);
@@ -113,12 +115,12 @@ pub(super) struct DueTimer {
 }
 
 impl DueTimer {
-    /// Due at once: a former owner of the lane may have left rows.
+    /// Due at once, because a former owner of the lane may have left rows.
     pub(super) fn new() -> Self {
         Self { at: AtomicU64::new(0), earlier: Notify::new(), busy: AtomicBool::new(false) }
     }
 
-    /// Due `wait` after `now` at the latest.
+    /// Makes it due at most `wait` after `now`.
     pub(super) fn schedule(&self, now: Duration, wait: Duration) {
         let at = nanos(now.saturating_add(wait));
         if self.at.fetch_min(at, Ordering::AcqRel) > at {
@@ -126,23 +128,23 @@ impl DueTimer {
         }
     }
 
-    /// A look begins at `now`; the next one comes at its regular time.
+    /// Notes that a look begins at `now`. The next one comes at its regular time.
     fn reset(&self, now: Duration) {
         let regular = if self.busy.load(Ordering::Relaxed) { LOOK_BUSY } else { LOOK_IDLE };
         self.at.store(nanos(now + regular), Ordering::Release);
     }
 
-    /// How long until it is due.
+    /// Returns how long until it is due.
     fn left(&self, now: Duration) -> Duration {
         Duration::from_nanos(self.at.load(Ordering::Acquire)).saturating_sub(now)
     }
 
-    /// Resolves when it was scheduled for an earlier time.
+    /// Resolves when an earlier time was scheduled.
     async fn earlier(&self) {
         self.earlier.notified().await;
     }
 
-    /// Whether events flow.
+    /// Sets whether events flow.
     pub(super) fn set_busy(&self, busy: bool) {
         self.busy.store(busy, Ordering::Relaxed);
     }

@@ -1,9 +1,9 @@
-//! Events whose time runs out: from their `expires_at` on they are not sent.
+//! Events that expire: from their `expires_at` on they are not sent.
 //!
-//! The store says how much time each has left, by its own clock; from there on the monotonic clock
-//! runs, so that a wrong clock of this machine neither kills an event early nor sends it late. It
-//! is looked at when a batch is planned and again before each call, because a batch may wait for a
-//! rate or behind slow calls. A call that is under way is not cut.
+//! The store says how much time each event has left by the store's clock. From then on the
+//! monotonic clock counts, so a wrong wall clock on this machine neither expires an event early nor
+//! sends it late. Expiry is checked when a batch is planned and again before each call, because a
+//! batch may wait for a rate or behind slow calls. A call under way is not cut short.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::queue::DispatchQueue;
 use super::verdicts::Verdicts;
 
 impl Lane {
-    /// Turns what the store said of a batch that was just read into times of our own clock.
+    /// Converts the remaining times in a batch that was just read to times of our monotonic clock.
     pub(super) fn note_expiry(&self, batch: &mut Batch) {
         if !batch.expires.is_empty() {
             let now = self.context.clock.monotonic();
@@ -22,22 +22,22 @@ impl Lane {
         }
     }
 
-    /// Whether an event of a batch must not be sent any more.
+    /// Returns whether an event of a batch has expired and must not be sent.
     pub(super) fn is_expired(&self, batch: &Batch, delivery: &Delivery) -> bool {
-        // Nearly always there is nothing to look up.
+        // Almost always empty, so there is nothing to look up.
         !batch.expires.is_empty()
             && batch.expires.get(&delivery.seq).is_some_and(|at| *at <= self.context.clock.monotonic())
     }
 
     pub(super) fn give_up_expired(&self, verdicts: &mut Verdicts, index: usize, delivery: &Delivery) {
-        // What has no end is not in `Batch::expires`.
+        // Events without an expiry are not in `Batch::expires`.
         let expired = Disposition::Expired { at: delivery.event.expires_at.unwrap_or_default() };
         self.context.record_failure(delivery, &expired);
         verdicts.defer(index, expired);
     }
 
-    /// The places of the next call without what has expired meanwhile; empty if nothing may go out
-    /// now.
+    /// Returns the places of the next call, without events that have expired meanwhile; empty if
+    /// nothing may go out now.
     pub(super) fn take_places(
         &self,
         queue: &mut DispatchQueue,
@@ -61,7 +61,7 @@ impl Lane {
             if !places.is_empty() {
                 return places;
             }
-            // There is no call that would say so.
+            // No call was made that would report this later.
             queue.returned();
         }
     }

@@ -1,6 +1,6 @@
-//! The one judgement of failure: what an outcome costs its event, and what it says of the
-//! destination. Deliveries of the stream, due rows, calls that outlived their batch and handlers in
-//! a transaction are all judged here.
+//! The one place that judges failures: what an outcome costs its event, and what it says about the
+//! destination. Stream deliveries, due rows, detached calls and handlers in a transaction are all
+//! judged here.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -14,25 +14,26 @@ use crate::context::{Health, RelayContext};
 use crate::failures::{Failure, Sent};
 use crate::log_lines::rounded;
 
-/// What becomes of one delivery.
+/// The judgement of one delivery.
 #[derive(Debug, Clone)]
 pub(super) enum Verdict {
-    /// The destination has it.
+    /// The event was delivered.
     Delivered { duplicate: bool },
-    /// It failed, or died of its last attempt. Until that is written it holds its key: after a
-    /// crash the attempt is made again, and a later event of the key must not have gone before.
+    /// It failed, or became dead with its last attempt. It holds its key until that is written:
+    /// after a crash the attempt is made again, and no later event of the key may have gone before
+    /// it.
     Failed(Disposition),
-    /// It was refused for good. It does not hold its key, because the destination would refuse it
-    /// again after a crash.
+    /// It was refused for good. It does not hold its key, because after a crash the destination
+    /// would refuse it again.
     Refused(Disposition),
     /// Refused for good, and the destination must not be called again.
     Gone { disposition: Disposition, why: String },
-    /// It found the destination down, which is no attempt.
+    /// It found the destination down. This is no attempt.
     Outage { disposition: Disposition, after: Option<Duration> },
 }
 
 impl Verdict {
-    /// What is written of the event.
+    /// Returns what is written for the event.
     pub(super) fn into_disposition(self) -> Disposition {
         match self {
             Self::Delivered { .. } => Disposition::Delivered,
@@ -45,8 +46,8 @@ impl Verdict {
 }
 
 impl RelayContext {
-    /// Judges the outcome of a call made at `sent`, which took some time. It only updates the
-    /// evidence, so that a handler may be judged in a transaction that does not commit; see
+    /// Judges the outcome of a call made at `sent` that lasted `took`. It only updates the
+    /// evidence, so that a handler can be judged in a transaction that may not commit; see
     /// [`Self::record`].
     pub(super) fn judge(&self, delivery: &Delivery, outcome: Outcome, sent: Sent, took: Duration) -> Verdict {
         let (seq, failures, took) = (delivery.seq, &self.health.failures, Some(took));
@@ -66,7 +67,7 @@ impl RelayContext {
             Outcome::Retry { code, error, after } => (Failure::OfEvent, code, error, after),
             Outcome::ServerError { code, error, after } => {
                 let failure = failures.server_error(seq);
-                // It named a wait for this event only.
+                // The named wait is for this event only, so it applies unless this is an outage.
                 let after = after.filter(|_| failure != Failure::Outage);
                 (failure, code, error, after)
             }
@@ -99,7 +100,7 @@ impl RelayContext {
         Disposition::Dead { code, error: clip(error), halt, took }
     }
 
-    /// Acts on a verdict of `now` that stands: counts, logs, opens or closes the breaker.
+    /// Acts at `now` on a verdict that stands: counts, logs, opens or closes the breaker.
     pub(super) fn record(&self, delivery: &Delivery, verdict: &Verdict, now: Timestamp) {
         match verdict {
             Verdict::Delivered { duplicate } => {
@@ -109,7 +110,7 @@ impl RelayContext {
                 }
                 self.close_breaker();
             }
-            // Proves nothing: the destination may well be down still.
+            // Proves nothing: the destination may still be down.
             Verdict::Failed(disposition) => self.record_failure(delivery, disposition),
             Verdict::Refused(disposition) => {
                 self.close_breaker();
@@ -175,7 +176,7 @@ impl RelayContext {
         self.metrics.destination_down(self.clock.now(), code);
         self.metrics.set_breaker(breaker.state());
         let failures = breaker.failures();
-        // An outage may last for days: ever fewer lines of it.
+        // An outage may last for days, so the lines become ever rarer.
         if failures.is_power_of_two() {
             warn!(subscription = self.name(), code, error, wait = ?rounded(wait), failures, "breaker opened");
         } else {
@@ -194,7 +195,7 @@ impl RelayContext {
     }
 }
 
-/// Cuts an error text to what is kept with a delivery, between characters.
+/// Cuts an error text to the size that is stored with a delivery, at a character boundary.
 fn clip(text: &str) -> String {
     text[..text.floor_char_boundary(ERROR_BYTES_MAX)].to_owned()
 }

@@ -11,19 +11,19 @@ use tracing::warn;
 use crate::context::RelayContext;
 use crate::lock::lock;
 
-/// A lease and what we know of its remaining time.
+/// A lease, and how long we may still rely on it.
 ///
-/// The time is counted on our monotonic clock from *before* the call that granted it. So we believe
-/// it to end no later than the store does, whatever the two wall clocks say.
+/// The time is counted on our monotonic clock from *before* the call that granted the lease. So we
+/// consider it ended no later than the store does, whatever the two wall clocks say.
 pub(crate) struct LeaseGuard {
     pub(crate) lease: Lease,
     ttl: Duration,
     /// Nanoseconds on the monotonic clock.
     until: AtomicU64,
     lost: AtomicBool,
-    /// How it was lost, until somebody asks.
+    /// Why it was lost, until [`Self::take_loss`] takes it.
     loss: Mutex<Option<Error>>,
-    /// Stop sending, settle what is known.
+    /// Stop sending, then settle what is known.
     pub(crate) halt: CancellationToken,
     /// Drop what is in flight.
     pub(crate) abandon: CancellationToken,
@@ -41,29 +41,29 @@ impl LeaseGuard {
         Self { lease, ttl, until, lost: AtomicBool::new(false), loss: Mutex::default(), halt, abandon }
     }
 
-    /// When we stop trusting the lease: a tenth before its end, for the way of an event to its
-    /// destination.
+    /// Returns when we stop relying on the lease: a tenth before its end, so that an event still
+    /// has time to reach its destination.
     fn safe_until(&self) -> Duration {
         Duration::from_nanos(self.until.load(Ordering::Acquire)).saturating_sub(self.ttl / 10)
     }
 
-    /// Whether sending is still ours at `now`.
+    /// Returns whether we may still send at `now`.
     pub(crate) fn is_safe(&self, now: Duration) -> bool {
         !self.is_lost() && now < self.safe_until()
     }
 
-    /// Whether the lane is no longer ours.
+    /// Returns whether the lane is no longer ours.
     pub(crate) fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Acquire)
     }
 
-    /// How the lane was lost: `Stale` when somebody else may have it, otherwise what is wrong with
-    /// the store.
+    /// Returns why the lane was lost: `Stale` if another relay may have it, otherwise the store's
+    /// error.
     pub(crate) fn take_loss(&self) -> Option<Error> {
         lock(&self.loss).take()
     }
 
-    /// The lane is no longer ours: nothing more is sent, what is in flight is dropped.
+    /// Marks the lane as lost. Nothing more is sent, and calls in flight are dropped.
     pub(crate) fn lose(&self, context: &RelayContext, error: Error) {
         if self.lost.swap(true, Ordering::AcqRel) {
             return;
@@ -76,15 +76,15 @@ impl LeaseGuard {
         self.abandon.cancel();
     }
 
-    /// The lane is no longer ours, because the store did not say in time that it is.
+    /// Marks the lane as lost, because the store did not confirm the lease in time.
     pub(crate) fn run_out(&self, context: &RelayContext) {
         let message = "the lease was not renewed in time: the store did not answer, or this process stood still";
         self.lose(context, Error::new(ErrorKind::Unavailable, "renew", "lease_not_renewed", message));
     }
 }
 
-/// Renews at a third of the time to live until the lane ends or is lost. Runs as a task of its own,
-/// so that a sink that keeps its thread busy does not cost the lease.
+/// Renews every third of the time to live until the lane ends or is lost. Runs in a separate task,
+/// so that a sink that blocks its thread does not cost the lease.
 pub(super) async fn keep(context: Arc<RelayContext>, guard: Arc<LeaseGuard>) {
     let clock = &context.clock;
     let mut wait = guard.ttl / 3;

@@ -1,21 +1,21 @@
-//! How long a lane works, and the upper bound on the deliveries that a bounded run reads.
+//! When a lane stops, and the upper bound on the deliveries that a bounded run reads.
 
 use postbox_core::BatchLimit;
 use tokio::sync::{Mutex, MutexGuard};
 
-/// How long a lane works.
+/// When a lane stops.
 #[derive(Clone, Copy)]
 pub(super) enum Until<'a> {
     Stopped,
-    /// Nothing is pending now, or the limit is reached.
+    /// When nothing is pending now, or the limit is reached.
     Drained(&'a ReadLimit),
 }
 
-/// How many deliveries may still be read, over all lanes; without a bound, any number.
+/// How many deliveries may still be read over all lanes; `None`: any number.
 pub(crate) struct ReadLimit(Option<Mutex<usize>>);
 
-/// The right to one read. What is left is locked meanwhile: the next lane sees what this read did
-/// not use.
+/// The right to one read. It locks the remaining number, so that the next lane gets what this read
+/// did not use.
 pub(super) struct Reservation<'a> {
     pub(super) limit: BatchLimit,
     left: Option<MutexGuard<'a, usize>>,
@@ -26,7 +26,7 @@ impl<'a> Until<'a> {
         matches!(self, Self::Stopped)
     }
 
-    /// Reserves one read of at most `batch`; `None`: the limit is reached.
+    /// Reserves one read of at most `batch`; `None` if the limit is reached.
     pub(super) async fn reserve(self, batch: BatchLimit) -> Option<Reservation<'a>> {
         let unbounded = Reservation { limit: batch, left: None };
         let Self::Drained(ReadLimit(Some(left))) = self else { return Some(unbounded) };
@@ -43,7 +43,7 @@ impl ReadLimit {
 }
 
 impl Reservation<'_> {
-    /// The read brought so many; a reservation that is dropped instead used none.
+    /// Notes how many deliveries the read brought. A reservation that is dropped uses none.
     pub(super) fn used(self, count: usize) {
         if let Some(mut left) = self.left {
             *left = left.saturating_sub(count);

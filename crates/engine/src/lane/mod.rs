@@ -7,9 +7,10 @@
 //!               dead letters ──▶ dead-letter sink          beside them, as long as the lane is ours
 //! ```
 //!
-//! Stream and due rows run side by side. They never carry the same event, and an event of a key
-//! with a row is never sent from the stream: its key is held by the store
-//! ([`Batch::held`](postbox_core::Batch::held)), or by the batch before when it was read ahead.
+//! Stream and due rows run side by side. They never carry the same event. An event whose key has a
+//! row is never sent from the stream: the store marks its key as held
+//! ([`Batch::held`](postbox_core::Batch::held)), or the previous batch did if this one was read
+//! ahead.
 
 mod alone;
 mod apply;
@@ -49,20 +50,20 @@ use crate::breaker::Admission;
 use crate::context::{Destination, RelayContext};
 use crate::metrics::Gauge;
 
-/// Longest wait of a relay for its lanes after calls in flight were dropped: one settlement and one
-/// release.
+/// How long a relay waits for its lanes after calls in flight were dropped: time for one settlement
+/// and one release.
 pub(crate) const SETTLE_GRACE: Duration = Duration::from_secs(5);
 
-/// A leased lane at work.
+/// A leased lane and its state.
 pub(crate) struct Lane {
     context: Arc<RelayContext>,
     lease: Arc<LeaseGuard>,
     due_timer: DueTimer,
-    /// How many due rows to read at a time.
+    /// Maximum number of due rows in one read.
     due_events: AtomicUsize,
     detached: DetachedCalls,
     careful: Careful,
-    /// A read failed, so the store may have moved its mark of what was given: rewind first.
+    /// A read failed, so the store may have moved its read position. The next read rewinds first.
     read_failed: AtomicBool,
 }
 
@@ -84,21 +85,22 @@ impl Lane {
     /// person must act.
     pub(crate) async fn run(self) -> Result<()> {
         match self.hold(Until::Stopped).await {
-            // Lost, or the store is down: the next owner reads it again.
+            // Lost, or the store is down: the next owner reads the lane again.
             Err(error) if error.is_stale() || !error.is_permanent() => Ok(()),
             ended => ended,
         }
     }
 
     /// Works until nothing is pending now, the limit is reached, the destination is down, or
-    /// halted. An error says why it could not: `Stale` of a lost lane, otherwise the store's.
+    /// halted. An error says why it ended early: `Stale` for a lost lane, otherwise the store's
+    /// error.
     pub(crate) async fn drain(self, limit: &ReadLimit) -> Result<()> {
         self.hold(Until::Drained(limit)).await?;
         self.lease.take_loss().map_or(Ok(()), Err)
     }
 
-    /// Works under the lease; gives the lane back if it is still ours. A lane that was lost is no
-    /// error here, see [`LeaseGuard::take_loss`].
+    /// Works under the lease, and gives the lane back if it is still ours. A lost lane is not an
+    /// error here; see [`LeaseGuard::take_loss`].
     async fn hold(&self, until: Until<'_>) -> Result<()> {
         let (context, lease) = (&self.context, &self.lease.lease);
         info!(subscription = context.name(), lane = lease.lane, epoch = lease.epoch, "lane taken");
@@ -125,12 +127,12 @@ impl Lane {
         drop(keeper);
         drop(gauge);
         match ended {
-            // Any other stale error is of what was read; the lane itself is still ours.
+            // Any other stale error concerns only what was read. The lane itself is still ours.
             Err(error) if error.is_lease_lost() => {
                 self.lease.lose(context, error);
                 Ok(())
             }
-            // Anything else was repeated until the lane was lost or the drain time was over.
+            // Any other call was repeated until the lane was lost or the drain time was over.
             ended => {
                 if let Err(error) = &ended
                     && error.is_stale()
@@ -148,16 +150,16 @@ impl Lane {
             return;
         }
         let (context, lease) = (&self.context, &self.lease.lease);
-        // What is still looked for the next holder looks for.
+        // If the search for a crashing event is not finished, the next holder continues it.
         let crashes = if self.careful.is_over() { 0 } else { lease.crashes };
         match context.log.release(&Lease { crashes, ..lease.clone() }).await {
             Ok(()) => info!(subscription = context.name(), lane = lease.lane, epoch = lease.epoch, "lane released"),
-            // It runs out by itself.
+            // The lease runs out by itself.
             Err(error) => _ = context.store_failed(&error),
         }
     }
 
-    /// Rounds while the breaker is closed, single probes while it is not.
+    /// Runs rounds while the breaker is closed, and single probes while it is not.
     async fn work(&self, until: Until<'_>) -> Result<()> {
         let (context, halt) = (&self.context, &self.lease.halt);
         while !halt.is_cancelled() && !context.health.is_gone() {
@@ -165,7 +167,7 @@ impl Lane {
                 Admission::Closed => {
                     let read = self.round(until).await?;
                     if read == 0 && !until.is_stopped() {
-                        // What comes back now may release the next of its key.
+                        // A call that comes back now may release the next event of its key.
                         let Some(returned) = self.detached.next_in_flight().await else { return Ok(()) };
                         self.settle_detached(returned).await?;
                     }
@@ -184,8 +186,8 @@ impl Lane {
         Ok(())
     }
 
-    /// Waits while nothing may be sent, and writes what comes back of detached calls: their keys
-    /// are held until somebody does.
+    /// Waits while nothing may be sent. Meanwhile it writes the outcomes of detached calls, because
+    /// their keys are held until these are written.
     async fn wait(&self, wait: Duration) -> Result<()> {
         tokio::select! {
             biased;
@@ -194,13 +196,14 @@ impl Lane {
         }
     }
 
-    /// Stream and due rows side by side; how many events were read. When one of them ends so does
-    /// the other, but a stream that is drained lets due rows go on while there are any.
+    /// Runs stream and due rows side by side. Returns how many events were read. When one of them
+    /// ends, so does the other; but after the stream is drained, due rows go on while there are
+    /// any.
     async fn round(&self, until: Until<'_>) -> Result<usize> {
         let round = self.lease.halt.child_token();
         let drained = if until.is_stopped() { round.clone() } else { round.child_token() };
         if !until.is_stopped() {
-            // Whatever is due by now, whenever the last look was.
+            // Look at once for rows that are due by now, whenever the last look was.
             self.due_timer.schedule(self.context.clock.monotonic(), Duration::ZERO);
         }
         let due = async {
@@ -218,17 +221,18 @@ impl Lane {
             drained.cancel();
             ended
         };
-        // Due rows first: they have waited longer, and a limit may not suffice for both.
+        // Due rows first: they have waited longer, and a limit may not be enough for both.
         let (due, stream) = join(due, stream).await;
         Ok(stream? + due?)
     }
 
-    /// Sends one event to a destination that was down; whether there was one.
+    /// Sends one event to a destination that was down. Returns whether there was one.
     ///
-    /// An event may itself be why the destination looks down, and so may all that are next to it.
-    /// So half of the time a due row goes first, else one of the stream; and of the stream half of
-    /// the time not the next, but any of ever more the more probes failed. If it is taken, those
-    /// before it leave the stream as due rows.
+    /// The event itself, or many events around it, may be the reason that the destination looks
+    /// down. So the choice varies. Half of the time a due row is tried first, otherwise one of the
+    /// stream. Of the stream it is the next event half of the time, otherwise a random one from a
+    /// range that grows with each failed probe. If that one is accepted, those before it leave the
+    /// stream as due rows.
     async fn probe(&self, until: Until<'_>) -> Result<bool> {
         let context = &*self.context;
         context.metrics.set_breaker(context.health.breaker.state());
@@ -247,8 +251,9 @@ impl Lane {
         Ok(!stream_first && self.probe_stream(until, limit, &round).await?)
     }
 
-    /// Among how many events of the stream a probe is chosen: four times as many after each that
-    /// failed, up to a batch. A transaction of handlers takes what it is given, so it is given one.
+    /// Returns the number of stream events among which a probe is chosen: four times as many after
+    /// each failed probe, up to a batch. An apply transaction takes everything it is given, so it
+    /// gets one.
     fn probe_reach(&self, failures: u32) -> usize {
         match self.context.destination {
             Destination::Sink(_) => 4_usize.saturating_pow(failures).min(self.context.settings.batch.events),
@@ -257,8 +262,8 @@ impl Lane {
     }
 }
 
-/// The one probe that a half-open breaker allows. Ends with its lane, also when that panics or is
-/// dropped: otherwise no lane of the relay would ever probe again.
+/// The one probe that a half-open breaker allows. Dropping it ends the probe, even on a panic:
+/// otherwise no lane of the relay would ever probe again.
 struct ProbeTurn<'a>(&'a RelayContext);
 
 impl Drop for ProbeTurn<'_> {

@@ -1,5 +1,5 @@
-//! Which deliveries may go out next, by what the subscription orders and what the sink can keep in
-//! order.
+//! Which deliveries may go out next, depending on the subscription's order and on what order the
+//! sink can keep.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
@@ -10,29 +10,29 @@ use super::verdicts::Verdicts;
 
 /// The order in which one batch goes out.
 pub(super) enum DispatchQueue {
-    /// Key order through a sink that keeps it within a call: one call of many after the other.
+    /// Key order through a sink that keeps it within a call: one large call after the other.
     Batched {
         next: usize,
         out: bool,
-        /// Keys with an event in this batch that holds back the later ones.
+        /// Keys with an event in this batch that holds back later ones.
         held: HashSet<Key>,
     },
-    /// No order: everything at once.
+    /// No order: everything may go out at once.
     Unordered { next: usize },
-    /// Key order through a sink that does not keep it: one event of a key at a time.
+    /// Key order through a sink that does not keep it: one event per key at a time.
     PerKey {
-        /// Events whose earlier ones of the same key are done, oldest first, so that a stop leaves
-        /// few holes.
+        /// Events with no unfinished earlier event of their key. Oldest first, so that a stop
+        /// leaves few gaps.
         ready: BinaryHeap<Reverse<usize>>,
-        /// The next event of the same key.
+        /// For each event, the next one of the same key.
         behind: Vec<Option<u32>>,
     },
-    /// One event, to see whether the destination is back.
+    /// A single event, to see whether the destination is back.
     Probe { place: Option<usize> },
 }
 
 impl DispatchQueue {
-    /// Begins with the first delivery that waits.
+    /// Creates the queue of all deliveries that wait.
     pub(super) fn new(deliveries: &[Delivery], verdicts: &Verdicts, by_key: bool, prefix: bool) -> Self {
         if !by_key {
             return Self::Unordered { next: 0 };
@@ -53,7 +53,7 @@ impl DispatchQueue {
         Self::PerKey { ready, behind }
     }
 
-    /// Any one event that has none of its key before it.
+    /// Chooses a random event that has no earlier one of its key.
     pub(super) fn probe(deliveries: &[Delivery], verdicts: &Verdicts, by_key: bool, random: &dyn Random) -> Self {
         let mut keys = HashSet::new();
         let mut is_first = |delivery: &'_ Delivery| match &delivery.event.key {
@@ -65,7 +65,7 @@ impl DispatchQueue {
         Self::Probe { place: heads.get((random.unit() * heads.len() as f64) as usize).copied() }
     }
 
-    /// Whether anything might go out now; `take` may still find that all of it is held.
+    /// Returns whether anything might go out now. `take` may still find that all of it is held.
     pub(super) fn has_more(&self, count: usize) -> bool {
         match self {
             Self::Batched { next, out, .. } => !out && *next < count,
@@ -75,7 +75,7 @@ impl DispatchQueue {
         }
     }
 
-    /// The places of the next call, at most `max`; empty if nothing may go out now.
+    /// Returns the places of the next call, at most `max`; empty if nothing may go out now.
     pub(super) fn take(&mut self, max: usize, deliveries: &[Delivery], verdicts: &mut Verdicts) -> Vec<usize> {
         match self {
             Self::Batched { out: true, .. } => Vec::new(),
@@ -87,7 +87,7 @@ impl DispatchQueue {
                     if !verdicts.is_waiting(index) {
                         continue;
                     }
-                    // Nothing is held on the happy path, so no key is hashed.
+                    // On the happy path nothing is held, so no key is hashed.
                     if !held.is_empty() && deliveries[index].event.key.as_ref().is_some_and(|key| held.contains(key)) {
                         verdicts.defer(index, Disposition::Block);
                         continue;
@@ -112,14 +112,14 @@ impl DispatchQueue {
         }
     }
 
-    /// The call that took these places has ended.
+    /// Notes that the call that took these places has ended.
     pub(super) fn returned(&mut self) {
         if let Self::Batched { out, .. } = self {
             *out = false;
         }
     }
 
-    /// The event is done (delivered, or dead without halt): the next of its key may go.
+    /// Marks an event as done (delivered, or dead without halt). The next of its key may go.
     pub(super) fn done(&mut self, index: usize) {
         if let Self::PerKey { ready, behind } = self
             && let Some(next) = behind[index].take()
@@ -128,7 +128,8 @@ impl DispatchQueue {
         }
     }
 
-    /// The event holds its key: what comes later of it in this batch is put behind it.
+    /// Marks an event as holding its key. Later events of the key in this batch are blocked behind
+    /// it.
     pub(super) fn hold(&mut self, index: usize, deliveries: &[Delivery], verdicts: &mut Verdicts) {
         match self {
             Self::Batched { held, .. } => {

@@ -1,4 +1,4 @@
-//! A read that goes on while what was read before goes out.
+//! A read that runs while the previous one is being sent.
 
 use std::pin::{Pin, pin};
 
@@ -7,7 +7,8 @@ use postbox_core::{Batch, Result};
 
 use super::settle::Settling;
 
-/// At most one read, never dropped half-way: the store may have moved its mark of what was given.
+/// At most one read. It is never dropped midway: the store may already have moved its read
+/// position.
 pub(super) struct ReadAhead<'a>(MaybeDone<BoxFuture<'a, Result<Option<Batch>>>>);
 
 impl Default for ReadAhead<'_> {
@@ -17,12 +18,12 @@ impl Default for ReadAhead<'_> {
 }
 
 impl<'a> ReadAhead<'a> {
-    /// Whether there is no read, and nothing that one brought.
+    /// Returns whether there is neither a read under way nor a result to take.
     pub(super) fn is_free(&self) -> bool {
         matches!(self.0, MaybeDone::Gone)
     }
 
-    /// Whether a read goes on.
+    /// Returns whether a read is under way.
     pub(super) fn is_reading(&self) -> bool {
         matches!(self.0, MaybeDone::Future(_))
     }
@@ -31,7 +32,7 @@ impl<'a> ReadAhead<'a> {
         self.0 = MaybeDone::Future(Box::pin(read));
     }
 
-    /// Does some work, and reads on meanwhile.
+    /// Runs some work while the read goes on.
     pub(super) async fn beside<T>(&mut self, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         loop {
@@ -43,7 +44,8 @@ impl<'a> ReadAhead<'a> {
         }
     }
 
-    /// What the read brought, once it is over; a settlement goes on meanwhile, and perhaps longer.
+    /// Waits for the read and returns its result. A settlement goes on meanwhile, and may last
+    /// longer.
     pub(super) async fn finish_beside(&mut self, settling: &mut Option<Settling<'_>>) -> Result<Option<Batch>> {
         let mut settled = Ok(0);
         while self.is_reading() {
@@ -60,7 +62,7 @@ impl<'a> ReadAhead<'a> {
         settled.and(read)
     }
 
-    /// What the read brought, once it is over; `None` if there was none.
+    /// Waits for the read and returns its result; `None` if there was none.
     pub(super) async fn finish(&mut self) -> Result<Option<Batch>> {
         if self.is_reading() {
             (&mut self.0).await;

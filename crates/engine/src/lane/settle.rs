@@ -1,4 +1,4 @@
-//! Writing down what became of a batch, and repeating what the store could not take.
+//! Writes the results of a batch, and repeats what the store could not take.
 
 use std::time::Duration;
 
@@ -12,15 +12,15 @@ use super::call::Call;
 use super::dispatch::DispatchLimits;
 use super::verdicts::{Verdicts, count, earliest_retry, span};
 
-/// Failed probes in a row that leave no row behind. They take 8 seconds at least, with default
-/// waits, and by then a probe is any of the events of a page.
+/// Number of consecutive failed probes that leave no row behind. With default waits they take at
+/// least 8 seconds, and by then a probe may be any event of a page.
 const PROBES_MAX: u32 = 6;
 
-/// A settlement under way; how many of the batch going out are written once it is over, from the
-/// start.
+/// A settlement under way. Resolves to the number of deliveries, from the start of the batch being
+/// sent, that are written by then.
 pub(super) type Settling<'a> = BoxFuture<'a, Result<usize>>;
 
-/// Waits for the settlement of the batch before, if there is one.
+/// Waits for the settlement of the previous batch, if there is one.
 pub(super) async fn settle_behind(settling: &mut Option<Settling<'_>>) -> Result<()> {
     match settling.take() {
         Some(settling) => settling.await.map(drop),
@@ -29,8 +29,9 @@ pub(super) async fn settle_behind(settling: &mut Option<Settling<'_>>) -> Result
 }
 
 impl Lane {
-    /// Settles a stream batch that was delivered whole, while the next goes out: nothing of that
-    /// waits for anything of this. Of the next, nothing is settled before.
+    /// Settles a stream batch that was delivered whole, while the next one is sent. Sending the
+    /// next batch does not wait for this settlement, but nothing of it is settled before this is
+    /// over.
     pub(super) fn settle_delivered<'a>(&'a self, batch: &Batch) -> Settling<'a> {
         let ((first, last), events) = (span(batch), batch.deliveries.len());
         let hold_keys = self.context.holds_keys();
@@ -49,11 +50,11 @@ impl Lane {
         );
     }
 
-    /// Settles, and repeats the same settlement while the store is down and the lane is still ours.
+    /// Settles. While the store is down and the lane is still ours, repeats the same settlement.
     ///
-    /// Repeating is safe when the first try did commit: the store knows the settlement by its
-    /// position, and due rows by what was read of them, and writes nothing twice. Giving up instead
-    /// would send a whole batch again after each short failure of the database.
+    /// Repeating is safe even if the first try did commit. The store recognises a settlement by its
+    /// position, and due rows by the state they had when read, and writes nothing twice. Giving up
+    /// instead would send a whole batch again after every short failure of the database.
     pub(super) async fn settle(&self, settlement: Settlement<'_>) -> Result<()> {
         let context = &*self.context;
         let mut failures = 0;
@@ -93,10 +94,11 @@ impl Lane {
         }
     }
 
-    /// Settles a stream batch that was cut short; what was not answered for is read again.
+    /// Settles a stream batch that was cut short. Deliveries without an outcome are read again.
     ///
-    /// An outage leaves one row that tells of it. A probe leaves none, or each probe of a long
-    /// outage would leave another; unless it is [stuck](Self::is_stuck).
+    /// An outage leaves one row, which shows readers of the store that it happened. A probe leaves
+    /// none, because otherwise each probe of a long outage would add one, unless it is
+    /// [stuck](Self::is_stuck).
     pub(super) async fn settle_short(
         &self,
         batch: &Batch,
@@ -113,14 +115,14 @@ impl Lane {
         Ok(())
     }
 
-    /// Whether what was probed must leave the stream, or nothing later would ever be tried: no
-    /// window opens behind an unsettled one, and all that is left of this may be events that the
-    /// destination never takes.
+    /// Returns whether the probed event must leave the stream so that later events can be tried. No
+    /// window opens behind an unsettled one, and all that is left of this window may be events that
+    /// the destination never accepts.
     fn is_stuck(&self, batch: &Batch) -> bool {
         !batch.more && self.context.health.breaker.failures() >= PROBES_MAX
     }
 
-    /// Drops what was read ahead: the next read starts after the last settled position.
+    /// Discards what was read ahead. The next read starts after the last settled position.
     pub(super) async fn rewind(&self) -> Result<()> {
         if self.lease.is_lost() {
             return Ok(());
@@ -129,17 +131,17 @@ impl Lane {
         self.settle(Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys }).await
     }
 
-    /// Records a failed call of the store; whether to repeat it.
+    /// Records a failed store call. Returns whether to repeat it.
     pub(super) fn failed(&self, operation: &'static str, error: &Error) -> bool {
         self.context.lane_failed(self.lease.lease.lane, operation, error)
     }
 
-    /// Records a call that succeeded.
+    /// Records a store call that succeeded.
     pub(super) fn works(&self, operation: &'static str) {
         self.context.metrics.lane_works(self.lease.lease.lane, operation);
     }
 
-    /// Repeats a read while the store is down; `None` when `round` ended first.
+    /// Repeats a read while the store is down; `None` if `round` ended first.
     pub(super) async fn repeat<T, F: Future<Output = Result<T>>>(
         &self,
         operation: &'static str,
@@ -163,7 +165,7 @@ impl Lane {
         Ok(None)
     }
 
-    /// Waits, or until `round` ends.
+    /// Waits for `wait`, or until `round` ends.
     pub(super) async fn pause(&self, wait: Duration, round: &CancellationToken) {
         _ = round.run_until_cancelled(self.context.clock.sleep(wait)).await;
     }

@@ -1,4 +1,4 @@
-//! The stream of a lane: read, and read ahead while the sink works.
+//! The stream of a lane: reads it, and reads ahead while the sink works.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use super::read_ahead::ReadAhead;
 use super::settle::settle_behind;
 use crate::poll::Poll;
 
-/// Batches that one read brings until the destination is slower than reads: what a read costs
-/// beside its rows, it costs once. Four take most of that away; more would only cost memory.
+/// Number of batches in one read, while the destination is faster than reads. A read has a fixed
+/// cost besides its rows. Four batches spread most of it; more would only cost memory.
 const READ_BATCHES: usize = 4;
 
 impl Lane {
-    /// Reads and delivers the stream until `round` ends, or as `until` says; how many events there
-    /// were. At most two reads are in memory: the one going out and the one read meanwhile. A batch
-    /// that was delivered whole is settled while the next goes out.
+    /// Reads and delivers the stream until `round` ends or `until` is reached. Returns how many
+    /// events there were. At most two reads are in memory: the one being sent and the one read
+    /// meanwhile. A batch that was delivered whole is settled while the next one is sent.
     pub(super) async fn stream(&self, until: Until<'_>, round: &CancellationToken) -> Result<usize> {
         let settings = &self.context.settings;
         let mut poll = Poll::new(settings.poll_min, settings.poll_max);
@@ -31,11 +31,11 @@ impl Lane {
         let mut limit = several;
         let mut ready: VecDeque<Arc<Batch>> = VecDeque::new();
         let mut ahead = ReadAhead::default();
-        // Given back only while no read goes on: one thread that frees what another allocates
-        // beside it doubled the processor time of a drain (SQLite, measured).
+        // Sent batches, freed only while no read is under way: freeing memory in one thread while
+        // another allocates beside it doubled the processor time of a drain (SQLite, measured).
         let mut gone_out: Vec<Arc<Batch>> = Vec::new();
-        // Keys held by batches that were settled since the ready ones were read, and since the read
-        // ahead began: the store need not have known them.
+        // Keys held by batches that were settled since the ready ones were read (`carried`), and
+        // since the read ahead began (`carried_on`). The store may not have known of them.
         let (mut carried, mut carried_on) = (HashSet::<Key>::new(), HashSet::<Key>::new());
         let mut settling = None;
         let mut count = 0;
@@ -52,7 +52,7 @@ impl Lane {
                     }
                     None => {
                         carried.clear();
-                        // A window is opened once everything of the one before is settled.
+                        // A window opens only once everything of the previous one is settled.
                         settle_behind(&mut settling).await?;
                         let Some(next) = self.read(until, one, round).await? else { break };
                         next
@@ -62,7 +62,7 @@ impl Lane {
             }
             let Some(batch) = ready.pop_front() else { break };
             if batch.is_empty() {
-                // Nothing was in flight from here.
+                // Nothing can have been in flight from here.
                 settle_behind(&mut settling).await?;
                 self.careful.take_stream();
                 if !until.is_stopped() {
@@ -92,8 +92,8 @@ impl Lane {
                     gone_out.push(batch);
                 }
                 progress => {
-                    // Only now that no read is in flight: a rewind beside a read could be overtaken
-                    // by it.
+                    // Only now, when no read is in flight: a read running beside a rewind could
+                    // overtake it.
                     let next = ahead.finish().await;
                     if let Progress::Short(verdicts, calls) = progress? {
                         self.settle_short(&batch, &verdicts, calls, limits).await?;
@@ -106,13 +106,14 @@ impl Lane {
         let next = ahead.finish_beside(&mut settling).await?;
         settle_behind(&mut settling).await?;
         if !ready.is_empty() || next.is_some() {
-            // Without a rewind the next read would skip it.
+            // Without a rewind the next read would skip what was read but not sent.
             self.rewind().await?;
         }
         Ok(count)
     }
 
-    /// Reads one batch of the stream and delivers it as a probe; whether there was anything.
+    /// Reads one batch of the stream and delivers it as a probe. Returns whether there was
+    /// anything.
     pub(super) async fn probe_stream(
         &self,
         until: Until<'_>,
@@ -132,10 +133,10 @@ impl Lane {
         Ok(true)
     }
 
-    /// One read; `None` when the round ended first, or the limit is reached.
+    /// Reads once; `None` if the round ended first or the limit is reached.
     ///
-    /// A read that failed may have moved the store's mark of what was given. So the next one begins
-    /// with a rewind, which in turn must wait until everything given is settled.
+    /// A failed read may have moved the store's read position. So the next read begins with a
+    /// rewind, and a rewind must wait until everything read so far is settled.
     async fn read(&self, until: Until<'_>, limit: BatchLimit, round: &CancellationToken) -> Result<Option<Batch>> {
         let Some(reservation) = until.reserve(limit).await else { return Ok(None) };
         let mut failures = 0;
@@ -154,7 +155,7 @@ impl Lane {
         Ok(None)
     }
 
-    /// The next batches, while others go out; `None` where the limit is reached, or the store
+    /// Reads the next batches while others are sent; `None` if the limit is reached or the store
     /// failed.
     async fn read_ahead(&self, until: Until<'_>, limit: BatchLimit) -> Result<Option<Batch>> {
         let Some(reservation) = until.reserve(limit).await else { return Ok(None) };
@@ -163,7 +164,7 @@ impl Lane {
         Ok(next)
     }
 
-    /// One try of a read, which is never dropped half-way; `None` when the store failed.
+    /// Tries one read, which is never dropped midway; `None` if the store failed.
     async fn read_once(&self, limit: BatchLimit) -> Result<Option<Batch>> {
         match self.context.log.next_batch(&self.lease.lease, limit).await {
             Ok(mut batch) => {
@@ -179,7 +180,7 @@ impl Lane {
         }
     }
 
-    /// Counts what was read, and schedules due rows by what the store said of them.
+    /// Counts what was read, and schedules due rows by what the store said about them.
     pub(super) fn note_read(&self, batch: &mut Batch) {
         if let Some(wait) = batch.due_in {
             self.due_timer.schedule(self.context.clock.monotonic(), wait);
@@ -188,7 +189,7 @@ impl Lane {
         self.context.metrics.add(&self.context.metrics.fetched, batch.deliveries.len());
     }
 
-    /// Waits after an empty read: for a hint, the poll interval or the end of the round.
+    /// Waits after an empty read for a hint, the poll interval or the end of the round.
     async fn idle(&self, poll: &mut Poll, round: &CancellationToken) {
         self.context.metrics.add(&self.context.metrics.polls_empty, 1);
         self.due_timer.set_busy(false);

@@ -1,4 +1,4 @@
-//! What is known of each delivery of one batch, and the settlement that follows.
+//! What is known about each delivery of one batch, and the settlement that follows from it.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -7,13 +7,13 @@ use postbox_core::{Batch, Delivery, Disposition, Entry, Key, Seq, Settlement};
 
 #[derive(Debug, Clone)]
 enum Mark {
-    /// Not decided: not sent, or in flight.
+    /// Undecided: not sent yet, or in flight.
     Waiting,
-    /// Not decided: it found the destination down, and this is written if it leaves the stream.
+    /// Undecided: it found the destination down. This is written if it leaves the stream.
     Outage(Disposition),
-    /// The destination has it.
+    /// Delivered.
     Delivered,
-    /// Has an exception.
+    /// Decided otherwise; this is written.
     Excepted(Disposition),
 }
 
@@ -21,11 +21,11 @@ enum Mark {
 #[derive(Debug)]
 pub(super) struct Verdicts {
     marks: Vec<Mark>,
-    /// How many are not decided.
+    /// Number of undecided deliveries.
     waiting: usize,
     /// The last delivery the destination answered for. Everything up to it must be written.
     answered: Option<usize>,
-    /// How many from the start are written.
+    /// Number of deliveries, from the start, that are written.
     settled: usize,
 }
 
@@ -38,18 +38,18 @@ impl Verdicts {
         matches!(self.marks[index], Mark::Waiting | Mark::Outage(_))
     }
 
-    /// Whether every delivery has its disposition.
+    /// Returns whether every delivery is decided.
     pub(super) fn is_complete(&self) -> bool {
         self.waiting == 0
     }
 
-    /// How many were sent, or need not be.
+    /// Returns how many were sent or need not be.
     pub(super) fn sent(&self) -> usize {
         let waits = |mark: &&Mark| matches!(mark, Mark::Waiting | Mark::Outage(_) | Mark::Excepted(Disposition::Block));
         self.marks.len() - self.marks.iter().filter(waits).count()
     }
 
-    /// The deliveries with an exception, in their order.
+    /// Returns the deliveries that were decided but not delivered, in order.
     pub(super) fn exceptions(&self) -> impl Iterator<Item = (usize, &Disposition)> {
         self.marks.iter().enumerate().filter_map(|(index, mark)| match mark {
             Mark::Excepted(disposition) => Some((index, disposition)),
@@ -57,25 +57,25 @@ impl Verdicts {
         })
     }
 
-    /// The destination has it.
+    /// Marks a delivery as delivered.
     pub(super) fn delivered(&mut self, index: usize) {
         self.decide(index, Mark::Delivered);
         self.answered = self.answered.max(Some(index));
     }
 
-    /// The destination answered for it, but does not have it.
+    /// Marks a delivery that the destination answered for but does not have.
     pub(super) fn failed(&mut self, index: usize, disposition: Disposition) {
         self.defer(index, disposition);
         self.answered = self.answered.max(Some(index));
     }
 
-    /// It is not sent now, for a reason of its own: a held key, a later time, discarded.
+    /// Marks a delivery that is not sent now for another reason: a held key, a later time,
+    /// discarded.
     pub(super) fn defer(&mut self, index: usize, disposition: Disposition) {
         self.decide(index, Mark::Excepted(disposition));
     }
 
-    /// What was not sent is not sent from here: it becomes due rows, each behind the earlier ones
-    /// of its key.
+    /// Turns what was not sent into due rows, each behind the earlier ones of its key.
     pub(super) fn set_aside(&mut self, deliveries: &[Delivery], hold_keys: bool) {
         let mut keys: HashSet<&Key> = HashSet::new();
         for (index, delivery) in deliveries.iter().enumerate() {
@@ -87,7 +87,7 @@ impl Verdicts {
         }
     }
 
-    /// It found the destination down, and keeps waiting.
+    /// Notes that a delivery found the destination down. It stays undecided.
     pub(super) fn record_outage(&mut self, index: usize, disposition: Disposition) {
         self.marks[index] = Mark::Outage(disposition);
     }
@@ -98,8 +98,8 @@ impl Verdicts {
         self.waiting -= 1;
     }
 
-    /// The settlement of what is decided from the start on and not written yet, and how many are
-    /// written after it; `None` where there is nothing.
+    /// Returns the settlement of the decided deliveries at the start that are not written yet, and
+    /// how many are written once it is done; `None` if there are none.
     pub(super) fn settle_decided<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Option<(usize, Settlement<'b>)> {
         let deliveries = &batch.deliveries;
         let decided = (self.settled..deliveries.len()).take_while(|index| !self.is_waiting(*index)).count();
@@ -111,16 +111,18 @@ impl Verdicts {
         (decided > 0).then_some((end, Settlement { position, entries, rewind: false, hold_keys }))
     }
 
-    /// So many from the start are written.
+    /// Notes that this many deliveries, from the start, are written.
     pub(super) fn settled(&mut self, count: usize) {
         self.settled = count;
     }
 
-    /// The settlement of the rest of a stream batch.
+    /// Returns the settlement of the rest of a stream batch.
     ///
-    /// Complete: the batch's end. Cut short: the last answered delivery. What still waits before it
-    /// leaves the stream as uncounted retries, what comes after it is read again. Where nothing was
-    /// answered, and with `outage_row`, the first that found the destination down leaves the stream
+    /// If all are decided, it goes to the end of the batch, otherwise to the last answered
+    /// delivery. Undecided ones before that leave the stream as uncounted retries; the ones after
+    /// it are read again. If none was answered and `outage_row` is set, the first one that found
+    /// the destination down leaves the stream too. Its row shows every reader of the store why
+    /// nothing goes on.
     /// too: its row tells every reader of the store why nothing goes on.
     pub(super) fn settle_stream<'b>(&self, batch: &'b Batch, hold_keys: bool, outage_row: bool) -> Settlement<'b> {
         let deliveries = &batch.deliveries;
@@ -136,16 +138,16 @@ impl Verdicts {
         Settlement { position: Some(deliveries[last].seq), entries, rewind: true, hold_keys }
     }
 
-    /// The settlement of the rest of due rows. One that was not sent has no entry: it stays as it
-    /// is, due.
+    /// Returns the settlement of the rest of a batch of due rows. A row that was not sent has no
+    /// entry and stays due.
     pub(super) fn settle_due<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Settlement<'b> {
         let entries = self.entries(&batch.deliveries, batch.deliveries.len(), true, hold_keys);
         Settlement { position: None, entries, rewind: false, hold_keys }
     }
 
-    /// Entries of the deliveries before `end` that are not written, in their order. What still
-    /// waits becomes an uncounted retry, or waits behind one of its key; a row that waits is
-    /// written only if it met an outage.
+    /// Returns the entries of deliveries before `end` that are not written yet, in order. An
+    /// undecided one becomes an uncounted retry or waits behind one of its key. An undecided due
+    /// row is written only if it met an outage.
     fn entries<'b>(&self, deliveries: &'b [Delivery], end: usize, are_rows: bool, hold_keys: bool) -> Vec<Entry<'b>> {
         let mut waiting_keys: HashSet<&Key> = HashSet::new();
         let mut is_behind = |delivery: &'b Delivery| match &delivery.event.key {
@@ -168,37 +170,37 @@ impl Verdicts {
         entries
     }
 
-    /// The keys that later events must wait for once this batch is settled.
+    /// Returns the keys that later events must wait for once this batch is settled.
     pub(super) fn holding_keys(&self, deliveries: &[Delivery]) -> HashSet<Key> {
         let holding = self.exceptions().filter(|(_, disposition)| holds(disposition));
         holding.filter_map(|(index, _)| deliveries[index].event.key.clone()).collect()
     }
 }
 
-/// Whether a disposition holds back the later events of its key.
+/// Returns whether a disposition holds back the later events of its key.
 pub(super) fn holds(disposition: &Disposition) -> bool {
     disposition.retrying().is_some() || matches!(disposition, Disposition::Block | Disposition::Dead { halt: true, .. })
 }
 
-/// When the lane should look for due rows because of this settlement. A blocked event whose key was
-/// released in the same moment is found by the regular look.
+/// Returns when the lane should look for due rows because of this settlement. A blocked event whose
+/// key is released at the same moment is found by the regular look.
 pub(super) fn earliest_retry(settlement: &Settlement<'_>) -> Option<Duration> {
     let wait = |entry: &Entry<'_>| match &entry.disposition {
-        // The store knows the time on its clock; asking once tells how long it is.
+        // The store knows the time on its clock, and one look learns how long it is.
         Disposition::Schedule { .. } => Some(Duration::ZERO),
-        // The next of its key is released.
+        // The next event of its key is released.
         Disposition::Dead { halt: false, .. } | Disposition::Expired { .. } => Some(Duration::ZERO),
         disposition => disposition.retrying().map(|row| row.after),
     };
     settlement.entries.iter().filter_map(wait).min()
 }
 
-/// How many entries have the wanted disposition, for the counters.
+/// Returns how many entries have the wanted disposition, for the counters.
 pub(super) fn count(settlement: &Settlement<'_>, wanted: fn(&Disposition) -> bool) -> usize {
     settlement.entries.iter().filter(|entry| wanted(&entry.disposition)).count()
 }
 
-/// For logs: the first and last place of a batch.
+/// Returns the first and last position of a batch, for logs.
 pub(super) fn span(batch: &Batch) -> (Seq, Seq) {
     let seq = |delivery: Option<&Delivery>| delivery.map(|delivery| delivery.seq).unwrap_or_default();
     (seq(batch.deliveries.first()), seq(batch.deliveries.last()))
@@ -208,7 +210,7 @@ pub(super) fn span(batch: &Batch) -> (Seq, Seq) {
 mod tests {
     use super::*;
 
-    /// Rows that are written may be gone again: they came due, and were delivered.
+    /// Rows that are written may be gone again because they came due and were delivered.
     #[test]
     fn what_was_settled_is_not_settled_again() {
         let deliveries = (1..=5).map(|seq| Delivery::placeholder(Seq(seq))).collect();

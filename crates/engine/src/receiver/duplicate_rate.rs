@@ -1,42 +1,42 @@
-//! How much of what arrives has come before.
+//! The share of arrivals that are repetitions.
 
 use std::time::Duration;
 
-/// The last minute is looked back on, in slices.
+/// The rate covers the last minute, in slices.
 const SLICE: Duration = Duration::from_secs(10);
 const SLICES: usize = 6;
-/// Fewer repetitions in a minute than this are a sender's ordinary retries.
+/// Fewer repetitions per minute than this are a sender's ordinary retries.
 const REPEATS_MIN: u64 = 100;
-/// At most one warning in this time, for as long as the storm lasts.
+/// Least time between two warnings while the storm lasts.
 const QUIET: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Slice {
-    /// Which one since the start of the clock; a slot is used again for every sixth.
+    /// Number of the slice since the start of the clock. Each slot is reused every six slices.
     number: u128,
     arrivals: u64,
     repeats: u64,
 }
 
-/// Arrivals of one source in the last minute. What is not verified does not count: nobody else can
-/// hide a replay storm, or feign one.
+/// Arrivals of one source in the last minute. Only verified messages count, so that outsiders can
+/// neither hide a replay storm nor fake one.
 #[derive(Debug, Default)]
 pub(super) struct DuplicateRate {
     slices: [Slice; SLICES],
     warned_at: Option<Duration>,
 }
 
-/// A sender that repeats itself: what came within a minute.
+/// A sender that mostly repeats itself, with its counts of the last minute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Storm {
     /// All messages.
     pub arrivals: u64,
-    /// Those that had come before.
+    /// Those that had arrived before.
     pub repeats: u64,
 }
 
 impl DuplicateRate {
-    /// Counts an arrival; gives a warning if there is a storm and none was given lately.
+    /// Counts an arrival. Returns a warning if there is a storm and none was given recently.
     pub(super) fn observe(&mut self, now: Duration, repeat: bool) -> Option<Storm> {
         let number = now.as_nanos() / SLICE.as_nanos();
         let slot = &mut self.slices[(number % SLICES as u128) as usize];
@@ -53,7 +53,7 @@ impl DuplicateRate {
         Some(storm)
     }
 
-    /// The storm there is, if there is one.
+    /// Returns the storm under way, if there is one.
     pub(super) fn storm(&self, now: Duration) -> Option<Storm> {
         let number = now.as_nanos() / SLICE.as_nanos();
         let lately = self.slices.iter().filter(|slice| number - slice.number.min(number) < SLICES as u128);
@@ -69,7 +69,7 @@ mod tests {
 
     const START: Duration = Duration::from_secs(1_000);
 
-    /// So many arrivals from `at` on, evenly over a time; how many warnings.
+    /// Feeds this many arrivals from `at` on, spread evenly. Returns the number of warnings.
     fn arrive(
         rate: &mut DuplicateRate,
         at: Duration,

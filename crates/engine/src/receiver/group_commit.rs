@@ -21,13 +21,13 @@ use super::Committed;
 
 use crate::lock::lock;
 
-/// Commits at once: while one waits for the disk, the next is worked on.
+/// Maximum commits at once: while one waits for the disk, the next is prepared.
 pub(super) const COMMITS_MAX: usize = 2;
-/// A commit takes no further message once it has so many, or so many bytes of payload.
+/// A commit takes no more messages once it has this many, or this many payload bytes.
 pub(super) const MESSAGES_MAX: usize = 256;
 const COMMIT_BYTES_MAX: usize = 1024 * 1024;
 
-/// One source's way into its log. Its callers bound what is queued.
+/// Stores the messages of one source into its log. Callers bound the length of the queue.
 pub(super) struct GroupCommit {
     pub(super) store: Arc<dyn Receive>,
     pub(super) clock: Arc<dyn Clock>,
@@ -42,10 +42,10 @@ pub(super) struct GroupCommit {
 #[derive(Default)]
 pub(super) struct Queue {
     messages: VecDeque<Queued>,
-    /// At this length, messages whose sender has gone are dropped.
+    /// Queue length at which messages whose sender is gone are dropped.
     swept_at: usize,
     workers: usize,
-    /// The last commit had more than one message, so the next is likely to.
+    /// The last commit had more than one message, so the next probably does too.
     crowded: bool,
 }
 
@@ -55,8 +55,8 @@ struct Queued {
 }
 
 impl GroupCommit {
-    /// Stores messages, together with whatever else is queued, or fails within the time given. One
-    /// answer each, in their order. Dropped, they may or may not be stored.
+    /// Stores messages together with whatever else is queued, or fails after the timeout. Returns
+    /// one result per message, in order. If dropped, they may or may not be stored.
     pub(super) async fn commit(self: &Arc<Self>, mut inbound: Vec<Inbound>) -> Vec<Committed> {
         let begin = |Inbound { source, message_id, event, .. }: &mut Inbound| {
             Traced::receive(event, source.as_str(), message_id)
@@ -87,7 +87,7 @@ impl GroupCommit {
                 () = DetachOnDrop::new(worker.run_once()) => {}
                 () = deadline.clone() => {}
             },
-            // A task of its own: the others must not depend on this sender's patience.
+            // A separate task: other messages must not depend on how long this sender waits.
             Start::Spawned(worker) => drop(tokio::spawn(worker.run())),
         }
         let mut committed = Vec::with_capacity(answers.len());
@@ -112,8 +112,8 @@ impl GroupCommit {
         if queue.workers == if self.ordered { 1 } else { COMMITS_MAX } {
             return Start::Queued;
         }
-        // Who brings many has nothing else to do; who brings one leaves it to a task that takes
-        // others along.
+        // A caller with many messages has nothing else to do, so it commits inline. A lone message
+        // of a crowded queue goes to a task that commits others with it.
         let inline = queue.workers == 0 && (many || !queue.crowded);
         queue.workers += 1;
         let worker = Worker { group: Arc::clone(self), retired: false };
@@ -130,7 +130,7 @@ impl GroupCommit {
         let failure = match self.store(&inbound).await {
             Ok(received) => {
                 for (answer, received) in answers.into_iter().zip(received) {
-                    // Nobody may listen any more: the sender comes again and hears that it is
+                    // The sender may be gone. It will send again and learn that the message is
                     // known.
                     let _ = answer.send(Ok(received));
                 }
@@ -146,8 +146,8 @@ impl GroupCommit {
             } else if !answer.is_closed() {
                 let stored = self.store(inbound).await.map(|received| received[0]).map_err(Arc::new);
                 if let Err(failure) = &stored {
-                    // In order, nothing is stored past a message that may still be. And a store
-                    // that went away is not waited for once for each of them.
+                    // In order, nothing is stored past a message that may be stored later. And if
+                    // the store went away, the remaining messages do not each wait for it.
                     let is_last = !is_of_one(failure) || (self.ordered && failure.kind() != ErrorKind::Invalid);
                     failed = is_last.then(|| Arc::clone(failure));
                 }
@@ -156,7 +156,7 @@ impl GroupCommit {
         }
     }
 
-    /// One answer for each message, or a failure.
+    /// Stores one commit. Returns one result per message, or a failure.
     async fn store(&self, inbound: &[Inbound]) -> Result<Vec<Received>, Error> {
         let received = tokio::select! {
             received = self.store.receive_many(&self.log, inbound) => received?,
@@ -175,22 +175,22 @@ fn too_slow() -> Error {
     Error::new(ErrorKind::Unavailable, "receive", "store_timeout", message)
 }
 
-/// The commit that had the message panicked.
+/// The error of messages whose commit panicked.
 pub(super) fn broken_off() -> Error {
     let text = "the call that stored this message broke off; this is a defect";
     Error::new(ErrorKind::Internal, "receive", "receive_broken_off", text)
 }
 
-/// Whether a failure may be about a single message; otherwise the store is away, busy or not set
-/// up. Contention is: somebody holds one message.
+/// Returns whether a failure may be about a single message. Otherwise the store is away, busy or
+/// not set up. Contention is about one: somebody holds a lock on one message.
 fn is_of_one(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Conflict | ErrorKind::Internal)
         || error.code() == "store_contention"
 }
 
 impl Queue {
-    /// Drops messages that nobody waits for any more, once there are twice as many as at the last
-    /// time.
+    /// Drops messages that nobody waits for any more, once there are twice as many as after the
+    /// last sweep.
     fn sweep(&mut self) {
         if self.messages.len() >= self.swept_at.max(2 * MESSAGES_MAX) {
             self.messages.retain(|message| !message.answer.is_closed());
@@ -199,17 +199,17 @@ impl Queue {
     }
 }
 
-/// What becomes of messages that were queued.
+/// Who commits messages that were just queued.
 enum Start {
-    /// A worker takes them along.
+    /// A running worker.
     Queued,
-    /// Nobody else is there: their own task commits.
+    /// The caller's own task, because no worker runs.
     Inline(Worker),
-    /// A new task commits.
+    /// A new task.
     Spawned(Worker),
 }
 
-/// One of the commits at once.
+/// One of the concurrent committers.
 struct Worker {
     group: Arc<GroupCommit>,
     retired: bool,
@@ -219,8 +219,8 @@ impl Worker {
     /// Commits until nothing is queued.
     async fn run(mut self) {
         loop {
-            // What the runtime has at hand comes first, requests that are being read among it: they
-            // share this commit instead of each taking one of its own. It is not a wait.
+            // Let ready tasks run first, among them requests that are being read. Their messages
+            // then share this commit instead of needing another. This is no wait.
             tokio::task::yield_now().await;
             if !self.commit_next().await {
                 return;
@@ -228,18 +228,18 @@ impl Worker {
         }
     }
 
-    /// Commits what is queued now, and leaves to another task what has come meanwhile.
+    /// Commits what is queued now. Leaves what has arrived meanwhile to a new task.
     async fn run_once(mut self) {
         if self.commit_next().await && !self.retire() {
             tokio::spawn(self.run());
         }
     }
 
-    /// One commit. `false`: nothing was queued, and the worker has retired.
+    /// Makes one commit. `false`: nothing was queued, and the worker has retired.
     async fn commit_next(&mut self) -> bool {
         let Some(messages) = self.take_batch() else { return false };
-        // A panic in the store is the end of its messages, whose answers are dropped, and of
-        // nothing else.
+        // A panic in the store fails only its own messages, because their answer channels are
+        // dropped.
         let _ = AssertUnwindSafe(self.group.store_all(messages)).catch_unwind().await;
         true
     }
@@ -258,15 +258,15 @@ impl Worker {
         let mut bytes = 0;
         while batch.len() < MESSAGES_MAX && bytes < COMMIT_BYTES_MAX {
             let Some(message) = queue.messages.pop_front() else { break };
-            // A message whose sender has gone need not be stored: nothing was promised, and it
-            // comes again.
+            // If the sender is gone, the message need not be stored: nothing was promised, and it
+            // will be sent again.
             if !message.answer.is_closed() {
                 bytes += message.inbound.event.payload.len();
                 batch.push(message);
             }
         }
         if batch.is_empty() {
-            // Under the same lock: whoever comes next starts a worker.
+            // Under the same lock, so that the next message starts a worker.
             queue.workers -= 1;
             self.retired = true;
             return None;
@@ -278,16 +278,16 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // Its runtime has ended; the next one begins anew.
+        // Its runtime has ended. The next message starts a new worker.
         if !self.retired {
             self.group.queue().workers -= 1;
         }
     }
 }
 
-/// A commit in its sender's own task, which saves waking another one. It may have taken others
-/// along, and a connection's transaction must not be cut in two: if the sender hangs up, it goes on
-/// in a task of its own.
+/// A commit in its sender's own task, which saves waking another one. It may include messages of
+/// other senders, and a connection's transaction must not be cut in two. So if the sender hangs up,
+/// the commit goes on in a new task.
 struct DetachOnDrop(Option<BoxFuture<'static, ()>>);
 
 impl DetachOnDrop {

@@ -1,4 +1,4 @@
-//! What a receiver counts.
+//! The counters of a receiver.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -18,8 +18,8 @@ macro_rules! counters {
         }
 
         impl ReceiverMetrics {
-            /// All counters. Each is exact; together they are as close to one moment as relaxed
-            /// loads are.
+            /// Returns all counters. Each is exact; together they are as close to one moment as
+            /// relaxed loads are.
             pub fn snapshot(&self) -> ReceiverSnapshot {
                 ReceiverSnapshot { $($name: self.$name.load(Ordering::Relaxed),)* }
             }
@@ -30,11 +30,11 @@ macro_rules! counters {
 counters! {
     /// Messages stored for the first time, poison included.
     accepted,
-    /// Messages that were stored before.
+    /// Messages that had been stored before.
     duplicates,
-    /// Messages kept out because their id was known with another digest.
+    /// Messages refused because their id was known with another digest.
     conflicts,
-    /// Messages of which the decoder wanted nothing.
+    /// Messages from which the decoder made no event.
     ignored,
     /// Messages that could not be decoded or stored as they were, and are kept as poison.
     poison,
@@ -42,9 +42,9 @@ counters! {
     rejected,
     /// Messages given back to the source.
     returned,
-    /// Messages refused at once because too many were on their way.
+    /// Messages refused at once because too many were being stored.
     busy,
-    /// Messages that a call to the store failed to store.
+    /// Messages that the store failed to store.
     store_errors,
     /// Calls to the source that failed.
     source_errors,

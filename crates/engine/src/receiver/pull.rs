@@ -1,4 +1,4 @@
-//! Drives a source: asks for messages, stores them, and settles them after the commit.
+//! Drives a source: pulls messages, stores them, and settles them after the commit.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -13,16 +13,16 @@ use super::group_commit::COMMITS_MAX;
 use super::{Receiver, log_excerpt};
 use crate::metrics::Outage;
 
-/// Most messages asked for at once: one full commit.
+/// Maximum messages to ask for at once: one full commit.
 const NEXT_MAX: usize = super::group_commit::MESSAGES_MAX;
-/// First and longest wait before a failed call to the store or the source is repeated. The cap
-/// keeps a receiver within half a second of a store that comes back.
+/// First and longest wait before a failed call to the store or the source is repeated. With this
+/// cap a receiver notices within half a second that its store is back.
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
-/// After this wait a message comes again that the store refused for a reason a person must mend.
+/// How long a message is given back for if the store refused it for a reason only a person can fix.
 const RETURN_DELAY: Duration = Duration::from_secs(30);
 
-/// Waits that grow.
+/// Exponential backoff.
 struct Backoff(Duration);
 
 impl Backoff {
@@ -37,24 +37,24 @@ impl Backoff {
     }
 }
 
-/// A message on its way into the store.
+/// A message being stored.
 struct Pending {
     message: RawMessage,
     token: AckToken,
-    /// Why it cannot be stored as it is.
+    /// Code and reason why it cannot be stored as it is.
     poison: Option<(String, String)>,
 }
 
-/// A message, and what is stored of it; `None`: nothing.
+/// A message and what is stored for it; `None`: nothing.
 type Decoded = (Pending, Option<Inbound>);
 
-/// How messages are settled.
+/// Tokens to settle, by how.
 #[derive(Default)]
 struct Acks {
     ack: Vec<AckToken>,
     nak: Vec<AckToken>,
     reject: Vec<AckToken>,
-    /// How many were reported to the source already.
+    /// Number of messages already settled at the source.
     reported: usize,
 }
 
@@ -72,37 +72,38 @@ impl Acks {
 }
 
 impl Receiver {
-    /// Receives from the source until `stop`, or until the source ends. Then messages on their way
-    /// into the store are waited for, and the source is closed, which gives back the others.
+    /// Receives from the source until `stop`, or until the source ends. Then it waits for messages
+    /// that are being stored, and closes the source, which gives back the others.
     ///
-    /// - A message is acknowledged after its commit; a duplicate or a conflict is acknowledged as
-    ///   well.
-    /// - While some are stored, the next are asked for and decoded, and those before are
-    ///   acknowledged: together, if several commits have ended meanwhile. While the store is down,
-    ///   messages are kept and tried again, and no others are asked for than those.
-    /// - What cannot be decoded or stored is kept as poison ([`RawMessage::into_poison`]).
+    /// - A message is acknowledged after its commit. So is a duplicate or a conflict.
+    /// - While some messages are being stored, the next are pulled and decoded, and earlier ones
+    ///   are acknowledged, together if several commits have ended. While the store is down, the
+    ///   messages at hand are kept and tried again, and no others are pulled.
+    /// - A message that cannot be decoded or stored is kept as poison
+    ///   ([`RawMessage::into_poison`]).
     ///
-    /// Cancel-safety: dropped, what is not acknowledged comes again.
+    /// Cancel-safety: if dropped, messages that are not acknowledged come again.
     pub async fn run(&self, stop: CancellationToken) {
         let Some(source) = self.pulled.as_deref() else { return stop.cancelled().await };
         let in_flight_max = source.capabilities().in_flight_max.min(self.settings.in_flight_max);
         let (ordered, batches_max) = if self.group.ordered { (true, 1) } else { (false, COMMITS_MAX) };
-        // A share for each that is stored, for what is read and for what is acknowledged meanwhile.
+        // One share for each batch being stored, one being read and one being acknowledged.
         let batch_max = NEXT_MAX.min(in_flight_max / (batches_max + 2)).max(1);
         let (mut storing, mut settling) = (FuturesUnordered::new(), FuturesUnordered::new());
         let (mut in_flight, mut backoff, mut not_before) = (0, None::<Backoff>, Duration::ZERO);
-        // They came while others are stored. Closing the source gives them back.
+        // Pulled while others are being stored. Closing the source gives them back.
         let mut ready = Vec::<Decoded>::new();
         let mut ended = Acks::default();
         loop {
             if storing.len() < batches_max && !ready.is_empty() {
                 storing.push(self.store_batch(source, std::mem::take(&mut ready), &stop));
             }
-            // One call at a time: a source hears of its messages in their order.
+            // One call at a time, so that the source is notified in the order of its messages.
             if settling.is_empty() && ended.len() > 0 {
                 settling.push(self.settle(source, std::mem::take(&mut ended)));
             }
-            // Asked for in large portions: small ones would be small commits, and small ones again.
+            // Pull in large portions: small ones would become small commits, and lead to small ones
+            // again.
             let wanted = batch_max.saturating_sub(ready.len());
             let has_room = 2 * wanted >= batch_max && wanted <= in_flight_max.saturating_sub(in_flight);
             let next = async {
@@ -118,8 +119,9 @@ impl Receiver {
                     let gave_back = !settlement.nak.is_empty();
                     ended.extend(settlement);
                     if gave_back && ordered {
-                        // In order, nothing is stored past what comes again: neither what was read
-                        // behind it, nor what would be read before the source hears of it.
+                        // In order, nothing is stored past a message that comes again: neither
+                        // messages already read behind it, nor messages read before the source
+                        // knows.
                         ended.nak.extend(ready.drain(..).map(|(pending, _)| pending.token));
                         while let Some(count) = settling.next().await {
                             in_flight -= count;
@@ -161,7 +163,7 @@ impl Receiver {
         source.close().await;
     }
 
-    /// Stores messages; how they are to be settled.
+    /// Stores messages. Returns how they are to be settled.
     async fn store_batch(&self, source: &dyn Source, mut messages: Vec<Decoded>, stop: &CancellationToken) -> Acks {
         let (mut settlement, mut backoff) = (Acks::default(), Backoff::new());
         loop {
@@ -171,7 +173,7 @@ impl Receiver {
                 return settlement;
             }
             if away {
-                // The store may be away for long.
+                // The store may be away for long, so acknowledge now what is stored.
                 let ack = std::mem::take(&mut settlement.ack);
                 settlement.reported += self.settle(source, Acks { ack, ..Acks::default() }).await;
                 tokio::select! {
@@ -184,8 +186,8 @@ impl Receiver {
         }
     }
 
-    /// Tries to store each; how those that are done are settled, what is to be tried again, and
-    /// whether the store is away.
+    /// Tries to store each message once. Returns how finished ones are settled, which to try again,
+    /// and whether the store is away.
     async fn store_round(&self, source: &dyn Source, messages: Vec<Decoded>) -> (Acks, Vec<Pending>, bool) {
         let (mut settlement, mut kept, mut away) = (Acks::default(), Vec::new(), false);
         let (mut inbound, mut sent) = (Vec::with_capacity(messages.len()), Vec::with_capacity(messages.len()));
@@ -222,7 +224,7 @@ impl Receiver {
                     pending.poison = Some(self.poison(&id, &failure));
                     kept.push(pending);
                 }
-                // Nobody can keep it: not the inbox, but perhaps the broker.
+                // No store can keep it, but perhaps the broker can.
                 ErrorKind::Invalid if source.capabilities().dead_letters => settlement.reject.push(pending.token),
                 ErrorKind::Invalid if let Some(bytes) = pending.message.cut() => {
                     let why = format!("{}; of its {bytes} bytes only the first are kept", failure.message());
@@ -244,7 +246,7 @@ impl Receiver {
         pending.into_iter().map(decode).collect()
     }
 
-    /// What is stored of a message; `None`: nothing.
+    /// Returns what is stored for a message; `None`: nothing.
     fn decode_one(&self, pending: &mut Pending) -> Option<Inbound> {
         if pending.poison.is_none() {
             let decoded = catch_unwind(AssertUnwindSafe(|| (self.decode)(&pending.message)));
@@ -271,7 +273,8 @@ impl Receiver {
         (failure.code().to_owned(), failure.message().to_owned())
     }
 
-    /// Tells the source; of how many. What it does not hear comes again, and is a duplicate then.
+    /// Settles messages at the source and returns their number. If the source does not receive
+    /// this, they come again and are duplicates.
     async fn settle(&self, source: &dyn Source, settlement: Acks) -> usize {
         let count = settlement.len();
         let Acks { ack, nak, reject, reported: _ } = settlement;

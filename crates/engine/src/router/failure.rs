@@ -1,4 +1,4 @@
-//! From a handler's error to what becomes of the event.
+//! Turns a handler's error into the outcome of the event.
 
 use std::borrow::Cow;
 use std::error::Error as StdError;
@@ -10,10 +10,10 @@ use postbox_core::Outcome;
 
 /// The code of an error that is retried.
 const HANDLER_ERROR: &str = "handler_error";
-/// The code of an error that a rule picked.
+/// The code of an error that a rule selected.
 const HANDLER_REFUSED: &str = "handler_refused";
 
-/// An error of a handler that says itself what becomes of the event.
+/// A handler error that chooses the outcome of the event.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -25,17 +25,17 @@ const HANDLER_REFUSED: &str = "handler_refused";
 pub struct Failure(Outcome);
 
 impl Failure {
-    /// It may succeed later. `code` is a stable snake_case word.
+    /// The event may succeed later. `code` is a stable snake_case word.
     pub fn retry(code: impl Into<Cow<'static, str>>, error: impl fmt::Display) -> Self {
         Self(Outcome::retry(code, error.to_string()))
     }
 
-    /// It can never succeed.
+    /// The event can never succeed.
     pub fn dead(code: impl Into<Cow<'static, str>>, error: impl fmt::Display) -> Self {
         Self(Outcome::dead(code, error.to_string()))
     }
 
-    /// Not to be retried before this time has passed. Without effect on a dead one.
+    /// Sets the shortest wait before the retry. Has no effect on a dead event.
     #[must_use]
     pub fn after(mut self, wait: Duration) -> Self {
         if let Outcome::Retry { after, .. } = &mut self.0 {
@@ -45,7 +45,7 @@ impl Failure {
     }
 }
 
-/// Which errors make an event dead: see [`Router::dead_on`](super::Router::dead_on).
+/// Which errors make an event dead; see [`Router::dead_on`](super::Router::dead_on).
 #[derive(Default, Clone)]
 pub struct FailureRules(Vec<Arc<Rule>>);
 
@@ -60,7 +60,7 @@ impl FailureRules {
         self.0.extend(others.0);
     }
 
-    /// What becomes of an event whose handler failed with this error and its causes.
+    /// Returns the outcome for a handler error and its causes.
     fn judge<'e>(&self, chain: impl Iterator<Item = &'e (dyn StdError + 'static)> + Clone) -> Outcome {
         let text = chain.clone().map(ToString::to_string).collect::<Vec<_>>().join(": ");
         let mut causes = chain;
@@ -71,25 +71,25 @@ impl FailureRules {
     }
 }
 
-/// What a handler may fail with: any standard error, an `anyhow::Error`, a [`Failure`].
+/// What a handler may fail with: any standard error, an `anyhow::Error`, or a [`Failure`].
 ///
-/// `Kind` tells these apart for the compiler; it is inferred.
+/// `Kind` separates these for the compiler. It is inferred.
 #[diagnostic::on_unimplemented(
     message = "a handler cannot fail with `{Self}`",
     note = "it can with any `std::error::Error`, an `anyhow::Error`, or a `postbox::router::Failure`"
 )]
 pub trait IntoFailure<Kind>: Sized {
-    /// What becomes of the event.
+    /// Returns the outcome of the event.
     fn into_outcome(self, rules: &FailureRules) -> Outcome;
 }
 
 /// Marks standard errors.
 #[derive(Debug)]
 pub enum Standard {}
-/// Marks those of `anyhow`.
+/// Marks `anyhow` errors.
 #[derive(Debug)]
 pub enum Anyhow {}
-/// Marks failures.
+/// Marks [`Failure`]s.
 #[derive(Debug)]
 pub enum Itself {}
 

@@ -9,14 +9,14 @@ use super::Outside;
 use super::extract::Extract;
 use super::failure::{FailureRules, IntoFailure};
 
-/// A call of a handler: what its arguments are taken from, and what judges its error.
+/// One call of a handler: the source of its arguments, and what judges its error.
 pub struct Called<'t, S> {
     pub(super) delivery: &'t Delivery,
     pub(super) state: &'t S,
     pub(super) judge: Judge<'t>,
 }
 
-/// Makes outcomes of what a handler returns.
+/// Turns the return value of a handler into an outcome.
 #[derive(Clone, Copy)]
 pub struct Judge<'t> {
     pub(super) rules: &'t FailureRules,
@@ -31,7 +31,7 @@ impl Judge<'_> {
         }
     }
 
-    /// The outcome, with the handler's name in a failure's text.
+    /// Adds the handler's name to the text of a failure.
     fn named(self, mut outcome: Outcome) -> Outcome {
         match &mut outcome {
             Outcome::Delivered { .. } => {}
@@ -55,10 +55,10 @@ impl<S> Clone for Called<'_, S> {
 
 impl<S> Copy for Called<'_, S> {}
 
-/// A function that handles events, on its own or in the transactions of the store `D`; see
-/// [`Router`](super::Router).
+/// A function that handles events, either without a transaction or in the transactions of the store
+/// `D`; see [`Router`](super::Router).
 ///
-/// `Arguments` tells functions apart for the compiler; it is inferred.
+/// `Arguments` separates functions for the compiler. It is inferred.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler of a `Router<{S}, {D}>`",
     label = "not a handler of this router",
@@ -70,10 +70,10 @@ impl<S> Copy for Called<'_, S> {}
             without into a `Router::new()`; on SQLite, the one with a `Tx` is a plain `fn`"
 )]
 pub trait Handler<S, D: Database, Arguments>: Send + Sync + 'static {
-    /// The topic that its arguments ask for.
+    /// The topic that its arguments imply.
     const TOPIC: Option<&'static str>;
 
-    /// Whether its arguments can be taken from events of this version of the payload's form.
+    /// Returns whether its arguments can be taken from events of this schema version.
     fn reads(version: u32) -> bool;
 
     /// Handles an event.
@@ -90,20 +90,20 @@ pub enum InTx {}
 #[derive(Debug)]
 pub enum BlockingInTx {}
 
-/// An async function that borrows a transaction: with one lifetime, so that it can be asked for
-/// with every lifetime.
+/// An async function that borrows a transaction. It has one lifetime, so that a bound can require
+/// it for every lifetime.
 pub trait TxFn<'t, D: Database, Arguments, Kind>: Send + Sync {
-    /// Calls it.
+    /// Calls the function.
     fn call_in(&self, arguments: Arguments, tx: Tx<'t, D>, judge: Judge<'t>) -> HandledFuture<'t>;
 }
 
 /// A [`TxFn`] that blocks.
 pub trait BlockingTxFn<'t, D: Database, Arguments, Kind>: Send + Sync {
-    /// Calls it.
+    /// Calls the function.
     fn call_in(&self, arguments: Arguments, tx: Tx<'t, D>, judge: Judge<'t>) -> Outcome;
 }
 
-/// The first topic that arguments ask for.
+/// Returns the first topic that arguments imply.
 const fn first(topics: &[Option<&'static str>]) -> Option<&'static str> {
     let mut at = 0;
     while at < topics.len() {
@@ -115,7 +115,7 @@ const fn first(topics: &[Option<&'static str>]) -> Option<&'static str> {
     None
 }
 
-/// The arguments as a tuple, or returns what becomes of the event, by `$refused`.
+/// Expands to the arguments as a tuple. If one fails, returns its outcome by `$refused`.
 macro_rules! extracted {
     ($called:ident, $refused:expr, $($argument:ident)*) => {
         ($(
@@ -232,7 +232,7 @@ handlers! {
     A B C G H I J K;
 }
 
-/// A handler whose arguments nobody needs to know any more.
+/// A handler with its argument types erased.
 pub(super) trait Call<S, D: Database>: Send + Sync {
     fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> D::Handled<'t>;
 }
@@ -254,7 +254,7 @@ impl<S, D: Database, H: Handler<S, D, Arguments>, Arguments> Call<S, D> for Type
     }
 }
 
-/// A handler that has its state.
+/// A handler bound to its state.
 pub(super) struct Bound<S, D> {
     pub(super) handler: Arc<dyn Call<S, D>>,
     pub(super) state: Arc<S>,

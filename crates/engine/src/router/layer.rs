@@ -1,12 +1,12 @@
-//! What happens around the handlers of every event.
+//! Code around the handlers of every event.
 
 use async_trait::async_trait;
 use postbox_core::{Delivery, Outcome};
 
 use super::Router;
 
-/// Something to do around the handlers of each event of a router: to time them, to note what became
-/// of the event, to give them less time, to pass an event by. See [`Router::layer`].
+/// Runs around the handlers of each event of a router: to time them, to note the outcome, to
+/// shorten their time, or to skip an event. See [`Router::layer`].
 ///
 /// ```
 /// use postbox_core::{Delivery, Outcome};
@@ -27,27 +27,27 @@ use super::Router;
 /// ```
 ///
 /// Behaviour:
-/// - It runs in the [`Context`](postbox_core::Context) of the event.
-/// - What it gives becomes of the event, whatever the handlers said.
-/// - `next` not run: no handler sees the event. Dropped before its end: they stop there, as at a
-///   timeout.
+/// - It runs in the event's [`Context`](postbox_core::Context).
+/// - Its return value is the outcome of the event, whatever the handlers returned.
+/// - If `next` is not run, no handler sees the event. If its future is dropped early, the handlers
+///   stop there, as at a timeout.
 #[async_trait]
 pub trait Layer: Send + Sync + 'static {
-    /// Runs what is within, or does not.
+    /// Handles an event, usually by running `next`.
     async fn around(&self, delivery: &Delivery, next: Next<'_>) -> Outcome;
 }
 
-/// What a [`Layer`] is around: further layers, and the handlers.
+/// The inside of a [`Layer`]: further layers, and the handlers.
 #[must_use = "handlers that are not run handle nothing"]
 pub struct Next<'t> {
     pub(super) router: &'t Router,
     pub(super) delivery: &'t Delivery,
-    /// Of the router's layers, so many are outside of this.
+    /// Number of the router's layers that are outside of this one.
     pub(super) outside: usize,
 }
 
 impl Next<'_> {
-    /// Runs it, and says what becomes of the event.
+    /// Runs the inner layers and the handlers. Returns the outcome of the event.
     pub async fn run(self) -> Outcome {
         let Self { router, delivery, outside } = self;
         match router.layers.get(outside) {

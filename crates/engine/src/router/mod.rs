@@ -1,4 +1,4 @@
-//! Handlers by topic: plain functions whose arguments say what they want of an event.
+//! Handlers by topic: plain functions whose arguments declare what they need of an event.
 
 mod extract;
 mod failure;
@@ -28,10 +28,10 @@ pub use postbox_core::Tx;
 /// Hands each event to the handlers of its topic.
 ///
 /// A handler is an `async fn` (or an `async` closure) that returns a `Result<(), E>`. Its arguments
-/// are what it wants: [`Event<T>`](Event), which also says the topic, [`State<S>`](State), the
-/// [`Context`](postbox_core::Context) that it runs in, the event's
-/// [`Headers`](postbox_core::Headers), the whole [`Delivery`], and in a router
-/// [`in_transaction`](Self::in_transaction), as the last one, [`Tx`].
+/// declare what it needs: [`Event<T>`](Event), which also sets the topic, [`State<S>`](State), the
+/// [`Context`](postbox_core::Context) it runs in, the event's [`Headers`](postbox_core::Headers) or
+/// the whole [`Delivery`]. In a router [`in_transaction`](Self::in_transaction), the last argument
+/// is [`Tx`].
 ///
 /// ```
 /// use postbox_core::TypedEvent;
@@ -52,22 +52,23 @@ pub use postbox_core::Tx;
 /// ```
 ///
 /// Behaviour:
-/// - All handlers of a topic run, at the same time, each event once. It is delivered when all of
-///   them have succeeded. If one fails, it is retried, and *every* handler sees it again: handlers
-///   must be idempotent (the event's id is the key), or have a subscription each.
-/// - What a handler appends carries on the event's [`Context`](postbox_core::Context).
+/// - All handlers of a topic run concurrently, once per delivery. The event is delivered when all
+///   of them have succeeded. If one fails, the event is retried and *every* handler sees it again.
+///   Handlers must be idempotent (use the event's id as the key), or have one subscription each.
+/// - Events that a handler appends inherit the event's [`Context`](postbox_core::Context).
 /// - A failure's text begins with the handler's name.
-/// - An event goes to those handlers of its topic that read its schema version. Where none does,
-///   it is dead at once, with code `schema_version_differs`.
-/// - An event that cannot be read as the handler's type is dead at once, with code
-///   `payload_not_decoded`. Every other failure is retried, with code `handler_error`, unless a
+/// - An event goes to those handlers of its topic that read its schema version. If none does, it is
+///   dead at once, with code `schema_version_differs`.
+/// - An event that cannot be decoded as the handler's type is dead at once, with code
+///   `payload_not_decoded`. Every other failure is retried with code `handler_error`, unless a
 ///   [rule](Self::dead_on) says otherwise or it is a [`Failure`].
-/// - A panic is the event's failed attempt, with code `panic`; a handler that takes longer than the
-///   relay's `deliver_timeout` is dropped, with code `timeout`.
+/// - A panic is a failed attempt of the event, with code `panic`. A handler that takes longer than
+///   the relay's `deliver_timeout` is dropped, with code `timeout`.
 /// - In a transaction, the handlers of an event run one after the other, in the order of
-///   [`on`](Self::on), up to the first that fails: then what all of them did is taken back.
+///   [`on`](Self::on). If one fails, the rest do not run, and the work of all of them is rolled
+///   back.
 /// - An event that no handler wants goes to the [fallback](Self::fallback). Without one it is
-///   retried with code `not_handled`: another replica may know it.
+///   retried with code `not_handled`, because another replica may have a handler for it.
 pub struct Router<S = (), D = Outside> {
     /// The store in whose transactions the handlers run.
     database: D,
@@ -79,9 +80,9 @@ pub struct Router<S = (), D = Outside> {
 }
 
 struct Route<S, D> {
-    /// `None`: whatever nobody else wants.
+    /// `None`: every event that no other handler wants.
     topic: Option<TopicPattern>,
-    /// Whether it reads events of this schema version.
+    /// Returns whether the handler reads events of this schema version.
     reads: fn(u32) -> bool,
     name: &'static str,
     handler: Arc<dyn Call<S, D>>,
@@ -94,15 +95,15 @@ impl<S: Send + Sync + 'static> Default for Router<S> {
 }
 
 impl<S: Send + Sync + 'static> Router<S> {
-    /// Without handlers.
+    /// Creates a router without handlers.
     pub fn new() -> Self {
         Self::of(Outside)
     }
 }
 
 impl<S: Send + Sync + 'static, D: Transact + Clone> Router<S, D> {
-    /// Without handlers; those it gets run in the transactions of this store, which the relay must
-    /// read from.
+    /// Creates a router without handlers, for handlers that run in the transactions of this store.
+    /// The relay must read from the same store.
     pub fn in_transaction(store: &D) -> Self {
         Self::of(store.clone())
     }
@@ -114,9 +115,9 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         Self { database, routes, fallback: None, rules: FailureRules::default(), schemas, layers }
     }
 
-    /// Adds a handler of the topic that its [`Event<T>`](Event) has.
+    /// Adds a handler for the topic of its [`Event<T>`](Event) argument.
     ///
-    /// Its name, in errors, is that of the function.
+    /// In errors it has the name of the function.
     #[must_use]
     pub fn on<H: Handler<S, D, Arguments>, Arguments: 'static>(mut self, handler: H) -> Self {
         const { assert!(H::TOPIC.is_some(), "a handler without an Event<T> has no topic: use Router::fallback") };
@@ -125,7 +126,8 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         self
     }
 
-    /// Handles every event that no other handler wants. The router then wants every topic.
+    /// Sets the handler of every event that no other handler wants. The router then wants every
+    /// topic.
     ///
     /// Replaces an earlier one.
     #[must_use]
@@ -134,8 +136,9 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         self
     }
 
-    /// Errors of this type that the predicate picks make the event dead at once, with code
-    /// `handler_refused`, wherever they are in the chain of causes. For the whole router.
+    /// Makes an event dead at once, with code `handler_refused`, if a handler fails with an error
+    /// of this type that the predicate selects. The error may be anywhere in the chain of causes.
+    /// Applies to the whole router.
     #[must_use]
     pub fn dead_on<E: std::error::Error + 'static>(
         mut self,
@@ -145,18 +148,18 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         self
     }
 
-    /// Events whose payload is not as its topic says are dead at once, with code `schema_violated`
-    /// and every issue. Handlers do not see them. For the whole router.
+    /// Makes an event dead at once, with code `schema_violated` and every issue, if its payload
+    /// breaks the schema of its topic. Handlers do not see it. Applies to the whole router.
     #[must_use]
     pub fn schemas(mut self, schemas: Arc<dyn Schemas>) -> Self {
         self.schemas.push(schemas);
         self
     }
 
-    /// Adds the handlers, rules, schemas and layers of another router, of another module say. A
-    /// topic may be in both. If they run in transactions, then in those of this one's store.
+    /// Adds the handlers, rules, schemas and layers of another router, e.g. of another module. A
+    /// topic may be in both. Transactional handlers run in the transactions of this router's store.
     ///
-    /// The error (`Conflict`, code `fallback_twice`): both have a fallback.
+    /// Fails (`Conflict`, code `fallback_twice`) if both have a fallback.
     pub fn merge(mut self, other: Self) -> Result<Self> {
         if let (Some(one), Some(two)) = (&self.fallback, &other.fallback) {
             let message = format!("{} and {} are both the fallback; keep one", one.name, two.name);
@@ -192,9 +195,9 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
 }
 
 impl<S> Router<S> {
-    /// Does something around the handlers of each event: see [`Layer`]. Those added first are
-    /// outermost. For the whole router. A router in a transaction has none: its handlers may be
-    /// functions that block.
+    /// Adds a [`Layer`] around the handlers of each event. The first one added is outermost.
+    /// Applies to the whole router. A transactional router has no layers, because its handlers may
+    /// be blocking functions.
     #[must_use]
     pub fn layer(mut self, layer: impl Layer) -> Self {
         self.layers.push(Arc::new(layer));
@@ -203,14 +206,15 @@ impl<S> Router<S> {
 }
 
 impl<S, D> Router<S, D> {
-    /// The topics of its handlers, each once, in the order of [`Self::on`].
+    /// Returns the topics of its handlers, each once, in the order of [`Self::on`].
     pub fn topics(&self) -> impl Iterator<Item = &str> {
         let topics = || self.routes.iter().filter_map(|route| route.topic.as_ref());
         let first = move |(n, topic): &(usize, &TopicPattern)| !topics().take(*n).any(|earlier| earlier == *topic);
         topics().enumerate().filter(first).map(|(_, topic)| topic.as_str())
     }
 
-    /// The topics of its subscription: these, or none, which means all, if there is a fallback.
+    /// Returns the topics its subscription filters by; empty, which means all, if there is a
+    /// fallback.
     pub(crate) fn wanted(&self) -> Result<Vec<TopicPattern>> {
         if self.fallback.is_some() {
             return Ok(Vec::new());
@@ -231,8 +235,8 @@ impl<S: Send + Sync + 'static, D: Database> Route<S, D> {
 }
 
 impl<D: Database> Router<(), D> {
-    /// The handlers of an event: those of its topic that read its version, or the fallback. Where
-    /// none reads it, all of the topic: they say what is wrong.
+    /// Returns the handlers of an event: those of its topic that read its version, or the fallback.
+    /// If none reads the version, returns all of the topic, because they report what is wrong.
     fn routes<'t>(&'t self, delivery: &'t Delivery) -> impl Iterator<Item = &'t Route<(), D>> {
         let topic = delivery.event.topic.as_str();
         let wants = |route: &&Route<(), D>| route.topic.as_ref().is_some_and(|its| its.matches(topic));
@@ -249,7 +253,7 @@ impl<D: Database> Router<(), D> {
     }
 }
 
-/// What becomes of an event whose payload breaks a schema.
+/// Returns the dead outcome of an event whose payload breaks a schema.
 fn violation(schemas: &[Arc<dyn Schemas>], event: &postbox_core::Event) -> Option<Outcome> {
     let version = event.schema_version()?;
     let check = |schemas: &Arc<dyn Schemas>| schemas.check(event.topic.as_str(), version, &event.payload).err();
@@ -263,7 +267,7 @@ fn not_handled(delivery: &Delivery) -> Outcome {
 }
 
 impl Router {
-    /// What the layers are around.
+    /// Runs the handlers, inside all layers.
     async fn handle(&self, delivery: &Delivery) -> Outcome {
         if let Some(violation) = violation(&self.schemas, &delivery.event) {
             return violation;

@@ -1,4 +1,4 @@
-//! Where handlers run: on their own, or in the transactions of a store.
+//! Where handlers run: without a transaction, or in the transactions of a store.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::relay::RelayBuilder;
 
 /// Where the handlers of a router run: [`Outside`] of any transaction, or in those of a store.
 pub trait Place: Database {
-    /// Makes a router the destination of a relay.
+    /// Sets a router as the destination of a relay.
     fn place(router: Router<(), Self>, relay: RelayBuilder) -> RelayBuilder;
 }
 

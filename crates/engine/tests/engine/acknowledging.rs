@@ -1,4 +1,4 @@
-//! A receiver stores the next messages while its source hears of the last.
+//! A receiver stores the next messages while it acknowledges the last ones at the source.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,10 +11,10 @@ use postbox_testkit::inbox::Inbox;
 
 use crate::source::{Mended, message, receive_while};
 
-/// How long the source takes to hear, of the paused clock.
+/// How long an acknowledgement takes, on the paused clock.
 const HEARING: Duration = Duration::from_secs(1);
 
-/// A queue that hears slowly, and counts who speaks at once.
+/// A queue whose acknowledgements are slow, and which counts concurrent ones.
 struct Slow {
     queue: MemorySource,
     speaking: AtomicUsize,
@@ -106,7 +106,7 @@ async fn what_was_stored_is_acknowledged_before_the_end() {
     assert_eq!((stored(&inbox).len(), source.queue.acked().len()), (24, 24));
 }
 
-/// In order, what comes while the source hears of a message that is given back waits behind it.
+/// In order, messages that arrive while another is being given back must wait behind that one.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_read_before_the_source_hears_of_what_comes_again() {
     let (source, store) = (Slow::new(32, true), Arc::new(Mended::default()));

@@ -1,4 +1,4 @@
-//! The context that handlers run in, whichever way they are called.
+//! The context that handlers run in, however they are called.
 
 use std::sync::{Arc, Mutex};
 
@@ -22,7 +22,7 @@ fn paid(n: u32) -> NewEvent {
     NewEvent::json(Paid::TOPIC, "{}").key(n.to_string()).correlation_id(format!("c{n}")).actor("user:17")
 }
 
-/// What handlers ran in, beside the event that it must be of.
+/// Pairs of the context a handler ran in and the context of its event.
 #[derive(Clone, Default)]
 struct Seen(Arc<Mutex<Vec<[Context; 2]>>>);
 
@@ -32,7 +32,7 @@ impl Seen {
     }
 }
 
-/// Two events go through; each handler ran in the context of its own, to its end.
+/// Sends two events. Each handler must run in the context of its own event until it ends.
 async fn runs_in_context(handles: impl FnOnce(RelayBuilder, &TestEnv, Seen) -> RelayBuilder) {
     let env = TestEnv::with([paid(1), paid(2)]).await;
     let seen = Seen::default();
@@ -47,7 +47,7 @@ async fn runs_in_context(handles: impl FnOnce(RelayBuilder, &TestEnv, Seen) -> R
     assert_eq!(Context::current(), Context::new(), "nothing is left of it");
 }
 
-/// Notes what it runs in, before and after another event's handler had its turn.
+/// Notes the context before and after another event's handler had its turn.
 async fn see(seen: Seen, delivery: Arc<Delivery>) {
     seen.note(&delivery);
     tokio::task::yield_now().await;

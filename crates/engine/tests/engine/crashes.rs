@@ -1,5 +1,5 @@
-//! An event that ends its relay is found and dies, under paused time: a relay that "ends" is
-//! dropped in the middle of its call, and another one takes over.
+//! An event that ends its relay is found and becomes dead, under paused time. A relay that "ends"
+//! is dropped in the middle of its call, and another one takes over.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,10 +18,10 @@ use tokio_util::sync::CancellationToken;
 use crate::support::{self, Answer, Recorder, TestEnv, event, fast, version};
 
 const S: Duration = Duration::from_secs(1);
-/// Three to become careful, and three with the event alone.
+/// Three crashes to become careful, and three with the event sent alone.
 const CRASHES_MAX: usize = 6;
 
-/// A sink that ends its relay with some events.
+/// A sink that ends its relay when it gets certain events.
 struct Killer {
     sink: Arc<Recorder>,
     called: Arc<Notify>,
@@ -41,8 +41,8 @@ impl Killer {
         Self { sink, called }
     }
 
-    /// Drives relays, each for at most ten minutes and until `after` it was called with such an
-    /// event; how many ended so.
+    /// Runs relays, each for ten minutes or until `after` it got such an event. Returns how many
+    /// ended that way.
     async fn run(&self, env: &TestEnv, settings: &RelaySettings, after: Duration) -> usize {
         for crashes in 0..=CRASHES_MAX {
             let random = Arc::new(SeededRandom::new(crashes as u64));
@@ -60,7 +60,7 @@ impl Killer {
     }
 }
 
-/// Runs a relay for ten minutes, or until it is dropped with this; whether it was.
+/// Runs a relay for ten minutes, or drops it when `crash` resolves. Returns whether it crashed.
 async fn ends_with(relay: &Relay, crash: impl Future<Output = ()>) -> bool {
     let stop = CancellationToken::new();
     let stopping = async {
@@ -78,7 +78,7 @@ async fn ends_with(relay: &Relay, crash: impl Future<Output = ()>) -> bool {
     }
 }
 
-/// The event is dead of its crashes, and all others are delivered, in order.
+/// Asserts that this event is dead because of its crashes, and all others are delivered in order.
 async fn assert_only_dead(env: &TestEnv, killer: &Killer, version: i64, others: u64) {
     let dead = env.list(State::Dead).await;
     assert_eq!(dead.iter().map(|record| record.event.version).collect::<Vec<_>>(), [Some(version)]);
@@ -103,7 +103,7 @@ async fn an_event_that_ends_its_relay_dies_and_all_others_arrive() {
     }
 }
 
-/// It is detached by then, and what flows beside it is settled.
+/// The event is detached by then, and what flows beside it is settled.
 #[tokio::test(start_paused = true)]
 async fn an_event_that_ends_its_relay_after_a_while_dies() {
     let env = TestEnv::with((0..2_000).map(|n| event(n, n))).await;
@@ -112,7 +112,7 @@ async fn an_event_that_ends_its_relay_after_a_while_dies() {
     assert_only_dead(&env, &killer, 7, 1_999).await;
 }
 
-/// Beside a stream that never stands still.
+/// The stream beside it never stops.
 #[tokio::test(start_paused = true)]
 async fn a_due_row_that_ends_its_relay_dies() {
     let env = TestEnv::with([event(1, 0).deliver_at(Timestamp::UNIX_EPOCH + 5 * S), event(1, 1)]).await;
@@ -130,7 +130,7 @@ async fn a_due_row_that_ends_its_relay_dies() {
     assert_only_dead(&env, &killer, 0, 19_999).await;
 }
 
-/// Other lanes crash along, and their events are innocent.
+/// Other lanes crash with it, and their events are innocent.
 #[tokio::test(start_paused = true)]
 async fn events_of_other_lanes_do_not_die_with_it() {
     let env = TestEnv::with_lanes(4).await;
@@ -170,7 +170,7 @@ async fn a_replayed_one_goes_alone_at_once() {
     assert_eq!(env.stats().await.dispatched, 10);
 }
 
-/// Relays that a person kills, also in the worst moment, cost no event an attempt.
+/// Kills by a person cost no event an attempt, even at the worst moment.
 #[tokio::test(start_paused = true)]
 async fn kills_cost_no_attempt() {
     let env = TestEnv::with((0..50).map(|n| event(n % 5, n))).await;
@@ -193,7 +193,7 @@ async fn kills_cost_no_attempt() {
     killer.sink.assert_in_order();
 }
 
-/// A destination that is down while a careful lane looks costs nothing either.
+/// A destination that is down while a lane is careful costs no attempt either.
 #[tokio::test(start_paused = true)]
 async fn an_outage_of_a_careful_lane_costs_no_attempt() {
     let env = TestEnv::with((0..20).map(|n| event(n, n))).await;
@@ -210,7 +210,7 @@ async fn an_outage_of_a_careful_lane_costs_no_attempt() {
     assert!(killer.sink.arrivals().iter().all(|arrival| arrival.attempt == 1));
 }
 
-/// A stop that does not wait for the call to its end is no crash.
+/// A stop that does not wait for the call to end is no crash.
 #[tokio::test(start_paused = true)]
 async fn stops_in_the_middle_of_a_call_that_goes_alone_are_no_crashes() {
     let env = TestEnv::with((0..3).map(|n| event(n, n))).await;
@@ -233,7 +233,7 @@ async fn stops_in_the_middle_of_a_call_that_goes_alone_are_no_crashes() {
     assert_eq!(crashes_given_back(&env).await, 0, "nothing is left to look at");
 }
 
-/// What the last holder of the only lane gave back with it.
+/// Returns the crash count in the released lease of the only lane.
 async fn crashes_given_back(env: &TestEnv) -> u32 {
     let owner = OwnerId::new("looker").expect("a name");
     let acquired = env.store.acquire(&env.subscription().name, &owner, &[], S).await.expect("asked");
@@ -242,7 +242,7 @@ async fn crashes_given_back(env: &TestEnv) -> u32 {
     lease.crashes
 }
 
-/// Ends its relay in a transaction with event 4.
+/// Ends its relay when event 4 is applied in a transaction.
 struct Ending {
     handler: Arc<dyn Apply>,
     called: Arc<Notify>,
@@ -265,7 +265,7 @@ impl Apply for Ending {
     }
 }
 
-/// A handler in the transaction that settles.
+/// The same for a handler in the transaction that settles.
 #[tokio::test(start_paused = true)]
 async fn a_handler_in_a_transaction_that_ends_its_relay_dies_too() {
     let env = TestEnv::with((0..30).map(|n| event(n % 3, n))).await;
@@ -287,7 +287,7 @@ async fn assert_only_4_is_dead(env: &TestEnv, code: &str) {
     assert_eq!((env.stats().await.dispatched, dead[0].code.as_deref()), (29, Some(code)));
 }
 
-/// A transaction that hangs has come back.
+/// A transaction that hangs does come back, by its timeout, so it is no crash.
 #[tokio::test(start_paused = true)]
 async fn a_handler_that_hangs_alone_fails_by_its_attempts() {
     let env = TestEnv::with((0..30).map(|n| event(n % 3, n))).await;

@@ -1,5 +1,5 @@
-//! "I had this one already": counted by the source of the event, in whatever way the destination
-//! came to say so.
+//! Answers that say "I already had this one" are counted by the source of the event, on every path
+//! by which such an answer can come.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::support::{self, TestEnv, event, fast};
 const S: Duration = Duration::from_secs(1);
 const HAD: Outcome = Outcome::Delivered { duplicate: true };
 
-/// Had all of them; takes this long to say so of the first of each source.
+/// Already has all events. Takes this long to say so for the first event.
 struct Had(Duration);
 
 #[async_trait]
@@ -31,7 +31,7 @@ impl Sink for Had {
     }
 }
 
-/// Two of one source, one of another, one of none, one that is new.
+/// Two events of one source, one of another, and one without a source.
 fn events() -> [NewEvent; 4] {
     [event(1, 0).source("stripe"), event(2, 1).source("stripe"), event(3, 2).source("github"), event(4, 3)]
 }

@@ -1,4 +1,4 @@
-//! Events that are not to be delivered from some time on.
+//! Events that expire.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::support::{self, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
-/// The codes of what is dead, with the attempts that were counted.
+/// Returns the codes of dead events, with their counted attempts.
 async fn dead(env: &TestEnv) -> Vec<(String, u32)> {
     let records = env.list(State::Dead).await;
     records.into_iter().map(|record| (record.code.unwrap_or_default(), record.attempts)).collect()
@@ -46,7 +46,7 @@ async fn an_event_that_fails_until_it_expires_lets_its_key_go_on() {
     assert!(dead.len() == 1 && dead[0].0 == "expired" && dead[0].1 > 0, "{dead:?}");
 }
 
-/// A batch waits for its rate, or behind slow calls; it is looked at again right before each call.
+/// A batch waits for its rate or behind slow calls. Expiry is checked again right before each call.
 #[tokio::test(start_paused = true)]
 async fn an_event_that_expires_while_its_batch_waits_is_not_sent() {
     for capabilities in support::all_capabilities() {
@@ -64,7 +64,7 @@ async fn an_event_that_expires_while_its_batch_waits_is_not_sent() {
     }
 }
 
-/// The store's clock counts: that of a relay's machine may be wrong.
+/// The store's clock decides, because that of a relay's machine may be wrong.
 #[tokio::test(start_paused = true)]
 async fn a_relay_whose_clock_is_wrong_ends_no_event_early() {
     let env = TestEnv::new().await;

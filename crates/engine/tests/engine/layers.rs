@@ -1,4 +1,4 @@
-//! What is around handlers, and what keeps events from them.
+//! Layers around handlers, and what keeps events from handlers.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -41,7 +41,7 @@ fn relay(env: &TestEnv, router: Router) -> Relay {
     env.builder(env.subscription(), fast()).router(router).expect("it has a handler").build().expect("built")
 }
 
-/// Notes when it begins, and what became of the event.
+/// Notes when it begins, and the outcome of the event.
 struct Note(&'static str, Seen);
 
 #[async_trait]
@@ -56,7 +56,7 @@ impl Layer for Note {
     }
 }
 
-/// Passes by what this service said itself, and gives handlers a second.
+/// Skips events of this service itself, and gives handlers one second.
 struct Guard;
 
 #[async_trait]
@@ -88,7 +88,7 @@ async fn layers_are_around_the_handlers_the_first_outermost() {
     assert_eq!(dead.iter().map(|it| it.code.as_deref()).collect::<Vec<_>>(), [Some("too_late")]);
 }
 
-/// No order is 13.
+/// Refuses order 13.
 #[derive(Debug)]
 struct No13;
 

@@ -1,4 +1,4 @@
-//! What a relay makes of a subscription that is removed, renamed or gets other lanes while it runs.
+//! A relay whose subscription is removed, renamed or gets other lanes while it runs.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ async fn known(store: &MemoryStore) -> Vec<SubscriptionInfo> {
     store.subscriptions().await.expect("listed")
 }
 
-/// It ends, says why, and makes nothing anew, however often it is started again.
+/// The relay ends, says why, and creates nothing again, however often it is restarted.
 #[tokio::test(start_paused = true)]
 async fn a_relay_whose_subscription_is_taken_away_ends_and_makes_nothing_anew() {
     for renamed in [false, true] {
@@ -56,11 +56,11 @@ async fn a_scheduled_relay_makes_nothing_anew_either() {
     let (ended, ()) = tokio::join!(relay.run_on(&every, CancellationToken::new()), take_away);
     assert_eq!(ended.expect_err("it ends").code(), SUBSCRIPTION_REMOVED);
     assert!(known(&env.store).await.is_empty());
-    // A start is a start: somebody wants it.
+    // A new relay is different: somebody wants the subscription.
     env.store.subscribe(&env.subscription()).await.expect("made anew");
 }
 
-/// Two replicas, from one lane to four and back to two, while events come.
+/// Two replicas go from one lane to four and back to two while events arrive.
 #[tokio::test(start_paused = true)]
 async fn lanes_change_while_replicas_run() {
     let env = TestEnv::new().await;

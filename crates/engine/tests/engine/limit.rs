@@ -15,8 +15,8 @@ async fn drain_stops_at_its_limit() {
     assert_eq!(relay.drain(Some(1_000)).await.expect("drained").delivered, 70);
 }
 
-/// A slow answer makes a call outlive its batch, and what is behind it wait: fewer than the limit
-/// are delivered, never more, and bounded drains one after the other deliver everything in order.
+/// With slow answers, calls outlive their batch and later events wait. Fewer than the limit may be
+/// delivered, never more, and repeated bounded drains deliver everything in order.
 #[tokio::test(start_paused = true)]
 async fn a_limit_is_never_exceeded_however_slow_the_destination_is() {
     for (keys, limit, seconds) in [(1, 2, 1), (1, 5, 1), (3, 7, 1), (40, 11, 1), (3, 7, 0)] {
@@ -56,8 +56,8 @@ async fn a_limit_is_kept_when_the_target_is_down() {
     }
 }
 
-/// What cannot go now counts: a later time, a key whose head waits for its retry, what was taken
-/// out.
+/// Events that cannot go now count: those with a later time, those behind a retry of their key, and
+/// those that were discarded.
 #[tokio::test(start_paused = true)]
 async fn a_limit_counts_what_is_read() {
     let env = TestEnv::new().await;

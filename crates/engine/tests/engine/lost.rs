@@ -35,7 +35,7 @@ async fn a_call_that_died_with_its_relay_is_repeated_after_the_lease() {
     assert_eq!(sink.versions(), [1, 2], "the lease is 5 s, the call's limit 600 s");
 }
 
-/// One event a second, two a batch: a drain of 30 events takes long enough to lose something
+/// One event a second, two per batch: a drain of 30 events takes long enough to lose something
 /// midway.
 fn slow() -> (Arc<Recorder>, RelaySettings) {
     let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 1, prefix: false, system: None });
@@ -77,8 +77,8 @@ async fn a_drain_that_loses_its_lane_says_so() {
     assert!((1..30).contains(&drained.delivered), "{drained:?}");
 }
 
-/// Executes each call at once, and answers renewals late; once one is answered, nothing comes
-/// through any more.
+/// Executes each call at once, but answers renewals late. After the first such answer it blocks
+/// every call.
 #[derive(Default)]
 struct SlowRenewal(Cable);
 
@@ -95,8 +95,8 @@ impl Wire for SlowRenewal {
     }
 }
 
-/// The store counts a lease from when it executes the call, so its holder must not count it from
-/// the answer.
+/// The store counts a lease from the moment it executes the call, so the holder must not count it
+/// from the answer.
 #[tokio::test(start_paused = true)]
 async fn a_lease_ends_for_its_holder_before_anybody_else_gets_it() {
     let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
@@ -115,7 +115,7 @@ async fn a_lease_ends_for_its_holder_before_anybody_else_gets_it() {
     assert!(last.waited < first.waited, "sent until {:?}, succeeded at {:?}", last.waited, first.waited);
 }
 
-/// The clock of a process that stands still now and then, unheard by what it sleeps for.
+/// The clock of a process that stands still now and then, which its sleeps do not notice.
 struct StandingStill(TokioClock, Mutex<Duration>);
 
 #[async_trait]
@@ -133,7 +133,7 @@ impl Clock for StandingStill {
     }
 }
 
-/// Somebody else may have its lane by now.
+/// Another relay may have its lane by then.
 #[tokio::test(start_paused = true)]
 async fn a_process_that_stood_still_sends_nothing_before_it_looks_at_its_lease() {
     let env = TestEnv::with((0..3).map(|n| event(1, n))).await;

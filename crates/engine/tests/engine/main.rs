@@ -1,5 +1,5 @@
-//! The relay on the memory store under paused time, and the receiver: one program, because each is
-//! built with the whole engine in it.
+//! The relay on the memory store under paused time, and the receiver. One test program, because
+//! each program links the whole engine.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 

@@ -17,7 +17,7 @@ fn throttled(after: Duration) -> Outcome {
     Outcome::Throttled { code: "http_429".into(), error: "later".into(), after: Some(after) }
 }
 
-/// 200 events of 20 keys wait for a destination that is down.
+/// Sets up 200 events of 20 keys and a destination that is down.
 async fn dead_destination(capabilities: Capabilities) -> (TestEnv, Arc<Recorder>, Relay) {
     let env = TestEnv::with((0..200).map(|n| event(n % 20, n))).await;
     let (sink, relay) = env.recorded(capabilities, fast());
@@ -48,7 +48,7 @@ async fn an_outage_costs_no_attempts_and_everything_is_delivered_after_it() {
 async fn an_outage_leaves_one_row_with_its_reason() {
     for capabilities in support::all_capabilities() {
         let (env, _, relay) = dead_destination(capabilities).await;
-        // A while later, what was probed could be at fault.
+        // After a while, the probed event itself could be at fault.
         env.run_for(&relay, 7 * S).await;
         let stats = env.stats().await;
         assert_eq!(stats.retrying, 1, "{capabilities:?}: {stats:?}");
@@ -63,10 +63,11 @@ async fn a_throttling_destination_is_probed_one_event_at_a_time_and_costs_no_att
     let (sink, relay) = env.recorded(Capabilities::default(), fast());
     sink.script(|_| throttled(3 * S));
     env.run_for(&relay, 300 * S).await;
-    // Those in flight when the first was sent away, then single probes no closer than it said.
+    // Calls in flight when the first was throttled, then single probes, no closer than the named
+    // wait.
     assert!(sink.calls() <= 16 + 100, "{} calls in five minutes", sink.calls());
     assert_eq!(env.stats().await.dead, 0);
-    // From now on it takes all but one, which it always sends away.
+    // From here on it accepts all events but one, which it always throttles.
     sink.answers(5, throttled(3 * S));
     env.run_while(&relay, async {
         tokio::time::sleep(120 * S).await;
@@ -127,7 +128,8 @@ async fn an_event_that_brings_the_destination_down_is_found_and_dies() {
     one_dies_of_1_120(&env, &relay).await;
 }
 
-/// Without others that get through, nobody could tell it from an outage.
+/// Asserts that one of 1,120 events dies. Unless others succeed, nobody could tell it from an
+/// outage.
 async fn one_dies_of_1_120(env: &TestEnv, relay: &Relay) {
     env.run_while(relay, async {
         env.append_each(400..1_120, 40, 5 * S).await;
@@ -160,7 +162,7 @@ async fn a_relay_dropped_in_the_middle_of_a_probe_probes_again_when_run_again() 
     assert_eq!(env.stats().await.dispatched, 10);
 }
 
-/// What this event meets looks like an outage, and is none: others succeed.
+/// This event's failures look like an outage but are none, because others succeed.
 #[tokio::test(start_paused = true)]
 async fn an_event_that_looks_like_an_outage_dies_of_its_attempts() {
     for capabilities in support::all_capabilities() {
@@ -199,7 +201,7 @@ async fn an_ambiguous_outage_costs_one_attempt_of_one_event() {
     }
 }
 
-/// A destination that answers nothing but 500 is down: that costs four events an attempt.
+/// A destination that only answers 500 is down. Finding out costs four events an attempt each.
 #[tokio::test(start_paused = true)]
 async fn a_destination_that_fails_at_all_it_gets_is_an_outage() {
     for capabilities in support::all_capabilities() {
@@ -222,8 +224,8 @@ async fn a_destination_that_fails_at_all_it_gets_is_an_outage() {
     }
 }
 
-/// Events that the destination fails at die of their attempts and keep the others for a short time
-/// only, also where they are the first that it gets.
+/// Events that the destination fails at die of their attempts and hold up others only briefly, even
+/// if they are the first it gets.
 #[tokio::test(start_paused = true)]
 async fn events_that_a_destination_fails_at_die_while_others_succeed() {
     for capabilities in support::all_capabilities() {
@@ -243,7 +245,7 @@ async fn events_that_a_destination_fails_at_die_while_others_succeed() {
     }
 }
 
-/// The handler of an apply subscription is judged as a sink is.
+/// The handler of an apply subscription is judged like a sink.
 #[tokio::test(start_paused = true)]
 async fn a_handler_whose_event_always_finds_its_service_down_gives_up_while_others_succeed() {
     let env = TestEnv::with((0..400).map(|n| event(n % 40, n))).await;
@@ -266,8 +268,8 @@ async fn a_scheduled_run_probes_a_destination_that_was_down_in_the_one_before() 
     assert_eq!(env.stats().await.dispatched, 200);
 }
 
-/// Once a day, and the destination is away just then: the rest does not wait for tomorrow.
-/// Runs once a day beside what somebody does, who stops it in the end.
+/// Runs the relay once a day beside `operate`, then stops it. If the destination is away at that
+/// time, the rest does not wait until tomorrow.
 async fn run_daily(relay: &Relay, stop: &CancellationToken, operate: impl Future<Output = ()>) {
     let every = Every(DAY);
     let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), operate);
@@ -313,7 +315,7 @@ async fn a_scheduled_run_that_the_store_cut_short_goes_on_once_that_is_back() {
     sink.assert_in_order();
 }
 
-/// Nothing is left to send, so nobody can be asked whether the destination is back.
+/// Nothing is left to send, so there is no way to ask whether the destination is back.
 #[tokio::test(start_paused = true)]
 async fn a_scheduled_run_with_nothing_left_rests_until_its_time() {
     let (env, sink, relay) = dead_destination(Capabilities::default()).await;
@@ -338,7 +340,7 @@ async fn a_scheduled_run_with_nothing_left_rests_until_its_time() {
     run_daily(&relay, &stop, operate).await;
 }
 
-/// So many in a row that each call of the destination meets one of them, and they come first.
+/// Enough in a row that each call of the destination contains one of them, and they come first.
 #[tokio::test(start_paused = true)]
 async fn events_that_bring_the_destination_down_keep_the_others_for_minutes_at_most() {
     let ambiguous = || Outcome::Ambiguous { code: "http_503".into(), error: "no".into(), after: None };

@@ -1,4 +1,4 @@
-//! A subscription that keeps to a rate.
+//! A subscription with a rate limit.
 
 use std::time::Duration;
 
@@ -17,7 +17,8 @@ async fn a_rate_is_kept_and_costs_no_attempt() {
             let env = TestEnv::with_lanes(lanes).await;
             env.append((0..500).map(|n| event(n % 50, n))).await;
             let (sink, relay) = env.recorded(capabilities, RelaySettings { rate: "50/s".parse().ok(), ..fast() });
-            // The first attempt of each tenth event fails; its second one is paced too.
+            // The first attempt of every tenth event fails. Its second attempt counts towards the
+            // rate too.
             sink.script(|delivery| match (support::version(delivery) % 10, delivery.attempt) {
                 (0, 1) => Outcome::retry("http_500", "boom"),
                 _ => Outcome::DELIVERED,
@@ -25,8 +26,8 @@ async fn a_rate_is_kept_and_costs_no_attempt() {
             let began = tokio::time::Instant::now();
             env.run_while(&relay, sink.wait_for(500)).await;
             let took = began.elapsed();
-            // 550 calls at 50 a second are 11 s, less a burst; what a sink of whole chunks stops
-            // behind a failure was sent too, and goes again.
+            // 550 calls at 50 a second take 11 s, minus a burst. With a sink that takes whole
+            // chunks, the events behind a failure were sent too, and are sent again.
             assert!((10 * S..25 * S).contains(&took), "{took:?} for {capabilities:?}, {lanes} lanes");
             assert!(sink.arrivals().iter().all(|arrival| arrival.attempt <= 2));
             assert_eq!(env.stats().await.dispatched, 500);
@@ -35,7 +36,7 @@ async fn a_rate_is_kept_and_costs_no_attempt() {
     }
 }
 
-/// Each has the part of the rate that its lanes are of all lanes, and the last one all of it.
+/// Each replica gets the share that its lanes are of all lanes; the last one gets the whole rate.
 #[tokio::test(start_paused = true)]
 async fn replicas_share_a_rate() {
     let env = TestEnv::with_lanes(4).await;
@@ -51,7 +52,7 @@ async fn replicas_share_a_rate() {
         env.append((0..1_000).map(|n| event(n % 50, n))).await;
         sink.wait_for(1_000).await;
         let took = began.elapsed();
-        // The lanes do not have the same number of events: the last of them go at half the rate.
+        // The lanes have different numbers of events, so the last ones go at half the rate.
         assert!((18 * S..30 * S).contains(&took), "{took:?} with two replicas");
         stops[0].cancel();
         tokio::time::sleep(60 * S).await;
@@ -66,8 +67,8 @@ async fn replicas_share_a_rate() {
     sink.assert_in_order();
 }
 
-/// A batch of 100 takes 20 s at such a rate, and nearly as long at such a destination; it may be
-/// the stream's or one of due rows.
+/// A batch of 100 takes 20 s at this rate, and nearly as long at this destination. It may be a
+/// stream batch or one of due rows.
 #[tokio::test(start_paused = true)]
 async fn a_crash_repeats_no_more_than_a_second_of_deliveries() {
     for capabilities in support::all_capabilities() {

@@ -1,4 +1,4 @@
-//! What a relay promises, one named case each, on the memory store under paused time.
+//! The promises of a relay, one named case each, on the memory store under paused time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -104,7 +104,7 @@ async fn a_panic_a_timeout_and_a_broken_contract_are_failed_attempts() {
 
 #[tokio::test(start_paused = true)]
 async fn one_poison_key_of_a_hundred_does_not_slow_the_others() {
-    // The poison hangs until the timeout each time: the worst kind.
+    // The poison event hangs until the timeout each time, which is the worst kind.
     let time = async |poison: bool| {
         let env = TestEnv::new().await;
         let (sink, relay) = env.recorded(Capabilities::default(), fast());
@@ -134,7 +134,7 @@ async fn a_destination_slower_than_its_keys_are_busy_is_read_for_no_more_than_it
         let env = TestEnv::new().await;
         let (sink, relay) = env.recorded(Capabilities { concurrency: 64, ..Capabilities::default() }, fast());
         sink.takes(takes);
-        // 40 keys of 25 events a second each: eight to fifty times what one call after the other
+        // 40 keys with 25 events a second each: eight to fifty times what one call after the other
         // can carry.
         env.run_while(&relay, async {
             env.append_each(0..20_000, 40, Duration::from_millis(1)).await;
@@ -144,7 +144,8 @@ async fn a_destination_slower_than_its_keys_are_busy_is_read_for_no_more_than_it
         sink.assert_in_order();
         let metrics = relay.metrics();
         let (fetched, delivered) = (metrics.fetched(), metrics.delivered());
-        // Once in the stream, and what comes back as a row is delivered, or one of few behind it.
+        // Each event is read once in the stream. A returning row is delivered, or is one of few
+        // behind it.
         assert!(fetched <= 20_000 + 3 * delivered, "{takes:?}: {fetched} read for {delivered} delivered");
         let possible = 40 * 40 * 1_000 / takes.as_millis() as u64;
         assert!(delivered >= possible / 2, "{takes:?}: {delivered} of {possible}");
@@ -300,8 +301,7 @@ async fn replicas_share_lanes_evenly_and_a_newcomer_gets_its_share() {
     first.and(second).expect("ran");
 }
 
-/// A restart, a smaller number of replicas, a run of `drain` beside: nobody waits for the end of a
-/// lease that was given back.
+/// A restart, fewer replicas, or a `drain` beside them: nobody waits for a lease that was released.
 #[tokio::test(start_paused = true)]
 async fn who_stops_leaves_its_share_to_the_others_at_once() {
     let env = TestEnv::with_lanes(4).await;
@@ -408,7 +408,7 @@ async fn scheduled_runs_drain_and_sweeps_prune() {
 
 #[tokio::test(start_paused = true)]
 async fn a_store_that_comes_back_is_served_within_two_seconds() {
-    // Shorter and longer than the lease.
+    // Outages both shorter and longer than the lease.
     for outage in [S, 3 * S, 60 * S, 3_600 * S] {
         let env = TestEnv::new().await;
         let (cable, sink, relay) = env.cuttable();

@@ -1,4 +1,4 @@
-//! Handlers by topic: who is called, and what becomes of their errors.
+//! Handlers by topic: which ones are called, and the outcomes of their errors.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,7 +33,7 @@ impl TypedEvent for Placed {
 
 const S: Duration = Duration::from_secs(1);
 
-/// What handlers saw, in their order.
+/// What handlers saw, in order.
 type Seen = Arc<Mutex<Vec<String>>>;
 
 fn see(seen: &Seen, what: String) {
@@ -68,7 +68,7 @@ fn relay(env: &TestEnv, router: Router) -> Relay {
     env.builder(env.subscription(), fast()).router(router).expect("it has a handler").build().expect("built")
 }
 
-/// The state, code and error of the only event that is not delivered.
+/// Returns the code and error of the only event in `state`.
 async fn left(env: &TestEnv, state: EventState) -> (String, String) {
     let mut records = env.list(state).await;
     assert_eq!(records.len(), 1, "one is {state}");
@@ -111,7 +111,7 @@ async fn the_fallback_gets_what_nobody_wants_and_there_is_one() {
 
 #[tokio::test(start_paused = true)]
 async fn an_event_that_no_handler_wants_is_not_delivered() {
-    // As a sink by itself, the subscription's filter is left as it was.
+    // As with a sink, the subscription's filter stays as it was.
     let env = TestEnv::with([NewEvent::json("order.lost", "{}")]).await;
     let router = Router::new().on(mail).with_state(Seen::default());
     let relay = env.builder(env.subscription(), fast()).sink(Arc::new(router)).build().expect("built");
@@ -140,7 +140,7 @@ async fn what_cannot_be_read_is_dead_at_once_and_the_handler_is_not_called() {
     }
 }
 
-/// Version 2 of what [`Paid`] is version 1 of.
+/// Version 2 of [`Paid`].
 #[derive(serde::Deserialize)]
 struct PaidInCents {
     cents: i64,
@@ -187,7 +187,7 @@ impl fmt::Display for MailError {
 
 impl std::error::Error for MailError {}
 
-/// An error whose cause is another.
+/// An error caused by another error.
 #[derive(Debug)]
 struct Wrapped(MailError);
 
@@ -283,7 +283,7 @@ async fn a_panic_and_a_handler_that_hangs_cost_an_attempt_and_other_events_flow(
     }
 }
 
-/// No time limit can end it, and what it did is done: it counts, once.
+/// No time limit can end it. Its work is done, so it counts, once.
 #[tokio::test]
 async fn a_handler_that_blocks_its_thread_is_named_and_other_events_flow() {
     let (warnings, _hears) = Warnings::hear();

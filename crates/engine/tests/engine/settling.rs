@@ -1,4 +1,4 @@
-//! What goes out while something is settled.
+//! What may be sent while something is being settled.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tokio::sync::watch;
 
 use crate::support::{Recorder, TestEnv, event, fast, version};
 
-/// A way to the store on which settlements wait until it is opened.
+/// A store whose settlements wait until the gate opens.
 struct Gate(watch::Receiver<bool>);
 
 #[async_trait]
@@ -24,7 +24,7 @@ impl Wire for Gate {
     }
 }
 
-/// How many arrive of batches of ten while no settlement ends; the others come once it does.
+/// Returns how many events of batches of ten arrive while no settlement ends. The rest come later.
 async fn arrive_meanwhile(answer: impl Fn(i64) -> Outcome + Send + Sync + 'static) -> usize {
     let env = TestEnv::with((0..100).map(|n| event(n, n))).await;
     let (open, gate) = watch::channel(false);
@@ -51,13 +51,13 @@ async fn arrive_meanwhile(answer: impl Fn(i64) -> Outcome + Send + Sync + 'stati
     meanwhile
 }
 
-/// One batch is settled and one goes out: a crash repeats no more than the two.
+/// One batch is being settled and one is being sent, so a crash repeats at most these two.
 #[tokio::test(start_paused = true)]
 async fn one_batch_goes_out_while_the_one_before_is_settled() {
     assert_eq!(arrive_meanwhile(|_| Outcome::DELIVERED).await, 20);
 }
 
-/// What fails is written before anything else goes out: the next of its key must wait for it.
+/// A failure is written before anything else is sent, because the next event of its key must wait.
 #[tokio::test(start_paused = true)]
 async fn nothing_goes_out_before_a_failure_is_written() {
     assert_eq!(arrive_meanwhile(|version| fails(version, 3)).await, 9, "the rest of its batch");

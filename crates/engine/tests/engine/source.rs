@@ -1,4 +1,4 @@
-//! The source in memory, and the receiver that drives it into an inbox.
+//! The in-memory source, and the receiver that drives it into an inbox.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -71,7 +71,7 @@ mod in_no_order {
     postbox_testkit::source_suite!(fixture);
 }
 
-/// A receiver on a queue, and whether it runs.
+/// A receiver on a queue, with its running task.
 struct Way {
     source: Arc<MemorySource>,
     receiver: Arc<Receiver>,
@@ -220,7 +220,7 @@ async fn each_end_of_a_message_is_counted() {
     assert_eq!((rejected.len(), rejected[0].id.as_deref()), (1, Some("5")), "what nobody can keep is the broker's");
 }
 
-/// Once the decoder is mended, the message that was poison is stored when it is sent again.
+/// After the decoder is fixed, a message that was poison is stored when it is sent again.
 #[tokio::test]
 async fn poison_does_not_use_up_its_id() {
     let way = way(true);
@@ -232,7 +232,7 @@ async fn poison_does_not_use_up_its_id() {
     assert!(ids.len() == 2 && ids[0].starts_with("poison:1:") && ids[1] == "1", "{ids:?}");
 }
 
-/// An inbox whose first call waits, then fails for a reason that a person must mend.
+/// An inbox whose first call waits, then fails for a reason that only a person can fix.
 #[derive(Default)]
 pub(crate) struct Mended {
     pub(crate) inbox: Inbox,
@@ -271,7 +271,7 @@ pub(crate) async fn receive_while(
     receiver
 }
 
-/// In order, what was read while others were stored waits with them once they are given back.
+/// In order, messages that were read meanwhile wait together with those that are given back.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_stored_past_what_was_given_back() {
     let (source, store) = (MemorySource::new(8, Arc::new(TokioClock::new())), Arc::new(Mended::default()));
@@ -290,7 +290,7 @@ async fn nothing_is_stored_past_what_was_given_back() {
     assert_eq!(receiver.metrics().snapshot().returned, 2, "both");
 }
 
-/// The store is away for a minute of a clock that is stepped: tried again, and not in a busy loop.
+/// The store is away for a minute of a stepped clock. The receiver retries, but not in a busy loop.
 #[tokio::test(start_paused = true)]
 async fn an_outage_is_no_busy_loop() {
     let way = way(true);

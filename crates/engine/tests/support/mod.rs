@@ -1,5 +1,5 @@
-//! What the engine's tests share: a memory store with one subscription, and a sink that records
-//! and obeys a script.
+//! Shared by the engine's tests: a memory store with one subscription, and a sink that records
+//! events and follows a script.
 
 #![allow(dead_code, unreachable_pub, reason = "a module of several test binaries, each of which uses its part")]
 
@@ -19,7 +19,7 @@ use postbox_engine::{Relay, RelayBuilder, RelaySettings, SystemRandom, TokioCloc
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-/// Retries and leases of seconds, so that simulated minutes suffice.
+/// Retries and leases of a few seconds, so that simulated minutes are enough.
 pub fn fast() -> RelaySettings {
     RelaySettings {
         retry: RetryPolicy { attempts_max: 4, base: Duration::from_secs(1), ..RetryPolicy::default() },
@@ -29,7 +29,7 @@ pub fn fast() -> RelaySettings {
     }
 }
 
-/// The ways a sink is driven.
+/// The combinations of capabilities that a sink is driven with.
 pub fn all_capabilities() -> [Capabilities; 4] {
     [
         Capabilities { batch_max: 1, concurrency: 16, prefix: false, system: None },
@@ -60,7 +60,7 @@ impl TestEnv {
         Self::with_lanes(1).await
     }
 
-    /// With these events in its log.
+    /// Creates an environment with these events in its log.
     pub async fn with(events: impl IntoIterator<Item = NewEvent>) -> Self {
         let env = Self::new().await;
         env.append(events).await;
@@ -93,7 +93,7 @@ impl TestEnv {
         self.store.append(&LogName::outbox(), &events).await.expect("appended");
     }
 
-    /// Appends these one after another, round robin over the keys.
+    /// Appends these events `apart` from each other, round robin over the keys.
     pub async fn append_each(&self, events: std::ops::Range<u64>, keys: u64, apart: Duration) {
         for n in events {
             self.append([event(n % keys, n)]).await;
@@ -101,7 +101,7 @@ impl TestEnv {
         }
     }
 
-    /// A relay whose way to the store can be cut.
+    /// Returns a relay whose connection to the store can be cut.
     pub fn cuttable(&self) -> (Arc<Cable>, Arc<Recorder>, Relay) {
         let (cable, sink) = (Arc::new(Cable::default()), Recorder::new(Capabilities::default()));
         let log = Arc::new(self.store.client(Some(cable.clone())));
@@ -129,13 +129,13 @@ impl TestEnv {
         self.builder_on(log, self.subscription(), settings).sink(sink).build().expect("built")
     }
 
-    /// A relay to a new recorder.
+    /// Returns a relay to a new recorder.
     pub fn recorded(&self, capabilities: Capabilities, settings: RelaySettings) -> (Arc<Recorder>, Relay) {
         let sink = Recorder::new(capabilities);
         (sink.clone(), self.relay(sink, settings))
     }
 
-    /// Runs the relay until this has ended.
+    /// Runs the relay until `operate` has ended.
     pub async fn run_while<T>(&self, relay: &Relay, operate: impl Future<Output = T>) -> T {
         let stop = CancellationToken::new();
         let operating = async {
@@ -171,7 +171,7 @@ impl TestEnv {
     }
 }
 
-/// A way to the store that can be cut.
+/// A connection to the store that can be cut.
 #[derive(Default)]
 pub struct Cable(AtomicBool);
 
@@ -192,7 +192,7 @@ impl Wire for Cable {
     }
 }
 
-/// What the sink does with one delivery.
+/// How the sink answers one delivery.
 pub enum Answer {
     Say(Outcome),
     SayTooMuch,
@@ -212,13 +212,13 @@ pub struct Arrival {
     pub version: i64,
     pub dedupe_id: String,
     pub attempt: u32,
-    /// From append to arrival.
+    /// Time from append to arrival.
     pub waited: Duration,
 }
 
 type Script = Box<dyn Fn(&Delivery) -> Answer + Send + Sync>;
 
-/// Records what was delivered, in the order it arrived.
+/// Records deliveries in order of arrival.
 pub struct Recorder {
     capabilities: Capabilities,
     script: Mutex<Script>,
@@ -248,7 +248,7 @@ impl Recorder {
         *self.script.lock().unwrap() = Box::new(move |delivery| script(delivery).into());
     }
 
-    /// One event gets this answer each time, all others are delivered.
+    /// Gives one event this answer each time. All others are delivered.
     pub fn answers(&self, event: i64, outcome: Outcome) {
         self.script(move |delivery| if version(delivery) == event { outcome.clone() } else { Outcome::DELIVERED });
     }
@@ -283,12 +283,12 @@ impl Recorder {
         }
     }
 
-    /// The versions of what arrived, in that order.
+    /// Returns the versions of the events that arrived, in order.
     pub fn versions(&self) -> Vec<i64> {
         self.arrivals().iter().map(|arrival| arrival.version).collect()
     }
 
-    /// First arrivals of each key in rising version.
+    /// Asserts that first arrivals of each key have rising versions.
     pub fn assert_in_order(&self) {
         let (mut latest, mut seen) = (HashMap::new(), HashSet::new());
         for Arrival { key, version, .. } in self.arrivals() {
@@ -334,7 +334,8 @@ impl Sink for Recorder {
                 outcomes.push(Outcome::unavailable("connect_refused", "down"));
                 continue;
             }
-            // What a sink that declares `prefix` promises; the others never get two of a key.
+            // A sink that declares `prefix` promises this; other sinks never get two events of a
+            // key.
             if key.as_ref().is_some_and(|key| failed_keys.contains(key)) {
                 assert!(self.capabilities.prefix, "two events of a key in one call");
                 outcomes.push(Outcome::retry("behind", "an earlier event of the key failed"));

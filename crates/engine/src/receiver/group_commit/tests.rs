@@ -1,4 +1,4 @@
-//! Group commit, with a store whose calls wait for leave.
+//! Group commit, with a store whose calls wait for a permit.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,10 +11,10 @@ use tokio::task::JoinHandle;
 
 use super::*;
 
-/// A store whose calls each wait for leave, and that dislikes some words.
+/// A store whose calls each wait for a permit, and which refuses some words.
 struct Gated {
     leave: Semaphore,
-    /// What each call brought, when it came.
+    /// The ids in each call, in order of arrival.
     calls: Mutex<Vec<Vec<String>>>,
     called: tokio::sync::Notify,
     answered: AtomicUsize,
@@ -49,7 +49,7 @@ impl Receive for Gated {
 }
 
 impl Gated {
-    /// Until so many calls have come.
+    /// Waits for this many calls.
     async fn calls(&self, count: usize) -> Vec<Vec<String>> {
         loop {
             let calls = self.calls.lock().expect("no panic while held").clone();
@@ -91,7 +91,7 @@ fn message(id: &str, bytes: usize) -> Inbound {
     }
 }
 
-/// Sends each; all have arrived when this returns. The runtime of these tests has one thread.
+/// Sends each message. All have arrived when this returns: these tests run on one thread.
 async fn send(group: &Arc<GroupCommit>, ids: &[&str], bytes: usize) -> Vec<JoinHandle<Committed>> {
     let mut sent = Vec::new();
     for id in ids {
@@ -102,7 +102,7 @@ async fn send(group: &Arc<GroupCommit>, ids: &[&str], bytes: usize) -> Vec<JoinH
     sent
 }
 
-/// Two calls that wait for leave, as many as there may be.
+/// Makes as many calls as there may be at once (two). Both wait for a permit.
 async fn occupy(store: &Gated, group: &Arc<GroupCommit>) -> Vec<JoinHandle<Committed>> {
     let mut sent = send(group, &["1"], 10).await;
     store.calls(1).await;
@@ -111,7 +111,7 @@ async fn occupy(store: &Gated, group: &Arc<GroupCommit>) -> Vec<JoinHandle<Commi
     sent
 }
 
-/// Until no call is under way.
+/// Waits until no call is under way.
 async fn idle(group: &GroupCommit) {
     while group.queue().workers > 0 {
         tokio::task::yield_now().await;
@@ -204,7 +204,7 @@ async fn a_store_that_is_away_is_asked_once_for_a_whole_commit() {
     assert_eq!(store.calls(2).await.len(), 2, "the first, and the others");
 }
 
-/// It refuses one of several, and goes away while each is tried alone.
+/// The store refuses one of several messages, and goes away while each is tried alone.
 #[tokio::test]
 async fn a_store_that_goes_away_midway_is_not_waited_for_by_each() {
     let (store, group) = group();
