@@ -1,4 +1,4 @@
-//! What a lane reads, and what it writes back.
+//! What a lane reads and what it writes back.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
@@ -11,18 +11,18 @@ use crate::event::{Event, Headers, Seq, header};
 use crate::names::Key;
 use crate::trace_context::{TraceContext, is_trace};
 
-/// Bounds of one read. Both hold; a batch has at least one event if there is any.
+/// Limits of one read. Both apply. A batch has at least one event if there is any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchLimit {
-    /// Most events.
+    /// Maximum number of events.
     pub events: usize,
-    /// Most payload bytes together (a single larger event still comes alone).
+    /// Maximum payload bytes in total. A single larger event still comes, alone.
     pub payload_bytes: usize,
 }
 
 impl Default for BatchLimit {
-    /// 500 events: the knee of the measured curve. 8 MiB: two such batches and their copies stay
-    /// far below 64 MiB.
+    /// 500 events: where the measured throughput curve flattens. 8 MiB: two such batches and their
+    /// copies stay far below 64 MiB.
     fn default() -> Self {
         Self { events: 500, payload_bytes: 8 * 1024 * 1024 }
     }
@@ -33,30 +33,30 @@ impl Default for BatchLimit {
 pub struct Delivery {
     /// The event.
     pub event: Event,
-    /// Its place in the log.
+    /// Its position in the log.
     pub seq: Seq,
-    /// Which attempt this is: 1 the first time. Attempts that were not counted (destination down)
-    /// do not raise it.
+    /// The number of this attempt, from 1. Attempts that were not counted (destination down) do not
+    /// raise it.
     pub attempt: u32,
-    /// How often a person asked for it to be sent again; 0 normally.
+    /// How many times a person asked to send it again; usually 0.
     pub replay: u32,
-    /// The span that it is sent or handled in; `None` where nothing is traced.
+    /// The span that it is sent or handled in; `None` without tracing.
     pub trace: Option<Box<TraceContext>>,
 }
 
 impl Delivery {
-    /// Stands for an event of which nothing could be read but its place.
+    /// Creates a stand-in for an event of which only the position could be read.
     pub fn placeholder(seq: Seq) -> Self {
         let id = crate::event::EventId::from_uuid(uuid::Uuid::nil());
         let event = crate::event::NewEvent::json("", "").into_event(id, Timestamp::UNIX_EPOCH);
         Self { event, seq, attempt: 1, replay: 0, trace: None }
     }
 
-    /// The headers that a destination gets beside the message: the event's, with the context of the
-    /// span it is sent in.
+    /// Returns the headers that a destination gets beside the message: the event's, with the trace
+    /// context of the span it is sent in.
     ///
-    /// An envelope has the event's own. It is the same at each attempt, by which a receiver knows
-    /// that it has the message.
+    /// An envelope contains the event's own trace context instead. It is the same for each attempt,
+    /// so that a receiver can recognise a repeated message.
     pub fn headers(&self) -> impl Iterator<Item = (&str, &str)> {
         let trace = self.trace.as_deref();
         let own = self.event.headers.iter().map(|(name, value)| (name.as_str(), value.as_str()));
@@ -65,7 +65,7 @@ impl Delivery {
         own.filter(move |(name, _)| trace.is_none() || !is_trace(name)).chain(of_span).chain(state)
     }
 
-    /// What a handler of it works in: that of the event, within the span it is handled in.
+    /// Returns the context for its handler: that of the event, inside the span it is handled in.
     pub fn context(&self) -> Context {
         let context = Context::of(&self.event);
         match self.trace.as_deref() {
@@ -76,9 +76,10 @@ impl Delivery {
         }
     }
 
-    /// The id a broker may deduplicate by: the event id, or a fresh one for each replay a person
-    /// asked for.
+    /// Returns the id that a broker may deduplicate by: the event id, or a fresh id for each
+    /// replay.
     ///
+    /// It has no dot, because Standard Webhooks forbids dots in ids.
     /// It has no dot, because Standard Webhooks forbids dots in ids.
     pub fn dedupe_id(&self) -> String {
         match self.replay {
@@ -93,36 +94,37 @@ impl Delivery {
 pub struct Batch {
     /// The events.
     pub deliveries: Vec<Delivery>,
-    /// Stream batches: settle with this position once every delivery has its disposition. `None`
-    /// for due batches and for empty ones.
+    /// The position to settle once every delivery of a stream batch has its disposition. `None` for
+    /// due batches and for empty ones.
     pub end: Option<Seq>,
-    /// Keys among `deliveries` that have an earlier unfinished event outside this batch: their
-    /// events must be settled as [`Disposition::Block`], not sent. Always empty for due batches.
+    /// Keys among `deliveries` with an earlier unfinished event outside this batch. Their events
+    /// must be settled as [`Disposition::Block`], not sent. Always empty for due batches.
     pub held: HashSet<Key>,
-    /// Events among `deliveries` that a person discarded or marked dead before they were read:
-    /// settle without sending.
+    /// Events among `deliveries` that a person discarded or marked dead before they were read. They
+    /// must be settled without sending.
     pub discarded: HashSet<Seq>,
-    /// Events among `deliveries` that cannot be read, whatever the reason: settle as
-    /// [`Disposition::Dead`] without sending. Their deliveries are placeholders: the place is
-    /// right, every other field is what could be read of it, or empty.
+    /// Events among `deliveries` that cannot be read, for whatever reason. They must be settled as
+    /// [`Disposition::Dead`] without sending. Their deliveries are placeholders: the position is
+    /// right, every other field is what could be read, or empty.
     pub unreadable: BTreeMap<Seq, Unreadable>,
-    /// More of the same window is ready: `next_batch` may be called again before this one is
+    /// More of the same window is ready: `next_batch` may be called again before this batch is
     /// settled (prefetch).
     pub more: bool,
-    /// How long until the lane's earliest retrying or scheduled event is due, when the store
-    /// happened to look: zero means call `due` now.
+    /// How long until the lane's earliest retrying or scheduled event is due, if the store happened
+    /// to look. Zero means to call `due` now.
     pub due_in: Option<Duration>,
     /// How long each of `deliveries` that has an `expires_at` may still be sent, by the store's
-    /// clock: zero means never. Then it must be settled as [`Disposition::Expired`].
+    /// clock. Zero means it has expired and must be settled as [`Disposition::Expired`].
     pub expires: BTreeMap<Seq, Duration>,
-    /// Due batches: how many relays ended while they sent one of `deliveries` alone, where any did
-    /// ([`Disposition::Alone`]).
+    /// Due batches: for events of `deliveries`, how many relays ended while they sent that event
+    /// alone ([`Disposition::Alone`]). Events without a crash are left out.
     pub crashes: BTreeMap<Seq, u32>,
 }
 
 impl Batch {
-    /// Puts a delivery at the end, and notes why it cannot be sent if it cannot, and until when it
-    /// may be if that has an end. `now` is the store's; it may be left out where there is no end.
+    /// Appends a delivery. Also records why it cannot be sent, if it cannot, and how long it may
+    /// still be sent, if it expires. `now` is the store's clock. It may be `None` if the event does
+    /// not expire.
     pub fn push(&mut self, delivery: Delivery, unreadable: Option<Unreadable>, now: Option<Timestamp>) {
         let left = |at: Timestamp, now| Duration::try_from(at.duration_since(now)).unwrap_or_default();
         self.expires.extend(delivery.event.expires_at.zip(now).map(|(at, now)| (delivery.seq, left(at, now))));
@@ -131,9 +133,9 @@ impl Batch {
         self.deliveries.push(delivery);
     }
 
-    /// Cuts a stream batch into several of at most so many events, each with a position of its own:
-    /// they are delivered and settled one after the other, as if each had been read alone. An event
-    /// whose key is held by an exception of an earlier piece must be blocked by the caller.
+    /// Cuts a stream batch into pieces of at most `events` events, each with its own position. They
+    /// are delivered and settled one after the other, as if each had been read alone. If an
+    /// exception in an earlier piece holds a key, the caller must block later events of that key.
     pub fn pieces(mut self, events: usize) -> impl Iterator<Item = Self> {
         let mut left = Some(std::mem::take(&mut self.deliveries).into_iter());
         std::iter::from_fn(move || {
@@ -152,122 +154,123 @@ impl Batch {
         })
     }
 
-    /// Whether there is nothing to deliver and no position to settle.
+    /// Returns whether there is nothing to deliver and no position to settle.
     pub fn is_empty(&self) -> bool {
         self.deliveries.is_empty() && self.end.is_none()
     }
 }
 
-/// Why an event cannot be read. It concerns this one event: whatever surrounds it is given as ever.
+/// Why an event cannot be read. This concerns a single event; events around it are read as usual.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unreadable {
-    /// Stable reason: [`Self::UNDECODABLE`], [`Self::MISSING`], or the rule that the stored event
-    /// breaks.
+    /// The stable reason: [`Self::UNDECODABLE`], [`Self::MISSING`], or the rule that the stored
+    /// event breaks.
     pub code: Cow<'static, str>,
     /// What is wrong with it.
     pub error: String,
 }
 
 impl Unreadable {
-    /// The code of a row with a value that no event can have: a time without end, text that is no
-    /// UTF-8, storage that is damaged.
+    /// Code of a row with a value that no event can have: an infinite time, text that is not UTF-8,
+    /// damaged storage.
     pub const UNDECODABLE: &'static str = "row_undecodable";
 
-    /// The code of a delivery row whose event is no longer in the log: somebody deleted it there.
+    /// Code of a delivery row whose event was deleted from the log.
     pub const MISSING: &'static str = "event_missing";
 
-    /// A row with such a value.
+    /// Creates the reason for a row with such a value.
     pub fn undecodable(error: impl Into<String>) -> Self {
         Self { code: Self::UNDECODABLE.into(), error: error.into() }
     }
 
-    /// An event that is no longer in the log.
+    /// Creates the reason for an event that is no longer in the log.
     pub fn missing() -> Self {
         Self { code: Self::MISSING.into(), error: "the event was deleted from the log before it was delivered".into() }
     }
 
-    /// An event that keeps a message from outside which could not be decoded ([`header::POISON`]).
+    /// Returns the reason if the event keeps an outside message that could not be decoded
+    /// ([`header::POISON`]).
     pub fn poison(headers: &Headers) -> Option<Self> {
         let (code, error) = headers.get(header::POISON)?.split_once(": ").unwrap_or(("poison", ""));
         Some(Self { code: code.to_owned().into(), error: error.to_owned() })
     }
 
-    /// What the event must become.
+    /// Returns the disposition that the event must get.
     pub fn disposition(&self) -> Disposition {
         Disposition::Dead { code: self.code.clone(), error: self.error.clone(), halt: false, took: None }
     }
 }
 
-/// What becomes of one delivery that does not simply go out with its batch.
+/// What is written about one delivery that does not simply go out with its batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Disposition {
-    /// The destination has it. Due batches: the row goes, the next of its key is released. In
-    /// stream batches it needs no entry: everything up to the position without an entry is
-    /// delivered.
+    /// The event was delivered. Due batches: the row is deleted, and the next of its key is
+    /// released. Stream batches need no entry: every event up to the position without an entry
+    /// counts as delivered.
     Delivered,
-    /// Try again `after` a wait on the store's clock. The key is held meanwhile (ordering by key).
+    /// Try again `after` a wait on the store's clock. Until then the key is held (ordering by key).
     Retry {
         /// The wait.
         after: Duration,
-        /// Whether this was an attempt; `false` when the destination was down or throttled it.
+        /// Whether this counts as an attempt; `false` if the destination was down or throttled it.
         counted: bool,
-        /// Stable reason.
+        /// The stable reason.
         code: Cow<'static, str>,
-        /// Last error text.
+        /// The last error text.
         error: String,
-        /// How long the call took; `None`: there was none.
+        /// How long the call took; `None` without a call.
         took: Option<Duration>,
     },
-    /// Its call goes on without the batch, and its outcome is written when it ends: an uncounted
-    /// [`Retry`](Self::Retry) that [`Log::acquire`](crate::Log::acquire) makes due at once for the
-    /// next holder of the lane, who finds no call of it in flight.
+    /// Its call goes on without the batch, and the outcome is written when it ends. This is an
+    /// uncounted [`Retry`](Self::Retry), which [`Log::acquire`](crate::Log::acquire) makes due at
+    /// once for the next holder of the lane, because that one has no call of it in flight.
     InFlight {
-        /// When the event is due, should nobody write the outcome.
+        /// When the event is due if nobody writes the outcome.
         after: Duration,
     },
-    /// It is about to be sent, and nothing else of its lane that could end the relay: an uncounted
-    /// [`Retry`](Self::Retry), written before the call and followed by its outcome. Where the next
-    /// holder of the lane finds it, the relay ended with the call: [`Log::acquire`] counts that in
-    /// [`Batch::crashes`].
+    /// It is about to be sent, and no other event of its lane that could end the relay is. This is
+    /// an uncounted [`Retry`](Self::Retry), written before the call and replaced by its outcome. If
+    /// the next holder of the lane finds it, the relay ended during the call: [`Log::acquire`] then
+    /// counts a crash in [`Batch::crashes`].
     ///
     /// [`Log::acquire`]: crate::Log::acquire
     Alone {
-        /// When the event is due, should nobody write the outcome.
+        /// When the event is due if nobody writes the outcome.
         after: Duration,
     },
-    /// Its turn did not come before sending stopped: an uncounted [`Retry`](Self::Retry), due now.
+    /// Sending stopped before its turn came. An uncounted [`Retry`](Self::Retry), due now.
     NotSent,
     /// Waits behind the earlier unfinished events of its key. If there is none any more, the store
     /// makes it due now.
     Block,
-    /// Waits until its time. Does not hold its key.
+    /// Waits until its delivery time. Does not hold its key.
     Schedule {
         /// The time, on the store's clock.
         at: Timestamp,
     },
     /// Out of attempts, or refused for good.
     Dead {
-        /// Stable reason.
+        /// The stable reason.
         code: Cow<'static, str>,
-        /// Last error text.
+        /// The last error text.
         error: String,
         /// `on_dead = "halt"`: the key stays held until a person retries or discards the event.
         halt: bool,
-        /// How long the call took; `None`: there was none.
+        /// How long the call took; `None` without a call.
         took: Option<Duration>,
     },
-    /// Its `expires_at` has passed, so it was not sent: dead, and no attempt. It never holds its
-    /// key: whoever wrote it said that it may be left out.
+    /// Its `expires_at` has passed, so it was not sent. It becomes dead without an attempt. It
+    /// never holds its key, because its producer said that it may be left out.
     Expired {
         /// Its `expires_at`.
         at: Timestamp,
     },
-    /// Confirms what a person decided before the event was read ([`Batch::discarded`]); changes
+    /// Confirms what a person decided before the event was read ([`Batch::discarded`]). Changes
     /// nothing else.
     Discarded,
 }
 
-/// The row of an event that is sent again: what a store writes of [`Disposition::Retry`],
+/// The row of an event that is sent again. Stores write it for [`Disposition::Retry`],
 /// [`Disposition::InFlight`], [`Disposition::Alone`] and [`Disposition::NotSent`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Retrying<'a> {
@@ -275,29 +278,28 @@ pub struct Retrying<'a> {
     pub after: Duration,
     /// Whether an attempt is counted.
     pub counted: bool,
-    /// Stable reason.
+    /// The stable reason.
     pub code: &'a str,
-    /// Last error text.
+    /// The last error text.
     pub error: &'a str,
 }
 
 impl Disposition {
-    /// The stored code of [`InFlight`](Self::InFlight), for the statement that makes such rows due.
+    /// Stored code of [`InFlight`](Self::InFlight), for the statement that makes such rows due.
     pub const IN_FLIGHT: &'static str = "in_flight";
-    /// The stored code of [`Alone`](Self::Alone), for the statement that counts what a relay ended
-    /// with.
+    /// Stored code of [`Alone`](Self::Alone), for the statement that counts crashes.
     pub const ALONE: &'static str = "alone";
-    /// The code of an event that a relay ended with, once the next holder of the lane found it.
+    /// Code of an event whose relay crashed, once the next holder of the lane has found it.
     pub const RELAY_CRASHED: &'static str = "relay_crashed";
-    /// The error text beside it.
+    /// Error text of such an event.
     pub const RELAY_CRASHED_ERROR: &'static str = "the relay ended while it sent this event alone";
     const NOT_SENT: &'static str = "not_sent";
-    /// The code of an event that was not sent in its time.
+    /// Code of an event that was not sent before it expired.
     pub const EXPIRED: &'static str = "expired";
-    /// The code of an event that a person marked dead.
+    /// Code of an event that a person marked dead.
     pub const MARKED_DEAD: &'static str = "marked_dead";
 
-    /// The row to write if the event is sent again.
+    /// Returns the row to write if the event is sent again.
     pub fn retrying(&self) -> Option<Retrying<'_>> {
         let uncounted = |after, code, error| Retrying { after, counted: false, code, error };
         match self {
@@ -318,7 +320,7 @@ impl Disposition {
         }
     }
 
-    /// How long its call took, if there was one: then it is an attempt, counted or not.
+    /// Returns how long its call took, if there was one. A call is an attempt, counted or not.
     pub fn took(&self) -> Option<Duration> {
         match self {
             Self::Retry { took, .. } | Self::Dead { took, .. } => *took,
@@ -326,7 +328,7 @@ impl Disposition {
         }
     }
 
-    /// Whether a stored code is the relay's own, which says nothing of the destination.
+    /// Returns whether a stored code is one of the relay, which says nothing about the destination.
     pub fn is_own_code(code: &str) -> bool {
         [Self::IN_FLIGHT, Self::ALONE, Self::RELAY_CRASHED, Self::NOT_SENT].contains(&code)
     }
@@ -337,7 +339,7 @@ impl Disposition {
 pub struct Entry<'a> {
     /// The delivery, as it came in a batch.
     pub delivery: &'a Delivery,
-    /// What becomes of it.
+    /// What is written for it.
     pub disposition: Disposition,
 }
 
@@ -349,9 +351,9 @@ pub struct Settlement<'a> {
     pub position: Option<Seq>,
     /// The exceptions (stream batches) or every delivery (due batches).
     pub entries: Vec<Entry<'a>>,
-    /// The position stops short of what was read: reading starts again right after `position` (or
-    /// after the last settled position when `position` is `None`), and prefetched batches must be
-    /// thrown away.
+    /// The position stops short of what was read. Reading starts again right after `position` (or
+    /// after the last settled position if `position` is `None`), and prefetched batches must be
+    /// discarded.
     pub rewind: bool,
     /// Whether failed events hold their key (`Ordering::Key`).
     pub hold_keys: bool,

@@ -1,12 +1,12 @@
-//! Time and chance, passed in. Nothing here takes them from the air, so that it runs under
-//! a simulated clock.
+//! Time and random numbers, passed in. No code here reads them from the environment, so that all of
+//! it runs under a simulated clock.
 
 use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 
-/// Where time comes from.
+/// The source of time.
 ///
 /// Behaviour:
 /// - `now` is wall time, used only for stamps that are stored or signed; it may jump.
@@ -22,8 +22,8 @@ pub trait Clock: Send + Sync + 'static {
     async fn sleep(&self, duration: Duration);
 }
 
-/// Where chance comes from.
+/// The source of random numbers.
 pub trait Random: Send + Sync + 'static {
-    /// A uniform draw from `0.0..1.0`.
+    /// Returns a uniform number from `0.0..1.0`.
     fn unit(&self) -> f64;
 }

@@ -1,4 +1,4 @@
-//! On whose behalf work is done, and what events carry on of that.
+//! On whose behalf work is done, and what events inherit from that.
 
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -11,16 +11,16 @@ use crate::names::Tenant;
 use crate::trace;
 
 thread_local! {
-    /// The context of what this thread works on. Set only while that runs: a future's is put here
-    /// at the start of each poll and taken away at its end.
+    /// The context of the work on this thread. Set only while that work runs: a future's context is
+    /// placed here at the start of each poll and removed at its end.
     static CURRENT: RefCell<Option<Arc<Context>>> = const { RefCell::new(None) };
 }
 
 /// On whose behalf work is done. Every event that is appended within its [scope](Self::scope)
-/// carries it.
+/// inherits it.
 ///
-/// A handler runs in the context of the event it handles, so that a conversation keeps its id, and
-/// each event names the one that caused it. At the edge, where a request comes in, make one:
+/// A handler runs in the context of the event it handles, so that a conversation keeps its id and
+/// each event names the one that caused it. At the edge, where a request comes in, create one:
 ///
 /// ```
 /// # use postbox_core::{Context, MemoryStore, NewEvent, Postbox, Result};
@@ -38,36 +38,36 @@ thread_local! {
 /// ```
 ///
 /// Behaviour:
-/// - What an event says itself stays: a context only fills in what is missing.
-/// - It reaches whatever is awaited in its scope. A task or a thread of its own begins without one:
-///   `tokio::spawn(Context::current().scope(work))`, [`Self::scope_sync`] for a thread.
-/// - An inner scope replaces the outer one. To add to that, begin with [`Self::current`].
-/// - Headers that are carried on count towards the limits of an event.
+/// - A context only fills in what an event leaves out. The event's own values stay.
+/// - It applies to everything that is awaited in its scope. A new task or thread starts without
+///   one: use `tokio::spawn(Context::current().scope(work))`, or [`Self::scope_sync`] for a thread.
+/// - An inner scope replaces the outer one. To extend the outer one, start from [`Self::current`].
+/// - Inherited headers count towards the limits of an event.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[must_use = "a context does nothing outside of its scope"]
 pub struct Context {
     /// The conversation.
     pub correlation_id: Option<String>,
-    /// The event or command that causes what is appended.
+    /// The event or command that causes the appended events.
     pub causation_id: Option<String>,
     /// Who acts: a user, a service, a job.
     pub actor: Option<String>,
-    /// On whose data.
+    /// Whose data it is.
     pub tenant: Option<String>,
     /// W3C trace context: the parent span.
     pub traceparent: Option<String>,
-    /// W3C trace context: vendor state. Goes with its `traceparent` only.
+    /// W3C trace context: vendor state. Used only together with its `traceparent`.
     pub tracestate: Option<String>,
 }
 
 impl Context {
-    /// An empty one.
+    /// Creates an empty context.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// What a handler of this event works in: the event is the cause of what follows, and where it
-    /// belongs to no conversation, it begins one that has its id.
+    /// Returns the context for a handler of this event. The event is the cause of what follows. If
+    /// it belongs to no conversation, it starts one under its own id.
     pub fn of(event: &Event) -> Self {
         let id = event.id.to_string();
         let header = |name: &str| event.header(name).map(str::to_owned);
@@ -81,7 +81,7 @@ impl Context {
         }
     }
 
-    /// That of the innermost scope; an empty one outside of any.
+    /// Returns the context of the innermost scope; an empty one outside of any scope.
     pub fn current() -> Self {
         current().map_or_else(Self::default, |context| (*context).clone())
     }
@@ -104,7 +104,7 @@ impl Context {
         self
     }
 
-    /// Sets on whose data.
+    /// Sets whose data it is.
     pub fn tenant(mut self, tenant: impl Into<String>) -> Self {
         self.tenant = Some(tenant.into());
         self
@@ -122,7 +122,7 @@ impl Context {
         self
     }
 
-    /// The future, in this context.
+    /// Runs the future in this context.
     pub fn scope<F: Future>(self, future: F) -> impl Future<Output = F::Output> + use<F> {
         let context = Arc::new(self);
         async move {
@@ -135,13 +135,13 @@ impl Context {
         }
     }
 
-    /// Calls a function in this context: one that blocks, on a thread of its own say.
+    /// Calls a function in this context, e.g. a blocking one in a separate thread.
     pub fn scope_sync<T>(self, work: impl FnOnce() -> T) -> T {
         let _entered = Entered::new(Arc::new(self));
         work()
     }
 
-    /// Fills in what an event does not say itself.
+    /// Fills in what an event leaves out.
     fn fill(&self, event: &mut NewEvent) {
         let mut carry = |name: &str, value: &Option<String>| {
             if let (Some(value), false) = (value, event.headers.contains_key(name)) {
@@ -151,7 +151,7 @@ impl Context {
         carry(header::CORRELATION_ID, &self.correlation_id);
         carry(header::CAUSATION_ID, &self.causation_id);
         carry(header::ACTOR, &self.actor);
-        // The state belongs to its parent: never beside another one.
+        // Vendor state belongs to its parent span and never goes with another one.
         if !event.headers.contains_key(header::TRACEPARENT) && self.traceparent.is_some() {
             event.headers.remove(header::TRACESTATE);
             for (name, value) in [(header::TRACEPARENT, &self.traceparent), (header::TRACESTATE, &self.tracestate)] {
@@ -164,11 +164,10 @@ impl Context {
     }
 }
 
-/// Events with what they carry on of the current [`Context`]. What appends calls this, in whatever
-/// it was called in.
+/// Fills in what events inherit from the current [`Context`]. Everything that appends calls this,
+/// in the context of its caller.
 ///
-/// Where traces are on, each event that has no trace context gets a span of its own and its
-/// context.
+/// With tracing on, each event without a trace context gets its own span and that span's context.
 pub fn in_context<'e>(events: impl Into<Cow<'e, [NewEvent]>>) -> Cow<'e, [NewEvent]> {
     let mut events = events.into();
     let (context, traced) = (current(), trace::is_on());
@@ -186,12 +185,13 @@ pub fn in_context<'e>(events: impl Into<Cow<'e, [NewEvent]>>) -> Cow<'e, [NewEve
     events
 }
 
-/// None outside of any scope, and while the thread ends.
+/// `None` outside of any scope, and while the thread is ending.
 fn current() -> Option<Arc<Context>> {
     CURRENT.try_with(|current| current.borrow().clone()).ok().flatten()
 }
 
-/// A context is current until this is dropped, by a panic too; then what was current before is.
+/// Makes a context current until it is dropped, even by a panic. Then the previous one is current
+/// again.
 struct Entered {
     before: Option<Arc<Context>>,
 }
@@ -205,7 +205,7 @@ impl Entered {
 impl Drop for Entered {
     fn drop(&mut self) {
         let before = self.before.take();
-        // What was current is dropped only after the borrow ends.
+        // The replaced value is dropped only after the borrow ends.
         _ = CURRENT.try_with(|current| current.replace(before));
     }
 }

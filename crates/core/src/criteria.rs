@@ -1,11 +1,11 @@
-//! Which events a person means, by what never changes of them.
+//! Selects events by fields that never change.
 
 use jiff::Timestamp;
 
 use crate::event::Event;
 use crate::names::{Key, Tenant, TopicPattern};
 
-/// One shape for everything that lists or changes many events. `None` fields do not narrow.
+/// Used by everything that lists or changes many events. A field that is `None` does not filter.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Criteria {
     /// Only topics matching this pattern.
@@ -21,7 +21,7 @@ pub struct Criteria {
 }
 
 impl Criteria {
-    /// Whether they mean an event with these fields.
+    /// Returns whether an event with these fields matches.
     pub fn mean(&self, topic: &str, key: Option<&str>, tenant: Option<&str>, created_at: Timestamp) -> bool {
         self.topic.as_ref().is_none_or(|pattern| pattern.matches(topic))
             && self.key.as_ref().is_none_or(|wanted| key == Some(wanted.as_str()))
@@ -30,7 +30,8 @@ impl Criteria {
             && self.until.is_none_or(|until| created_at < until)
     }
 
-    /// Whether they mean an event. One that is gone is not meant where they narrow.
+    /// Returns whether an event matches. If any field filters, an event that is gone does not
+    /// match.
     pub fn mean_event(&self, event: Option<&Event>) -> bool {
         match event {
             Some(event) => {

@@ -1,4 +1,5 @@
-//! Handlers in the transaction that settles their event: what store and router agree on.
+//! Handlers in the transaction that settles their event: the contract between stores and the
+//! router.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -7,20 +8,20 @@ use crate::apply::Apply;
 use crate::batch::Delivery;
 use crate::outcome::Outcome;
 
-/// What a handler gives where the driver is async: see [`Database::Handled`].
+/// The return value of a handler with an async driver; see [`Database::Handled`].
 pub type HandledFuture<'t> = Pin<Box<dyn Future<Output = Outcome> + Send + 't>>;
 
-/// A store, or a driver beside it, to handlers in its transactions.
+/// A store, or a driver on top of one, as seen by handlers in its transactions.
 pub trait Database: Send + Sync + Sized + 'static {
-    /// What a handler is lent for its call: a reference to the driver's transaction, or to the
-    /// connection that it is open on.
+    /// What a handler borrows during its call: a reference to the driver's transaction, or to the
+    /// connection on which it is open.
     type Lent<'t>;
 
-    /// A [`HandledFuture`], or where the driver blocks the [`Outcome`] itself: such a transaction
-    /// cannot leave its thread.
+    /// A [`HandledFuture`]. For a blocking driver, the [`Outcome`] itself, because such a
+    /// transaction cannot leave its thread.
     type Handled<'t>;
 
-    /// An outcome that is there already.
+    /// Wraps an outcome that is known already.
     fn handled<'t>(outcome: Outcome) -> Self::Handled<'t>;
 }
 
@@ -28,20 +29,21 @@ pub trait Database: Send + Sync + Sized + 'static {
 pub trait Transact: Database {
     /// Binds the handlers to this store.
     ///
-    /// Behaviour, beside that of [`Apply`]: the handlers of an event are called one after the
-    /// other, in one savepoint, up to the first that fails. What that gives is the event's outcome.
+    /// Behaviour, in addition to [`Apply`]: the handlers of an event are called one after the
+    /// other, in one savepoint, up to the first that fails. Its outcome is then the event's
+    /// outcome.
     fn apply_handlers(&self, handlers: Arc<dyn Handlers<Self>>) -> Arc<dyn Apply>;
 }
 
 /// The handlers of each event, for a store that calls them in its transaction.
 pub trait Handlers<D: Database>: Send + Sync + 'static {
-    /// Calls one handler of the event: the first is 0. `None`: it has no more.
+    /// Calls handler number `nth` (from 0) of the event; `None` if it has no more.
     fn call<'t>(&'t self, nth: usize, delivery: &'t Delivery, lent: D::Lent<'t>) -> Option<D::Handled<'t>>;
 }
 
 /// The transaction that settles the event: the last argument of a handler.
 ///
-/// What the handler does with it, what it appends with it and the position of the subscription
-/// commit together, or none of them does. `D` is the store, or a driver that shares its database.
+/// The handler's own writes, the events it appends with it and the position of the subscription
+/// commit together or not at all. `D` is the store, or a driver that shares its database.
 #[derive(Debug)]
 pub struct Tx<'t, D: Database>(pub D::Lent<'t>);

@@ -10,15 +10,15 @@ use crate::event::{EventId, Seq};
 use crate::log::Lease;
 use crate::names::SubscriptionName;
 
-/// Names of the headers that a dead letter has beside the event's own.
+/// Names of the headers that a dead letter has in addition to the event's own.
 pub mod dead_header {
-    /// The id of the event that is dead. The letter has another.
+    /// The id of the dead event. The letter has a different one.
     pub const ID: &str = "postbox-dead-id";
     /// The code of the last failure, e.g. `http_422`.
     pub const CODE: &str = "postbox-dead-code";
     /// The text of the last failure.
     pub const REASON: &str = "postbox-dead-reason";
-    /// How many attempts were counted.
+    /// The number of counted attempts.
     pub const ATTEMPTS: &str = "postbox-dead-attempts";
     /// The subscription in which the event is dead.
     pub const SUBSCRIPTION: &str = "postbox-dead-subscription";
@@ -26,14 +26,14 @@ pub mod dead_header {
     pub const LOG: &str = "postbox-dead-log";
 }
 
-/// Longest reason in a letter, in bytes: what common limits of a header leave room for.
+/// Longest reason in a letter, in bytes. Fits into a header under common limits.
 const REASON_BYTES_MAX: usize = 512;
 
-/// A dead event that was not handed over yet.
+/// A dead event that has not been handed over yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeadLetter {
-    /// The event as it is in the log; `attempt` is how many were counted, `replay` tells this death
-    /// from those before a replay.
+    /// The event as it is in the log. `attempt` is the number of counted attempts. `replay`
+    /// separates this death from earlier ones.
     pub delivery: Delivery,
     /// Why there is nothing to hand over, if the event cannot be read.
     pub unreadable: Option<Unreadable>,
@@ -44,14 +44,16 @@ pub struct DeadLetter {
 }
 
 impl DeadLetter {
-    /// What is sent: the original with the reason in its headers, under an id of this death.
+    /// Returns the letter to send: the original with the reason in its headers, under an id for
+    /// this death.
     ///
-    /// A broker that has seen the event, or the letter of another subscription, must not take it
-    /// for a repetition. The same death always gives the same id, so a letter that is sent twice
-    /// can be known.
+    /// A broker that has seen the event, or the letter of another subscription, must not take this
+    /// letter for a repetition. The same death always gives the same id, so that a letter sent
+    /// twice can be recognised.
     pub fn into_delivery(self, lease: &Lease) -> Delivery {
         let Self { mut delivery, code, error, .. } = self;
-        // Some brokers refuse a header that ends with white space, and what no text should have.
+        // Some brokers refuse headers that end with white space or contain control characters or
+        // noncharacters.
         let shown = |c: char| if c.is_control() || is_noncharacter(c) { ' ' } else { c };
         let reason: String = error[..error.floor_char_boundary(REASON_BYTES_MAX)].chars().map(shown).collect();
         let headers = [
@@ -68,26 +70,26 @@ impl DeadLetter {
     }
 }
 
-/// Whether Unicode keeps it for a program's own use (Unicode 16, §23.7).
+/// Returns whether Unicode reserves the character for internal use (Unicode 16, §23.7).
 fn is_noncharacter(c: char) -> bool {
     matches!(u32::from(c), 0xFDD0..=0xFDEF) || u32::from(c) & 0xFFFE == 0xFFFE
 }
 
-/// Which death of its event a letter is about, in 14 digits: another in each subscription and after
-/// each replay. `None`: it is no letter, but an event that may have been one in another log.
+/// Identifies the death that a letter is about, in 14 digits: different in each subscription and
+/// after each replay. `None` if it is no letter, but perhaps an event that was one in another log.
 pub fn death_of(delivery: &Delivery) -> Option<String> {
     let of: EventId = delivery.event.header(dead_header::ID)?.parse().ok()?;
     let (id, of) = (delivery.event.id.as_uuid(), of.as_uuid());
     let (id, of) = (id.as_bytes(), of.as_bytes());
-    // What the version stands in is not compared.
+    // The version bits are not compared.
     let is_letter = id[6] >> 4 == 8 && id[..6] == of[..6] && id[7..9] == of[7..9];
     is_letter.then(|| id[9..].iter().zip(&of[9..]).map(|(byte, of)| format!("{:02x}", byte ^ of)).collect())
 }
 
-/// A UUID (version 8) for one death: the event's, with 56 of its bits changed by what tells deaths
-/// apart. Two events of a subscription never meet in one.
+/// A UUID (version 8) for one death: the event's, with 56 of its bits changed by a hash of
+/// subscription and replay. Within a subscription, no two events get the same one.
 fn letter_id(id: EventId, subscription: &SubscriptionName, replay: u32) -> EventId {
-    // FNV-1a: no secret is kept by it.
+    // FNV-1a suffices, because the hash protects no secret.
     let mut mark: u64 = 0xcbf2_9ce4_8422_2325;
     for byte in subscription.as_str().bytes().chain([0]).chain(replay.to_be_bytes()) {
         mark = (mark ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
@@ -98,34 +100,34 @@ fn letter_id(id: EventId, subscription: &SubscriptionName, replay: u32) -> Event
     EventId::from_uuid(uuid::Uuid::from_bytes(bytes))
 }
 
-/// What became of a dead letter.
+/// The result of handing over one dead letter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Handover {
-    /// Its place.
+    /// The position of its event.
     pub seq: Seq,
-    /// Which death: [`Delivery::replay`] as it was read.
+    /// The death it is about: [`Delivery::replay`] as it was read.
     pub replay: u32,
-    /// `None`: there is nothing more to do. Otherwise it comes again after this wait.
+    /// `None` if it is finished. Otherwise the letter comes again after this wait.
     pub again: Option<Duration>,
 }
 
-/// The dead events of a leased lane that were not handed to a dead-letter sink yet.
+/// The dead events of a leased lane that have not been handed to a dead-letter sink yet.
 ///
 /// Behaviour, checked for every store by the conformance suite:
-/// - Every dead event is a letter until it is handed over, whether or not there was anybody to hand
-///   it to when it died.
-/// - A replay or a discard takes the letter back. An event that dies again is a letter again,
-///   whatever became of the one before.
-/// - `hand_over` says what is true of one death: repeated, late or for an event that was replayed
-///   or discarded meanwhile, it changes nothing else. It never changes whether an event is dead.
-/// - A lease that is not held gets `Stale` from both, and changes nothing.
+/// - Every dead event is a letter until it is handed over, even if there was no dead-letter sink
+///   when it died.
+/// - A replay or a discard withdraws the letter. An event that dies again is a letter again,
+///   whatever happened to the previous one.
+/// - `hand_over` applies to one death. If it is repeated or late, or if the event was replayed or
+///   discarded meanwhile, it changes nothing else. It never changes whether an event is dead.
+/// - Without the lease, both methods return `Stale` and change nothing.
 #[async_trait]
 pub trait DeadLetters: Send + Sync + 'static {
-    /// Letters of the lane whose time has come, those that wait longest first; at least one if
-    /// there is any.
+    /// Returns letters of the lane that are due, longest waiting first; at least one if there is
+    /// any.
     async fn dead_letters(&self, lease: &Lease, limit: BatchLimit) -> Result<Vec<DeadLetter>>;
 
-    /// Writes down what became of letters.
+    /// Records the results for letters.
     async fn hand_over(&self, lease: &Lease, handovers: &[Handover]) -> Result<()>;
 }
 

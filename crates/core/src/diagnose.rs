@@ -1,4 +1,4 @@
-//! The diagnose contract: what explains that events are late, beside the counts.
+//! The diagnose contract: what explains late events, beside the counts.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::event::Headers;
 use crate::names::LogName;
 use crate::subscription::Traits;
 
-/// An event that came lately: what decides who gets it, and in which order.
+/// A recently appended event: the fields that decide who gets it, and in which order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Arrival {
     /// Its topic.
@@ -18,7 +18,7 @@ pub struct Arrival {
     pub tenant: Option<String>,
     /// Its key.
     pub key: Option<String>,
-    /// Its kind, if it names one.
+    /// Its kind, if it has one.
     pub kind: Option<String>,
     /// Its aggregate.
     pub aggregate: Option<String>,
@@ -29,43 +29,44 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    /// What a filter compares, beside the headers.
+    /// Returns what a filter compares, except the headers.
     pub fn traits(&self) -> Traits<'_> {
         let [tenant, kind, aggregate] = [&self.tenant, &self.kind, &self.aggregate].map(Option::as_deref);
         Traits { topic: &self.topic, tenant, kind, aggregate }
     }
 }
 
-/// A session of the database that keeps others waiting for a lock on a table of ours.
+/// A database session that makes others wait for a lock on one of Postbox's tables.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocker {
     /// Its number in the database.
     pub session: i64,
-    /// The program, as it calls itself.
+    /// The name that its program gave.
     pub program: String,
-    /// What it does, or did last; as far as we may know.
+    /// Its current or last query, as far as we may see it.
     pub query: String,
-    /// Tables of ours on which it holds a lock.
+    /// Postbox's tables on which it holds a lock.
     pub tables: Vec<String>,
-    /// How many sessions wait for it.
+    /// Number of sessions that wait for it.
     pub waiting: u64,
     /// The longest of these waits.
     pub waited: Duration,
-    /// What ends it, for a person to run.
+    /// The command with which a person can end it.
     pub end: String,
 }
 
-/// What explains that events are late. Looks only, and costs the same at any size of the log.
+/// Explains why events are late. Only reads, at the same cost for any size of the log.
 ///
 /// Behaviour:
-/// - `arrivals` gives the newest events, by their place in the log, the last first. An unknown log:
-///   `NotFound`, code `log_unknown`. One whose columns no event can have is left out.
-/// - `blockers` gives who keeps others waiting for a second or longer, the longest wait first. It
-///   waits for no lock. Where the database does not know: nothing.
+/// - `arrivals` returns the newest events by their position in the log, the last one first. An
+///   unknown log: `NotFound`, code `log_unknown`. A row with columns that no event can have is left
+///   out.
+/// - `blockers` returns sessions that make others wait for a second or longer, the longest wait
+///   first. It waits for no lock. It returns nothing if the database cannot tell.
 #[async_trait]
 pub trait Diagnose: Send + Sync + 'static {
-    /// The newest events of a log, at most `limit`.
+    /// Returns the newest events of a log, at most `limit`.
     async fn arrivals(&self, log: &LogName, limit: usize) -> Result<Vec<Arrival>>;
-    /// Who keeps others waiting for a lock.
+    /// Returns the sessions that make others wait for a lock.
     async fn blockers(&self) -> Result<Vec<Blocker>>;
 }

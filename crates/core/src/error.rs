@@ -17,9 +17,9 @@ pub enum ErrorKind {
     Invalid,
     /// The named thing does not exist.
     NotFound,
-    /// The thing exists already in another shape (e.g. other number of lanes).
+    /// The thing exists already in another form (e.g. with another number of lanes).
     Conflict,
-    /// The lease or epoch is no longer ours: stop, somebody else has the lane.
+    /// The lease or epoch is no longer ours: stop, another relay has the lane.
     Stale,
     /// The other side cannot be reached or refuses everybody. Try later.
     Unavailable,
@@ -27,7 +27,7 @@ pub enum ErrorKind {
     RateLimited,
     /// Credentials or a signature were refused.
     Unauthorized,
-    /// Schema, cursor or configuration does not fit this program; a person must act.
+    /// Schema, cursor or configuration does not fit this program. A person must act.
     Mismatch,
     /// A defect or an unknown failure. Treated as transient with a cap, so that nothing is lost.
     Internal,
@@ -46,8 +46,8 @@ pub struct Error {
 }
 
 impl Error {
-    /// A new error. `operation` is a verb (`"append"`), `code` a stable snake_case word, `message`
-    /// one line with the cure.
+    /// Creates an error. `operation` is a verb (`"append"`), `code` a stable snake_case word,
+    /// `message` one line with the cure.
     pub fn new(
         kind: ErrorKind,
         operation: &'static str,
@@ -57,14 +57,14 @@ impl Error {
         Self { kind, code: code.into(), operation, message: message.into(), source: None }
     }
 
-    /// An [`ErrorKind::Invalid`] error.
+    /// Creates an [`ErrorKind::Invalid`] error.
     pub fn invalid(operation: &'static str, code: impl Into<Cow<'static, str>>, message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Invalid, operation, code, message)
     }
 
     const STALE_LEASE: &'static str = "stale_lease";
 
-    /// The error of a lane whose lease is no longer held.
+    /// Creates the error of a lane whose lease is no longer held.
     pub fn stale(operation: &'static str) -> Self {
         Self::new(
             ErrorKind::Stale,
@@ -76,16 +76,16 @@ impl Error {
 
     const TRANSACTION_ENDED: &'static str = "handler_ended_transaction";
 
-    /// The error of a handler that ended the transaction it was lent. What it committed stays.
+    /// Creates the error of a handler that ended its transaction. Anything it committed stays.
     pub fn transaction_ended(operation: &'static str) -> Self {
         let message =
             "the handler committed or rolled back the transaction it was lent; it must leave that to the store";
         Self::new(ErrorKind::Internal, operation, Self::TRANSACTION_ENDED, message)
     }
 
-    /// The error of an aggregate that is not saved because it has another version than the one that
-    /// was loaded: where `UPDATE … WHERE id = … AND version = …` changed no row. A handler that
-    /// fails with it is retried.
+    /// Creates the error of an aggregate that is not saved because its version changed since it was
+    /// loaded: `UPDATE … WHERE id = … AND version = …` changed no row. A handler that fails with it
+    /// is retried.
     pub fn version_conflict(aggregate: &str, key: impl fmt::Display, expected: i64) -> Self {
         let message = format!(
             "{aggregate} {key} is no longer at version {expected}: somebody else has changed it; load it again and repeat what was asked"
@@ -93,9 +93,10 @@ impl Error {
         Self::new(ErrorKind::Conflict, "save", "version_conflict", message)
     }
 
-    /// The error of a payload that is not as its topic says: see [`Schemas`](crate::Schemas).
+    /// Creates the error of a payload that breaks the schema of its topic; see
+    /// [`Schemas`](crate::Schemas).
     ///
-    /// The issues name places and rules, and nothing of the payload, which may hold a secret.
+    /// The issues name places and rules but quote nothing of the payload, which may hold a secret.
     pub fn schema_violated(topic: &str, schema_version: u32, issues: &str) -> Self {
         let message = format!("the payload breaks the schema of {topic}, version {schema_version}: {issues}");
         Self::invalid("check", "schema_violated", message)
@@ -108,48 +109,49 @@ impl Error {
         self
     }
 
-    /// What kind of thing went wrong.
+    /// Returns the kind.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
 
-    /// The stable snake_case code.
+    /// Returns the stable snake_case code.
     pub fn code(&self) -> &str {
         &self.code
     }
 
-    /// What was being done.
+    /// Returns what was being done.
     pub fn operation(&self) -> &'static str {
         self.operation
     }
 
-    /// The one-line text without operation and source.
+    /// Returns the one-line text without operation and source.
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// Whether trying again cannot help.
+    /// Returns whether trying again cannot help.
     pub fn is_permanent(&self) -> bool {
         !matches!(self.kind, ErrorKind::Unavailable | ErrorKind::RateLimited | ErrorKind::Internal)
     }
 
-    /// Whether the lease was lost.
+    /// Returns whether the lease was lost, or what was read under it is outdated.
     pub fn is_stale(&self) -> bool {
         self.kind == ErrorKind::Stale
     }
 
-    /// Whether it is [`Self::transaction_ended`].
+    /// Returns whether it is [`Self::transaction_ended`].
     pub fn is_transaction_ended(&self) -> bool {
         self.code == Self::TRANSACTION_ENDED
     }
 
-    /// Whether it is [`Self::stale`]: the lease itself is lost, not only what was read under it.
+    /// Returns whether it is [`Self::stale`]: the lease itself is lost, not only what was read
+    /// under it.
     pub fn is_lease_lost(&self) -> bool {
         self.is_stale() && self.code == Self::STALE_LEASE
     }
 }
 
-/// An [`ErrorKind::Invalid`] error with this code, unless the rule holds.
+/// Returns an [`ErrorKind::Invalid`] error with this code, unless the rule holds.
 pub(crate) fn check(holds: bool, code: &'static str, message: impl FnOnce() -> String) -> Result<()> {
     if holds { Ok(()) } else { Err(Error::invalid("validate", code, message())) }
 }

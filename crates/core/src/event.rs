@@ -1,4 +1,4 @@
-//! The event: what was appended, and what is read back.
+//! The event, as it is appended and as it is read.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,27 +16,27 @@ use crate::limits::{
 use crate::names::{Key, Tenant, Topic};
 use crate::subscription::Traits;
 
-/// An event's globally unique id, a UUID; version 7 where Postbox makes it, so that ids sort by
-/// time.
+/// An event's globally unique id, a UUID. Ids created by Postbox have version 7, so that they sort
+/// by time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct EventId(Uuid);
 
 impl EventId {
-    /// A new one: a UUID v7 (RFC 9562), which begins with the time, so that new rows are neighbours
-    /// in an index.
+    /// Creates a UUID v7 (RFC 9562). It begins with the time, so that new rows are neighbours in an
+    /// index.
     pub fn now_v7() -> Self {
         Self(Uuid::now_v7())
     }
 
-    /// The id that belongs to an idempotency key, always the same: a UUID v8 (RFC 9562) made of the
-    /// first bytes of the key's SHA-256. `postbox.event_id(key)` is the same in SQL.
+    /// Returns the id for an idempotency key. The same key always gives the same id: a UUID v8 (RFC
+    /// 9562) made of the first bytes of the key's SHA-256. `postbox.event_id(key)` does the same in
+    /// SQL.
     ///
-    /// An event under such an id is appended once, however often its producer tries. The key names
-    /// the event, not only what it is about (`order-42-paid`, not `order-42`), and ids are
-    /// everybody's: with several tenants, the tenant belongs into the key. An empty or blank key
-    /// names nothing, and is refused (`idempotency_key_blank`): two events that have it would be
-    /// one.
+    /// An event under such an id is appended once, however often its producer tries. The key must
+    /// name the event, not only its subject (`order-42-paid`, not `order-42`). Ids are shared by
+    /// all tenants, so with several tenants, put the tenant into the key. An empty or blank key is
+    /// refused (`idempotency_key_blank`), because two events with it would be taken for one.
     ///
     /// ```
     /// # use postbox_core::{EventId, NewEvent};
@@ -46,7 +46,7 @@ impl EventId {
     /// ```
     pub fn from_key(key: impl AsRef<str>) -> Result<Self> {
         let key = key.as_ref();
-        // Of ASCII, as in SQL: what is blank beyond it depends on who is asked.
+        // Only ASCII white space, as in SQL. Beyond ASCII, definitions of blank differ.
         if key.bytes().all(|byte| byte.is_ascii_whitespace()) {
             let message = "the idempotency key is blank: name the event, e.g. order-42-paid";
             return Err(Error::invalid("from_key", "idempotency_key_blank", message));
@@ -61,7 +61,7 @@ impl EventId {
         Self(uuid)
     }
 
-    /// The UUID.
+    /// Returns the UUID.
     pub fn as_uuid(&self) -> Uuid {
         self.0
     }
@@ -83,7 +83,7 @@ impl FromStr for EventId {
     }
 }
 
-/// An event's place in its log. Positive; larger is later *within one key*; gaps are normal
+/// An event's position in its log. Positive; larger is later *within one key*. Gaps are normal
 /// (rollbacks).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
@@ -98,47 +98,47 @@ impl fmt::Display for Seq {
 /// Free headers, sorted by name.
 pub type Headers = BTreeMap<String, String>;
 
-/// Names of the headers Postbox itself understands.
+/// Names of the headers that Postbox itself understands.
 pub mod header {
-    /// The business conversation an event belongs to.
+    /// The conversation that an event belongs to.
     pub const CORRELATION_ID: &str = "correlation-id";
     /// The event or command that caused this one.
     pub const CAUSATION_ID: &str = "causation-id";
-    /// Who acted: a user, a service, a job. A webhook's sender cannot say it: the inbox keeps no
-    /// header of theirs that begins like this.
+    /// Who acted: a user, a service, a job. A webhook's sender cannot set it: the inbox drops its
+    /// headers with this prefix.
     pub const ACTOR: &str = "postbox-actor";
     /// W3C trace context: the parent span.
     pub const TRACEPARENT: &str = "traceparent";
     /// W3C trace context: vendor state.
     pub const TRACESTATE: &str = "tracestate";
-    /// The version of the payload's form, a number from 1; none means 1. Set for typed events.
+    /// The schema version of the payload, a number from 1; absent means 1. Set for typed events.
     pub const SCHEMA_VERSION: &str = "schema-version";
-    /// The sender's id of a message from outside, noted by the inbox. It does not count towards the
-    /// limits of headers: an event that another Postbox could append, with as many headers as there
-    /// may be, must not lose one to our note.
+    /// The sender's id of a message from outside, added by the inbox. It does not count towards the
+    /// header limits: an event from another Postbox may already have as many headers as allowed,
+    /// and must not lose one to this note.
     pub const MESSAGE_ID: &str = "postbox-message-id";
-    /// Marks an event that keeps a message from outside which could not be decoded: `code: reason`.
-    /// Such an event is never sent; relays close it as dead.
+    /// Marks an event that keeps an outside message that could not be decoded: `code: reason`. Such
+    /// an event is never sent; relays settle it as dead.
     pub const POISON: &str = "postbox-poison";
 }
 
-/// The content type meant when none is given.
+/// The content type of an event that names none.
 pub(crate) const CONTENT_TYPE_DEFAULT: &str = "application/json";
-/// The kind meant when none is given.
+/// The kind of an event that names none.
 pub(crate) const KIND_DEFAULT: &str = "domain";
 
-/// An event about to be appended. Build it, then hand it to [`Postbox::append`] inside your
+/// An event about to be appended. Build it, then pass it to [`Postbox::append`] inside your
 /// transaction.
 ///
 /// [`Postbox::append`]: crate::Postbox::append
 ///
-/// Fields left empty get their defaults in the store: `id` a fresh UUIDv7, `occurred_at` the
+/// The store fills in fields left empty: `id` becomes a fresh UUIDv7, `occurred_at` the time on the
 /// database's clock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use = "an event that is not appended tells nobody"]
 pub struct NewEvent {
-    /// The id; set it where an append may be tried again: an event that is in the log already, with
-    /// the same topic, key, tenant and payload, is not appended again. See [`EventId::from_key`].
+    /// The id. Set it if an append may be repeated: an event that is in the log already, with the
+    /// same topic, key, tenant and payload, is not appended again. See [`EventId::from_key`].
     pub id: Option<EventId>,
     /// What happened.
     pub topic: String,
@@ -150,7 +150,7 @@ pub struct NewEvent {
     pub version: Option<i64>,
     /// `domain` (default), `integration`, …
     pub kind: Option<String>,
-    /// The service that speaks, e.g. `billing`.
+    /// The service that produced it, e.g. `billing`.
     pub source: Option<String>,
     /// The tenant the event belongs to.
     pub tenant: Option<String>,
@@ -160,16 +160,16 @@ pub struct NewEvent {
     pub content_type: Option<String>,
     /// Free headers; see [`header`] for the names Postbox understands.
     pub headers: Headers,
-    /// When it happened in the business's time.
+    /// When it happened, in business time.
     pub occurred_at: Option<Timestamp>,
-    /// Not to be delivered before.
+    /// Not delivered before this time.
     pub deliver_at: Option<Timestamp>,
-    /// Not to be delivered from then on.
+    /// Not delivered from this time on.
     pub expires_at: Option<Timestamp>,
 }
 
 impl NewEvent {
-    /// An event with a payload of any content type.
+    /// Creates an event with a payload of any content type.
     pub fn new(topic: impl Into<String>, payload: impl Into<Bytes>, content_type: impl Into<String>) -> Self {
         let content_type = content_type.into();
         Self {
@@ -190,8 +190,8 @@ impl NewEvent {
         }
     }
 
-    /// An event whose payload is JSON text. The bytes are kept as they are, never parsed and
-    /// re-encoded.
+    /// Creates an event whose payload is JSON text. The bytes are kept as they are, never parsed
+    /// and re-encoded.
     pub fn json(topic: impl Into<String>, payload: impl Into<Bytes>) -> Self {
         Self::new(topic, payload, CONTENT_TYPE_DEFAULT)
     }
@@ -226,7 +226,7 @@ impl NewEvent {
         self
     }
 
-    /// Sets the speaking service.
+    /// Sets the service that produced it.
     pub fn source(mut self, source: impl Into<String>) -> Self {
         self.source = Some(source.into());
         self
@@ -272,8 +272,8 @@ impl NewEvent {
         self
     }
 
-    /// Limits its life: from then on nothing sends it any more, it is dead (`expired`). The clock
-    /// is the store's; a call that is under way is not cut. It must come after
+    /// Sets when it expires. From then on it is not sent and becomes dead (`expired`). The store's
+    /// clock decides. A call under way is not cut short. The time must be later than
     /// [`Self::deliver_at`].
     pub fn expires_at(mut self, at: Timestamp) -> Self {
         self.expires_at = Some(at);
@@ -310,7 +310,7 @@ impl NewEvent {
         since("deliver_at", "deliver_at_invalid", deliver_at, Timestamp::UNIX_EPOCH)?;
         since("expires_at", "expires_at_invalid", expires_at, Timestamp::UNIX_EPOCH)?;
         let Some((from, end)) = deliver_at.zip(expires_at) else { return Ok(()) };
-        // As exact as stores keep them.
+        // Compared in microseconds, the precision of the stores.
         check(end.as_microsecond() > from.as_microsecond(), "expires_too_early", || {
             format!(
                 "the event ends at {end} and may not go out before {from}: nobody would get it; let it end later, or leave \
@@ -319,7 +319,7 @@ impl NewEvent {
         })
     }
 
-    /// The event as a store of its own (without SQL defaults) records it.
+    /// Returns the event as a store without SQL defaults records it.
     pub fn into_event(self, id: EventId, now: Timestamp) -> Event {
         Event {
             id: self.id.unwrap_or(id),
@@ -341,7 +341,7 @@ impl NewEvent {
     }
 }
 
-/// An event as it stands in a log. Never changed after the append.
+/// An event as it is in a log. Never changed after the append.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
     /// Globally unique.
@@ -356,7 +356,7 @@ pub struct Event {
     pub version: Option<i64>,
     /// `None` means `domain`; read it through [`Event::kind`].
     pub kind: Option<String>,
-    /// The speaking service.
+    /// The service that produced it.
     pub source: Option<String>,
     /// The tenant.
     pub tenant: Option<Tenant>,
@@ -366,34 +366,35 @@ pub struct Event {
     pub content_type: Option<String>,
     /// Free headers.
     pub headers: Headers,
-    /// When it happened, by the business.
+    /// When it happened, in business time.
     pub occurred_at: Timestamp,
     /// When it was appended, by the database's clock.
     pub created_at: Timestamp,
-    /// Not to be delivered before.
+    /// Not delivered before this time.
     pub deliver_at: Option<Timestamp>,
-    /// Not to be delivered from then on.
+    /// Not delivered from this time on.
     pub expires_at: Option<Timestamp>,
 }
 
 impl Event {
-    /// `domain`, `integration`, …
+    /// Returns the kind: `domain`, `integration`, …
     pub fn kind(&self) -> &str {
         self.kind.as_deref().unwrap_or(KIND_DEFAULT)
     }
 
-    /// The payload's media type.
+    /// Returns the payload's media type.
     pub fn content_type(&self) -> &str {
         self.content_type.as_deref().unwrap_or(CONTENT_TYPE_DEFAULT)
     }
 
-    /// Whether the content type says JSON (`application/json` or any `+json`), parameters ignored.
+    /// Returns whether the content type is JSON (`application/json` or any `+json`), ignoring
+    /// parameters.
     pub fn is_json(&self) -> bool {
         let media = self.content_type().split(';').next().unwrap_or_default().trim();
         media.eq_ignore_ascii_case("application/json") || media.to_ascii_lowercase().ends_with("+json")
     }
 
-    /// What a filter compares, beside the headers.
+    /// Returns what a filter compares, except the headers.
     pub fn traits(&self) -> Traits<'_> {
         Traits {
             topic: self.topic.as_str(),
@@ -403,28 +404,28 @@ impl Event {
         }
     }
 
-    /// A header's value by its exact name.
+    /// Returns a header's value by its exact name.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.get(name).map(String::as_str)
     }
 
-    /// The version of the payload's form: the header [`header::SCHEMA_VERSION`], without one 1.
-    /// `None`: the header is no number.
+    /// Returns the schema version of the payload from the header [`header::SCHEMA_VERSION`]; 1
+    /// without the header, `None` if it is not a number.
     pub fn schema_version(&self) -> Option<u32> {
         schema_version(&self.headers)
     }
 
-    /// The conversation it belongs to.
+    /// Returns the conversation it belongs to.
     pub fn correlation_id(&self) -> Option<&str> {
         self.header(header::CORRELATION_ID)
     }
 
-    /// The event or command that caused it.
+    /// Returns the event or command that caused it.
     pub fn causation_id(&self) -> Option<&str> {
         self.header(header::CAUSATION_ID)
     }
 
-    /// Who acted.
+    /// Returns who acted.
     pub fn actor(&self) -> Option<&str> {
         self.header(header::ACTOR)
     }
@@ -435,7 +436,7 @@ pub(crate) fn schema_version(headers: &Headers) -> Option<u32> {
     headers.get(header::SCHEMA_VERSION).map_or("1", String::as_str).parse().ok()
 }
 
-/// The rule of a kind, an aggregate, a source and a content type.
+/// Checks a kind, an aggregate, a source or a content type.
 pub(crate) fn check_word_of(what: &'static str, text: &str) -> Result<()> {
     if (1..=NAME_BYTES_MAX).contains(&text.len()) && !text.chars().any(char::is_control) {
         return Ok(());
@@ -509,7 +510,7 @@ mod tests {
         assert!(full.validate().is_ok());
         assert!(full.clone().header(header::MESSAGE_ID, "i".repeat(255)).validate().is_ok());
         assert_eq!(code(full.clone().header("h64", "")), "headers_too_many");
-        // Longer than any id: then it is a header like every other.
+        // Longer than any id, so it counts like every other header.
         assert_eq!(code(full.header(header::MESSAGE_ID, "i".repeat(256))), "headers_too_many");
     }
 

@@ -1,4 +1,4 @@
-//! The find contract: events by the beginning of their id.
+//! The find contract: events by the start of their id.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,12 +10,12 @@ use crate::error::{Error, Result};
 use crate::event::EventId;
 use crate::names::LogName;
 
-/// Fewest hexadecimal digits of a beginning: less would be a slip of the pen.
+/// Minimum hexadecimal digits of a prefix. Shorter ones are probably typing errors.
 const DIGITS_MIN: usize = 8;
-/// How many an id has.
+/// Hexadecimal digits of an id.
 const DIGITS: usize = 32;
 
-/// The beginning of an event's id, or all of it. Dashes may be left out.
+/// The start of an event's id, or all of it. Dashes may be left out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IdPrefix {
     text: String,
@@ -24,12 +24,12 @@ pub struct IdPrefix {
 }
 
 impl IdPrefix {
-    /// The id, if this is all of it.
+    /// Returns the id if the prefix is a whole id.
     pub fn whole(&self) -> Option<EventId> {
         (self.first == self.last).then_some(self.first)
     }
 
-    /// The first and the last id that begin like this.
+    /// Returns the first and the last id with this prefix.
     pub fn range(&self) -> (EventId, EventId) {
         (self.first, self.last)
     }
@@ -69,15 +69,15 @@ impl FromStr for IdPrefix {
     }
 }
 
-/// Events by the beginning of their id, for people who type it.
+/// Finds events by the start of their id, for people who type it.
 ///
 /// Behaviour:
-/// - `ids` gives committed events only, the smallest ids first. It costs the same at any size of
+/// - `ids` returns committed events only, the smallest ids first. It costs the same at any size of
 ///   the log.
 /// - An unknown log: `NotFound`, code `log_unknown`.
 #[async_trait]
 pub trait Find: Send + Sync + 'static {
-    /// The ids in a log that begin like this, at most `limit`.
+    /// Returns the ids in a log with this prefix, at most `limit`.
     async fn ids(&self, log: &LogName, prefix: &IdPrefix, limit: usize) -> Result<Vec<EventId>>;
 }
 

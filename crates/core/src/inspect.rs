@@ -1,4 +1,4 @@
-//! The inspect contract: what an operator sees.
+//! The inspect contract: what an operator can see.
 
 use std::time::Duration;
 
@@ -19,16 +19,16 @@ use crate::subscription::{Filter, Ordering};
 /// Why a subscription does not run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pause {
-    /// Ends by itself then; `None`: until a person resumes.
+    /// When the pause ends by itself; `None`: until a person resumes.
     pub until: Option<Timestamp>,
-    /// Who.
+    /// Who paused.
     pub by: String,
     /// Why.
     pub why: String,
 }
 
 impl Pause {
-    /// Whether it is in force.
+    /// Returns whether the pause is in force.
     pub fn holds_at(&self, now: Timestamp) -> bool {
         self.until.is_none_or(|until| now < until)
     }
@@ -36,42 +36,42 @@ impl Pause {
 
 /// Counts of one subscription, taken in one snapshot.
 ///
-/// A look costs the same however many events the log keeps, and however many subscriptions are
-/// counted together: they share [`LOOK_EVENTS_MAX`](crate::kit::LOOK_EVENTS_MAX), and each has
-/// [`LOOK_EVENTS_MIN`](crate::kit::LOOK_EVENTS_MIN) at least. Up to its share of each kind is
-/// counted one by one; beyond that `is_estimate` is set: unread events are estimated from samples,
-/// and of a state with rows there are that many or more.
+/// A call costs the same for any size of the log and any number of subscriptions counted together.
+/// They share [`LOOK_EVENTS_MAX`](crate::kit::LOOK_EVENTS_MAX), and each gets at least
+/// [`LOOK_EVENTS_MIN`](crate::kit::LOOK_EVENTS_MIN). Up to its share of each kind is counted one by
+/// one. Beyond that `is_estimate` is set: unread events are estimated from samples, and the count
+/// of a state with rows is a lower bound.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Stats {
     /// Everything still to be delivered: unread + retrying + blocked + scheduled.
     pub pending: u64,
     /// Part of `pending`: failed, to be tried again.
     pub retrying: u64,
-    /// Part of `pending`: behind their key.
+    /// Part of `pending`: waiting behind an earlier event of their key.
     pub blocked: u64,
-    /// Part of `pending`: waiting for their time.
+    /// Part of `pending`: waiting for their delivery time.
     pub scheduled: u64,
     /// Waiting for a person.
     pub dead: u64,
     /// Taken out by a person.
     pub discarded: u64,
-    /// Delivered since the subscription began, whether the log still has them or not.
+    /// Delivered since the subscription was created, whether the log still has them or not.
     pub dispatched: u64,
-    /// Passed and never sent, because it was not wanted: outside the filter of its time, or before
-    /// the subscription began. Of what the log still has; no part of `total`.
+    /// Passed but never sent, because they were outside the filter of that time or before the
+    /// subscription's start. Only events still in the log. Not part of `total`.
     pub skipped: u64,
     /// `dispatched + pending + dead + discarded`.
     pub total: u64,
-    /// Whether there was too much to count.
+    /// Whether there were too many events to count exactly.
     pub is_estimate: bool,
-    /// Whether `skipped` is estimated from samples: more was passed than is counted. Apart from
-    /// `is_estimate`, because what is pending is as a rule exact all the same.
+    /// Whether `skipped` is estimated from samples, because more was passed than is counted.
+    /// Separate from `is_estimate`, because the pending counts are usually still exact.
     pub skipped_is_estimate: bool,
-    /// Its share: up to so many of each kind were counted one by one.
+    /// Its share: up to this many of each kind were counted one by one.
     pub share: u64,
-    /// Age of the oldest pending event by the store's clock, from when it may be delivered: one
-    /// that is delayed does not age before its time. `None` also where it is not known: events are
-    /// pending, and none of the first is wanted.
+    /// Age of the oldest pending event by the store's clock, from when it may be delivered: a
+    /// delayed event does not age before its time. `None` if nothing is pending, or if it is not
+    /// known because none of the first pending events looked at is wanted.
     pub oldest_pending: Option<Duration>,
     /// Pending depth and age per topic, deepest first, at most 100.
     pub topics: Vec<TopicStats>,
@@ -84,16 +84,16 @@ pub struct TopicStats {
     pub topic: String,
     /// How many are pending.
     pub pending: u64,
-    /// Age of the oldest, if it is known.
+    /// Age of the oldest, if known.
     pub oldest_pending: Option<Duration>,
 }
 
-/// How many events a log has.
+/// The number of events in a log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Count {
-    /// How many.
+    /// The number.
     pub events: u64,
-    /// Whether there were too many to count: more than
+    /// Whether it is an estimate, because it exceeds
     /// [`LOOK_EVENTS_MAX`](crate::kit::LOOK_EVENTS_MAX).
     pub is_estimate: bool,
 }
@@ -101,10 +101,10 @@ pub struct Count {
 /// Events of one log that no subscription wants.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Unrouted {
-    /// How many; counted up to [`UNROUTED_COUNT_MAX`](crate::limits::UNROUTED_COUNT_MAX), oldest
+    /// The number, counted up to [`UNROUTED_COUNT_MAX`](crate::limits::UNROUTED_COUNT_MAX), oldest
     /// first.
     pub count: u64,
-    /// The same by topic, most first.
+    /// The same by topic, most frequent first.
     pub topics: Vec<UnroutedTopic>,
 }
 
@@ -113,16 +113,16 @@ pub struct Unrouted {
 pub struct UnroutedTopic {
     /// The topic.
     pub topic: String,
-    /// How many.
+    /// The number.
     pub count: u64,
     /// Age of the oldest.
     pub oldest: Duration,
 }
 
-/// One lane as it stands in the store.
+/// The state of one lane in the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaneInfo {
-    /// Which lane.
+    /// The lane's number.
     pub lane: u16,
     /// The fencing number.
     pub epoch: Epoch,
@@ -132,18 +132,18 @@ pub struct LaneInfo {
     pub lease_left: Option<Duration>,
 }
 
-/// One subscription as it stands in the store.
+/// The state of one subscription in the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SubscriptionInfo {
     /// Its name.
     pub name: SubscriptionName,
     /// The log it reads.
     pub log: LogName,
-    /// What it wants, as of the last `subscribe`.
+    /// Which events it wants, as of the last `subscribe`.
     pub filter: Filter,
-    /// In which order events go out, as of the last `subscribe`.
+    /// The order of deliveries, as of the last `subscribe`.
     pub ordering: Ordering,
-    /// Tells it from others that had its name before.
+    /// Separates it from other subscriptions that had its name before.
     pub generation: i64,
     /// Its lanes.
     pub lanes: Vec<LaneInfo>,
@@ -151,111 +151,112 @@ pub struct SubscriptionInfo {
     pub paused: Option<Pause>,
 }
 
-/// One event as an operator sees it in one subscription.
+/// One event in one subscription, as an operator sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
     /// The event, payload included.
     pub event: Event,
-    /// Its place in the log.
+    /// Its position in the log.
     pub seq: Seq,
-    /// Where it stands.
+    /// Its state.
     pub state: State,
     /// Counted attempts so far.
     pub attempts: u32,
-    /// Replays asked for so far.
+    /// Replays requested so far.
     pub replays: u32,
     /// When it is due, if it waits.
     pub due_at: Option<Timestamp>,
-    /// Last reason code.
+    /// The last reason code.
     pub code: Option<String>,
-    /// Last error text.
+    /// The last error text.
     pub error: Option<String>,
     /// When the row last changed.
     pub updated_at: Option<Timestamp>,
-    /// Its last attempts, the latest last: of an event that left the stream. An attempt is a call
-    /// that failed, whether it counts or not.
+    /// Its last attempts, the latest last, if it left the stream. An attempt is a call that failed,
+    /// counted or not.
     pub last_attempts: Vec<Attempt>,
 }
 
-/// One call for an event, which did not deliver it.
+/// One call for an event that did not deliver it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
-    /// When it was written down, by the store's clock.
+    /// When it was recorded, by the store's clock.
     pub at: Timestamp,
-    /// What came of it.
+    /// The reason code.
     pub code: String,
     /// How long the call took.
     pub took: Duration,
     /// What the destination said, cut to [`ANSWER_CHARS_MAX`](crate::limits::ANSWER_CHARS_MAX).
     pub answer: String,
-    /// When it was to be tried again; `None`: not by itself.
+    /// When it was to be tried again; `None`: never automatically.
     pub next_at: Option<Timestamp>,
 }
 
-/// Which records to list: oldest first, or of all states the newest first.
+/// Which records to list: those of one state oldest first, those of all states newest first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListQuery {
-    /// Of which subscription.
+    /// The subscription.
     pub subscription: SubscriptionName,
-    /// In which state; `None`: the newest of the log, whatever their state.
+    /// Only this state; `None`: the newest of the log, whatever their state.
     pub state: Option<State>,
-    /// Only these events. What is gone from the log is not meant where they narrow.
+    /// Only events that match. If this filters, events gone from the log do not match.
     pub which: Criteria,
     /// Only rows with this code.
     pub code: Option<String>,
     /// Only events of this conversation ([`correlation_id`](Event::correlation_id)).
     pub correlation: Option<String>,
-    /// Only after this place (paging); where the newest come first, only before it.
+    /// Only after this position (paging). If the newest come first, only before it.
     pub after: Option<Seq>,
-    /// At most this many, and [`LIST_RECORDS_MAX`](crate::limits::LIST_RECORDS_MAX); at least 1.
+    /// At most this many, up to [`LIST_RECORDS_MAX`](crate::limits::LIST_RECORDS_MAX); at least 1.
     pub limit: usize,
 }
 
 impl ListQuery {
-    /// How much a list takes.
+    /// Returns the limits of one list.
     pub fn page(&self) -> BatchLimit {
         BatchLimit { events: self.limit.clamp(1, LIST_RECORDS_MAX), payload_bytes: LIST_PAYLOAD_BYTES_MAX }
     }
 
-    /// Whether an event is of the conversation that is asked for.
+    /// Returns whether an event belongs to the requested conversation.
     pub fn is_of_conversation(&self, event: &Event) -> bool {
         self.correlation.is_none() || self.correlation.as_deref() == event.correlation_id()
     }
 }
 
-/// What an operator sees. Reads one snapshot per call.
+/// What an operator can see. Each call reads one snapshot.
 ///
 /// Behaviour:
-/// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known
+/// - If the subscription does not exist: `NotFound`, code `subscription_unknown`, with the known
 ///   names in the message.
-/// - `list` gives rows in `seq` order after `after`. Without a state it gives what the log has, in
-///   the opposite order, each as it stands in the subscription. `Pending` and `Dispatched` are
-///   derived from the cursor. A list ends before the payload that is one too many
-///   ([`LIST_PAYLOAD_BYTES_MAX`](crate::limits::LIST_PAYLOAD_BYTES_MAX)); only an empty one is the
+/// - `list` returns rows in `seq` order after `after`. Without a state it returns the events of the
+///   log in the opposite order, each with its state in the subscription. `Pending` and `Dispatched`
+///   are derived from the cursor. A list stops before its payloads exceed
+///   [`LIST_PAYLOAD_BYTES_MAX`](crate::limits::LIST_PAYLOAD_BYTES_MAX). Only an empty list is the
 ///   end.
-/// - An event that cannot be read, or that somebody deleted from the log, is a record all the same:
-///   its place is right, its fields are what could be read, `code` and `error` say what is wrong.
-///   No list fails because of one event.
+/// - An event that cannot be read, or that was deleted from the log, still has a record. Its
+///   position is right, its fields are what could be read, and `code` and `error` say what is
+///   wrong. No list fails because of one event.
 #[async_trait]
 pub trait Inspect: Send + Sync + 'static {
-    /// Every subscription, by name.
+    /// Returns every subscription, by name.
     async fn subscriptions(&self) -> Result<Vec<SubscriptionInfo>>;
-    /// Counts of several subscriptions, which share what is looked at, in the order of their names.
-    /// One that cannot be counted leaves the others alone. Of one: [`Store::stats`](crate::Store).
+    /// Returns the counts of several subscriptions in the order given; they share what is looked
+    /// at. If one cannot be counted, the others still are. For a single one:
+    /// [`Store::stats`](crate::Store).
     async fn stats_of(&self, subscriptions: &[SubscriptionName]) -> Vec<Result<Stats>>;
-    /// Records in one state.
+    /// Returns records in one state, or in all.
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>>;
-    /// One event, if the log has it.
+    /// Returns one event, if the log has it.
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>>;
-    /// Messages that were kept out because their id was known with another body: the latest first,
-    /// at most `limit`.
+    /// Returns messages that were refused because their id was known with another body: the latest
+    /// first, at most `limit`.
     async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>>;
-    /// The logs there are, by name.
+    /// Returns the existing logs, by name.
     async fn logs(&self) -> Result<Vec<LogName>>;
-    /// Events of a log that no subscription wants, as far as
+    /// Returns the events of a log that no subscription wants, as far as
     /// [`Maintain::note_unrouted`](crate::Maintain::note_unrouted) has looked.
     async fn unrouted(&self, log: &LogName) -> Result<Unrouted>;
-    /// How many events a log has, whoever reads it or nobody. An unknown log: `NotFound`, code
-    /// `log_unknown`.
+    /// Returns the number of events in a log, whether or not anybody reads it. An unknown log:
+    /// `NotFound`, code `log_unknown`.
     async fn count(&self, log: &LogName) -> Result<Count>;
 }

@@ -1,5 +1,5 @@
-//! The nouns and contracts of Postbox: what an event is, what a log, a sink, a source and an inbox
-//! promise.
+//! The nouns and contracts of Postbox: what an event is, and what a log, a sink, a source and an
+//! inbox promise.
 //!
 //! Everything else is an implementation of something declared here:
 //!
@@ -7,15 +7,15 @@
 //! |---|---|---|
 //! | [`Append`] | both the change and its events commit, or neither | every store |
 //! | [`Log`] | a leased lane reads every committed event once, in order, and never a phantom | every store |
-//! | [`DeadLetters`] | a dead event is handed to a second sink, and what was not is known | every store |
-//! | [`Inspect`] | an operator sees every event and where it stands | every store |
-//! | [`Find`] | an event is found by the beginning of its id | every store |
-//! | [`Diagnose`] | an operator sees what came lately, and who holds the locks that others wait for | every store |
+//! | [`DeadLetters`] | every dead event is handed to a second sink; the store knows which still are not | every store |
+//! | [`Inspect`] | an operator sees every event and its state | every store |
+//! | [`Find`] | an event is found by the start of its id | every store |
+//! | [`Diagnose`] | an operator sees recent events, and who holds locks that others wait for | every store |
 //! | [`Admin`] | an operator changes a subscription and its events, in bounded steps | every store |
-//! | [`Maintain`] | a log is made, looked through and pruned, in bounded steps | every store |
+//! | [`Maintain`] | a log is created, checked and pruned, in bounded steps | every store |
 //! | [`Receive`] | a message from outside is stored once | every store |
-//! | [`Tail`] | a person sees a log as it grows, and leaves no trace | every store |
-//! | [`Migrate`] | the schema comes, goes and is checked | every store |
+//! | [`Tail`] | a person watches a log grow without changing anything | every store |
+//! | [`Migrate`] | the schema is created, removed and checked | every store |
 //! | [`Apply`] | a handler's effect, the position and the delivery row commit together | stores with transactions |
 //! | [`Sink`] | one [`Outcome`] per event, never a hidden retry | every broker, your handler |
 //! | [`Source`] | a message comes until it is settled, and is settled only once it is stored | brokers, [`MemorySource`] |
@@ -31,9 +31,9 @@
 //!
 //! # What this crate deliberately does not do
 //!
-//! It knows no async runtime, no database driver and no network client; it never asks the time or
-//! for randomness ([`Clock`] and [`Random`] are passed in); it does not decide when to retry (the
-//! engine does, with [`RetryPolicy`]).
+//! It has no async runtime, no database driver and no network client. It never reads the clock or a
+//! random number generator ([`Clock`] and [`Random`] are passed in). It does not decide when to
+//! retry (the engine does, with [`RetryPolicy`]).
 
 mod admin;
 mod append;
@@ -77,7 +77,7 @@ pub mod typed;
 pub use admin::{Admin, Change, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
 pub use append::{Append, Appended};
 pub use apply::{Apply, Decide};
-/// What an `impl` of a contract is marked with.
+/// The macro for implementations of the async contracts.
 pub use async_trait::async_trait;
 pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
 pub use clock::{Clock, Random};
@@ -121,58 +121,57 @@ pub mod limits {
 
     use jiff::Timestamp;
 
-    /// Earliest `occurred_at`: the year 1, before which RFC 3339 writes no time. `deliver_at` and
-    /// `expires_at` begin with 1970: what is to come cannot be older than clocks.
+    /// Earliest `occurred_at`: the year 1, because RFC 3339 has no earlier years. `deliver_at` and
+    /// `expires_at` begin with 1970, because future times cannot be older than clocks.
     pub const OCCURRED_AT_MIN: Timestamp = Timestamp::constant(-62_135_596_800, 0);
     /// Longest topic in bytes: what every broker we know accepts as a subject, topic or routing
     /// key.
     pub const TOPIC_BYTES_MAX: usize = 255;
-    /// Longest ordering key in bytes: fits an index entry and a Kafka key without surprise.
+    /// Longest ordering key in bytes. Fits safely into an index entry and a Kafka key.
     pub const KEY_BYTES_MAX: usize = 1_024;
-    /// Largest payload in bytes (16 MiB). Larger facts belong in an object store, their address in
-    /// the event.
+    /// Largest payload in bytes (16 MiB). Put larger data into an object store, and its address
+    /// into the event.
     pub const PAYLOAD_BYTES_MAX: usize = 16 * 1024 * 1024;
-    /// Most headers on one event: with those a sink adds, below the 100 that HTTP servers commonly
-    /// take.
+    /// Maximum headers on one event. Together with those a sink adds, this stays below the 100 that
+    /// HTTP servers commonly accept.
     pub const HEADERS_MAX: usize = 64;
-    /// All header names and values of one event together, in bytes: the usual limit of HTTP
-    /// servers.
+    /// Maximum bytes of all header names and values of one event: the usual limit of HTTP servers.
     pub const HEADER_BYTES_MAX: usize = 16 * 1024;
     /// Longest name (subscription, log, source, tenant, kind, aggregate) in bytes.
     pub const NAME_BYTES_MAX: usize = 128;
     /// Longest id of a message from outside, in bytes.
     pub const MESSAGE_ID_BYTES_MAX: usize = 255;
-    /// Shortest time for which ids of messages from outside are remembered: 7 days, about twice as
-    /// long as the most patient sender whose documents we know goes on by itself. What comes again
-    /// after it was forgotten is applied again.
+    /// Shortest time for which ids of messages from outside are remembered: 7 days. The most
+    /// patient sender whose documentation we know retries for about half of that. A message that
+    /// comes again after its id was forgotten is applied again.
     pub const MESSAGE_IDS_AGE_MIN: Duration = Duration::from_hours(7 * 24);
     /// Shortest time for which dead events wait for a person before retention gives them up: a day,
-    /// so that whoever is on duty has seen them.
+    /// so that the person on duty has seen them.
     pub const DEAD_AGE_MIN: Duration = Duration::from_hours(24);
-    /// Longest error text kept with a delivery, in bytes; the rest is cut.
+    /// Longest error text stored with a delivery, in bytes. The rest is cut.
     pub const ERROR_BYTES_MAX: usize = 2_048;
-    /// Longest reason that a person gives for a change, in bytes; the rest is cut.
+    /// Longest reason that a person gives for a change, in bytes. The rest is cut.
     pub const WHY_BYTES_MAX: usize = 512;
-    /// Most attempts that are kept of an event that failed, the last ones: the rise of its waits is
-    /// seen in them.
+    /// Number of last attempts stored for an event that failed. Enough to see how its waits grow.
     pub const LAST_ATTEMPTS_MAX: usize = 8;
-    /// Longest answer kept with an attempt, in characters; the last one is kept whole beside it.
+    /// Longest answer stored with an attempt, in characters. The last answer is also stored in
+    /// full.
     pub const ANSWER_CHARS_MAX: usize = 256;
-    /// Most lanes of one subscription: more than any deployment has replicas.
+    /// Maximum lanes of one subscription: more than any deployment has replicas.
     pub const LANES_MAX: u16 = 256;
-    /// Most events that a change of lanes takes out of the stream: some hundred milliseconds of the
-    /// database. Lanes that work are nearer to each other.
+    /// Maximum events that a change of lanes takes out of the stream: a few hundred milliseconds of
+    /// the database. Lanes of running relays are closer together than that.
     pub const LANES_APART_MAX: usize = 10_000;
-    /// Most events in one batch; beyond 1,000 a larger batch only adds latency (measured).
+    /// Maximum events in one batch. Beyond 1,000 a larger batch only adds latency (measured).
     pub const BATCH_EVENTS_MAX: usize = 10_000;
-    /// Most events that one call of `change` changes, and most ids it takes: a relay
-    /// whose lane is locked for it waits for 0.4 s at worst (measured, 100,000 dead events of 1,000
+    /// Maximum events that one call of `change` changes, and maximum ids it takes. A relay whose
+    /// lane is locked for it waits for 0.4 s at worst (measured, 100,000 dead events of 1,000
     /// keys), far below a lease.
     pub const CHANGE_EVENTS_MAX: usize = 1_000;
-    /// Most records in one list.
+    /// Maximum records in one list.
     pub const LIST_RECORDS_MAX: usize = 10_000;
-    /// Payload bytes that one list may hold, beyond its first record: an operator's page, not an
-    /// export.
+    /// Payload bytes that one list may hold, beyond its first record: a page for an operator, not
+    /// an export.
     pub const LIST_PAYLOAD_BYTES_MAX: usize = 64 * 1024 * 1024;
     /// Unrouted events are counted up to this many.
     pub const UNROUTED_COUNT_MAX: usize = 10_000;

@@ -1,4 +1,4 @@
-//! The migrate contract: how a store's schema comes, goes and is checked.
+//! The migrate contract: how a store's schema is created, removed and checked.
 
 use async_trait::async_trait;
 
@@ -8,33 +8,33 @@ use crate::kit::subscription_unknown;
 use crate::names::SubscriptionName;
 use crate::{Admin, Append, DeadLetters, Diagnose, Find, Inspect, Log, Maintain, Receive, Tail};
 
-/// Brings a store's schema to the version this program speaks.
+/// Brings a store's schema to the version of this program.
 ///
 /// Behaviour:
-/// - Migrations are embedded, numbered from 1, each applied in one transaction, recorded by number
-///   and name.
-/// - `up` is idempotent and safe with two starters at once (a lock in the store; the second finds
-///   nothing to do).
+/// - Migrations are embedded and numbered from 1. Each is applied in one transaction and recorded
+///   by number and name.
+/// - `up` is idempotent and safe if two programs start at once (a lock in the store; the second
+///   finds nothing to do).
 /// - `validate` changes nothing: `Mismatch` with code `schema_missing`, `schema_old` or
 ///   `schema_newer` and the cure in the message.
-/// - `down` removes everything Postbox made, events included; it refuses a newer schema. Unless
-///   `discard_events`, it also refuses (`Conflict`, code `events_undelivered`) while a log holds an
-///   event that a subscription has still to deliver, or that no subscription reads. A call that was
-///   refused, dropped or cut off has changed nothing; one that cannot have the tables within
-///   seconds is refused.
+/// - `down` removes everything Postbox created, including events. It refuses a newer schema. Unless
+///   `discard_events` is set, it also refuses (`Conflict`, code `events_undelivered`) while a log
+///   holds an event that a subscription has still to deliver, or that no subscription reads. A call
+///   that was refused, dropped or cut off has changed nothing. A call that cannot lock the tables
+///   within seconds is refused.
 #[async_trait]
 pub trait Migrate: Send + Sync + 'static {
-    /// Applies what is missing; returns the names of what was applied, in order.
+    /// Applies missing migrations. Returns their names, in order.
     async fn up(&self) -> Result<Vec<String>>;
-    /// Removes the schema; returns the names of what was removed, newest first.
+    /// Removes the schema. Returns the names of what was removed, newest first.
     async fn down(&self, discard_events: bool) -> Result<Vec<String>>;
-    /// Checks that the schema is exactly the one this program speaks.
+    /// Checks that the schema is exactly the one of this program.
     async fn validate(&self) -> Result<()>;
-    /// All migrations as one SQL script, for other tools.
+    /// Returns all migrations as one SQL script, for other tools.
     fn script(&self) -> String;
 }
 
-/// The error of [`Migrate::down`] where `log` holds events that somebody waits for.
+/// The error of [`Migrate::down`] if `log` holds events that are still waited for.
 pub fn events_undelivered(log: &str) -> Error {
     let message = format!(
         "log {log} holds events that are not delivered (see: postbox stats); deliver or discard them first, or throw them away with: \
@@ -48,7 +48,7 @@ pub fn events_undelivered(log: &str) -> Error {
 pub trait Store:
     Append + Log + DeadLetters + Inspect + Diagnose + Admin + Maintain + Receive + Tail + Find + Migrate
 {
-    /// Counts of one subscription, which has all that is looked at to itself.
+    /// Returns the counts of one subscription, with the whole share for it alone.
     async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
         let mut counted = self.stats_of(std::slice::from_ref(subscription)).await;
         counted.pop().unwrap_or_else(|| Err(subscription_unknown("stats", subscription, &[])))

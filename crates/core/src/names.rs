@@ -1,4 +1,4 @@
-//! Newtypes for every name, so that a key is never passed where a topic is due.
+//! Newtypes for every name, so that a key is never passed where a topic is expected.
 
 use std::fmt;
 use std::str::FromStr;
@@ -27,7 +27,7 @@ macro_rules! name {
                 Self(name.into())
             }
 
-            /// The name.
+            /// Returns the name.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -90,7 +90,7 @@ name! {
     SourceName, check_word
 }
 name! {
-    /// One of several stores of a program, as its configuration calls it: 1 to 128 bytes of
+    /// The name of one of a program's stores in its configuration: 1 to 128 bytes of
     /// `[A-Za-z0-9._-]`. A URL has a colon, so it is never a name.
     StoreName, check_word
 }
@@ -99,7 +99,7 @@ name! {
     Tenant, check_tenant
 }
 name! {
-    /// Who holds a lease: one per running relay process, never reused. 1 to 128 bytes of
+    /// The holder of a lease: one per running relay process, never reused. 1 to 128 bytes of
     /// `[A-Za-z0-9._-]`.
     OwnerId, check_word
 }
@@ -113,12 +113,12 @@ name! {
 }
 
 impl LogName {
-    /// The log every store has for events on their way out.
+    /// Returns the log that every store has for outgoing events.
     pub fn outbox() -> Self {
         Self("outbox".into())
     }
 
-    /// The log every store has for messages that came in.
+    /// Returns the log that every store has for incoming messages.
     pub fn inbox() -> Self {
         Self("inbox".into())
     }
@@ -168,7 +168,7 @@ fn check_length(what: &str, text: &str, bytes_max: usize) -> Result<()> {
 }
 
 impl TopicPattern {
-    /// The pattern for SQL `LIKE … ESCAPE '\'`.
+    /// Returns the pattern for SQL `LIKE … ESCAPE '\'`.
     pub fn to_like(&self) -> String {
         let mut like = String::with_capacity(self.0.len() + 4);
         for c in self.0.chars() {
@@ -184,7 +184,7 @@ impl TopicPattern {
         like
     }
 
-    /// Whether `topic` matches. Linear in the topic for each `*`; no recursion.
+    /// Returns whether `topic` matches. Linear in the topic for each `*`; no recursion.
     pub fn matches(&self, topic: &str) -> bool {
         let mut parts = self.0.split('*');
         let Some(mut rest) = parts.next().and_then(|first| topic.strip_prefix(first)) else { return false };

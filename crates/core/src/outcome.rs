@@ -1,77 +1,77 @@
-//! What a sink reports of one delivery. Sinks classify; the engine decides what it costs.
+//! What a sink reports about one delivery. Sinks classify; the engine decides what it costs.
 
 use std::borrow::Cow;
 use std::time::Duration;
 
-/// What became of one delivery. Codes are stable snake_case words an operator can filter by; texts
+/// The result of one delivery. Codes are stable snake_case words an operator can filter by; texts
 /// are for people.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// The destination has it.
+    /// The event was delivered.
     Delivered {
-        /// The destination already had it (its own deduplication said so). Counted, otherwise the
-        /// same.
+        /// The destination already had it (found by its own deduplication). Counted separately,
+        /// otherwise the same.
         duplicate: bool,
     },
     /// This event failed and may succeed later. Costs one attempt.
     Retry {
-        /// Stable reason, e.g. `handler_error`.
+        /// The stable reason, e.g. `handler_error`.
         code: Cow<'static, str>,
         /// What the destination said, cut to a safe excerpt.
         error: String,
-        /// The destination named a wait (`Retry-After`).
+        /// The wait that the destination named (`Retry-After`).
         after: Option<Duration>,
     },
     /// The destination failed at this event (HTTP 500). Costs one attempt, as
-    /// [`Retry`](Self::Retry) does, unless it fails at all it gets: from the fifth event in a row
-    /// on, this counts as [`Unavailable`](Self::Unavailable).
+    /// [`Retry`](Self::Retry) does, unless the destination fails at everything it gets: from the
+    /// fifth consecutive event on, this counts as [`Unavailable`](Self::Unavailable).
     ServerError {
-        /// Stable reason, e.g. `http_500`.
+        /// The stable reason, e.g. `http_500`.
         code: Cow<'static, str>,
         /// What the destination said.
         error: String,
-        /// The destination named a wait (`Retry-After`).
+        /// The wait that the destination named (`Retry-After`).
         after: Option<Duration>,
     },
-    /// What this event met is what an outage looks like, too: a gateway's 502, no answer in time, a
-    /// connection that was lost. Costs one attempt while other events succeed; otherwise it counts
-    /// as [`Unavailable`](Self::Unavailable).
+    /// The failure may be this event's or an outage: a gateway's 502, no answer in time, a lost
+    /// connection. Costs one attempt while other events succeed. Otherwise it counts as
+    /// [`Unavailable`](Self::Unavailable).
     Ambiguous {
-        /// Stable reason, e.g. `http_503`.
+        /// The stable reason, e.g. `http_503`.
         code: Cow<'static, str>,
         /// What went wrong.
         error: String,
-        /// The destination named a wait (`Retry-After`).
+        /// The wait that the destination named (`Retry-After`).
         after: Option<Duration>,
     },
-    /// The destination asks for fewer requests (HTTP 429). Never costs an attempt, however often
-    /// the event meets it.
+    /// The destination asks for fewer requests (HTTP 429). Never costs an attempt, however often it
+    /// happens to an event.
     Throttled {
-        /// Stable reason, e.g. `http_429`.
+        /// The stable reason, e.g. `http_429`.
         code: Cow<'static, str>,
         /// What the destination said.
         error: String,
-        /// The wait it named: the least that is waited.
+        /// The wait that the destination named, which is the shortest wait.
         after: Option<Duration>,
     },
-    /// This event can never succeed (poison, refused). It dies at once.
+    /// This event can never succeed (poison, refused). It becomes dead at once.
     Dead {
-        /// Stable reason, e.g. `http_422`.
+        /// The stable reason, e.g. `http_422`.
         code: Cow<'static, str>,
         /// What the destination said.
         error: String,
     },
-    /// The whole destination is down: no attempt is counted, and the breaker opens.
+    /// The whole destination is down. No attempt is counted, and the breaker opens.
     Unavailable {
-        /// Stable reason, e.g. `connect_refused`.
+        /// The stable reason, e.g. `connect_refused`.
         code: Cow<'static, str>,
         /// What went wrong.
         error: String,
     },
-    /// The destination asked never to be called again (HTTP 410). The event dies and the
+    /// The destination asked never to be called again (HTTP 410). The event becomes dead and the
     /// subscription pauses until a person resumes it.
     Gone {
-        /// Stable reason, e.g. `http_410`.
+        /// The stable reason, e.g. `http_410`.
         code: Cow<'static, str>,
         /// What the destination said.
         error: String,
@@ -87,7 +87,7 @@ impl Outcome {
         Self::Retry { code: code.into(), error: error.into(), after: None }
     }
 
-    /// A failure of the destination at this event, without a named wait.
+    /// A server error at this event, without a named wait.
     pub fn server_error(code: impl Into<Cow<'static, str>>, error: impl Into<String>) -> Self {
         Self::ServerError { code: code.into(), error: error.into(), after: None }
     }
@@ -107,7 +107,7 @@ impl Outcome {
         Self::Unavailable { code: code.into(), error: error.into() }
     }
 
-    /// Why the destination does not have the event: the code, and the text.
+    /// Returns the code and the text of a failure; `None` if the event was delivered.
     pub fn failure(&self) -> Option<(&str, &str)> {
         match self {
             Self::Delivered { .. } => None,
@@ -121,17 +121,17 @@ impl Outcome {
         }
     }
 
-    /// Whether the destination has the event.
+    /// Returns whether the event was delivered.
     pub fn is_delivered(&self) -> bool {
         matches!(self, Self::Delivered { .. })
     }
 }
 
-/// Enough for every error of a server.
+/// Maximum characters of an excerpt: enough for any error of a server.
 const TEXT_CHARS_MAX: usize = 400;
 
-/// What another program said, as one harmless line: its first characters, what does not print
-/// escaped.
+/// Turns text of another program into one harmless line: its first characters, with unprintable
+/// ones escaped.
 pub fn excerpt(text: &str) -> String {
     text.chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect()
 }

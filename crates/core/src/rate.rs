@@ -1,4 +1,4 @@
-//! A rate limit, and the bucket that keeps to it.
+//! A rate limit, and the bucket that enforces it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-/// Most events per period: beyond it the spacing is shorter than any timer's.
+/// Maximum events per period. Beyond it the spacing is shorter than any timer's resolution.
 const COUNT_MAX: u32 = 1_000_000;
 /// The periods a rate may be written in.
 const PERIODS: [(&str, Duration); 3] =
     [("s", Duration::from_secs(1)), ("m", Duration::from_secs(60)), ("h", Duration::from_secs(3_600))];
 
-/// At most so many in so long, e.g. `50/s`, `600/m`, `1000/h`.
+/// A maximum count per period, e.g. `50/s`, `600/m`, `1000/h`.
 ///
 /// ```
 /// use postbox_core::Rate;
@@ -28,17 +28,17 @@ pub struct Rate {
 }
 
 impl Rate {
-    /// So many per second. `None` for none, or for more than a million.
+    /// Creates a rate per second. `None` for zero, or for more than a million.
     pub fn per_second(count: u32) -> Option<Self> {
         (1..=COUNT_MAX).contains(&count).then_some(Self { count, period: &PERIODS[0] })
     }
 
-    /// The time from one to the next.
+    /// Returns the time from one event to the next.
     pub fn interval(self) -> Duration {
         self.period.1 / self.count
     }
 
-    /// How many in a minute, rounded down, at least one.
+    /// Returns the count per minute, rounded down, at least one.
     pub fn per_minute(self) -> u64 {
         let micros = self.period.1.as_micros().max(1);
         let count = u128::from(self.count) * 60_000_000 / micros;
@@ -73,10 +73,10 @@ impl FromStr for Rate {
     }
 }
 
-/// Keeps something to a [`Rate`]. Asks no clock: the time is passed in, and must not go back.
+/// Enforces a [`Rate`]. Reads no clock: the time is passed in, and must not go back.
 ///
-/// What was not used is kept for later, but only `burst` worth of it: after a pause so much may
-/// happen at once.
+/// What was not used is kept for later, but at most `burst` worth of it. After a pause, that much
+/// may happen at once.
 #[derive(Debug, Clone)]
 pub struct Bucket {
     interval: Duration,
@@ -86,28 +86,28 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// A bucket that is full.
+    /// Creates a full bucket.
     pub fn new(rate: Rate, burst: Duration) -> Self {
         Self { interval: rate.interval(), burst, paid_at: Duration::ZERO }
     }
 
-    /// From now on, one may happen so often.
+    /// Changes the interval between events from now on.
     pub fn set_interval(&mut self, interval: Duration) {
         self.interval = interval;
     }
 
-    /// How long until one more may happen; `None`: now.
+    /// Returns how long until one more may happen; `None`: now.
     pub fn wait(&self, now: Duration) -> Option<Duration> {
         let wait = self.paid_at.saturating_sub(now.saturating_add(self.burst));
         (!wait.is_zero()).then_some(wait)
     }
 
-    /// `count` happened. More than there was room for is owed, and makes the next ones wait longer.
+    /// Notes that `count` happened. If that exceeds the room, the next ones wait longer.
     pub fn spend(&mut self, count: u32, now: Duration) {
         self.paid_at = self.paid_at.max(now).saturating_add(self.interval.saturating_mul(count));
     }
 
-    /// One happens now, or the wait until it may.
+    /// Takes one now, or returns the wait until it may happen.
     pub fn take(&mut self, now: Duration) -> std::result::Result<(), Duration> {
         if let Some(wait) = self.wait(now) {
             return Err(wait);

@@ -14,11 +14,11 @@ use crate::names::{LogName, SourceName};
 /// A verified message from outside.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inbound {
-    /// Which source it came from; ids are unique per source (and tenant, if the event has one).
+    /// The source it came from. Ids are unique per source (and tenant, if the event has one).
     pub source: SourceName,
     /// The sender's id of the message: 1 to 255 bytes, no NUL.
     pub message_id: String,
-    /// SHA-256 of what was signed, usually the raw body: a known id with another digest is a
+    /// SHA-256 of what was signed, usually the raw body. A known id with another digest is a
     /// conflict.
     pub digest: [u8; 32],
     /// The event to store: payload = the raw body.
@@ -33,18 +33,18 @@ impl Inbound {
     }
 }
 
-/// What became of an inbound message.
+/// The result for an inbound message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Received {
     /// Stored, durably.
     Accepted(EventId),
     /// The same id with the same body was stored before; nothing changed.
     Duplicate,
-    /// The same id with *another* body was stored before: kept out, recorded as a conflict.
+    /// The same id with *another* body was stored before. Refused, and recorded as a conflict.
     Conflict,
 }
 
-/// The record of a message that came with a known id and another body: it was kept out.
+/// The record of a refused message whose id was known with another body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Conflict {
     /// Where it came from.
@@ -68,24 +68,25 @@ pub struct Conflict {
 /// Stores messages from outside once.
 ///
 /// Behaviour:
-/// - `(source, tenant, message_id)` is stored once, with the digest; the event goes to the log in
-///   the same transaction. When `Accepted` comes back, it is durable.
-/// - The messages of one call are one commit, and their events stand in the log in the order given.
-///   A failure is one of the whole call, and stores nothing of it; who must know which message it
-///   was receives each alone. A call of no messages does nothing.
-/// - k concurrent calls with one id: exactly one `Accepted`. Within a call the first one.
-/// - A conflict leaves a record ([`Conflict`]) and no event; the same body again only raises its
-///   count, so that a sender who repeats himself does not fill the disk. Records are forgotten with
-///   the ids of their age.
-/// - Call it only with verified messages: nothing else may create a row, not even of the id.
-/// - A store that is down: `Unavailable`; the sender must come again.
+/// - `(source, tenant, message_id)` is stored once, with the digest. The event goes to the log in
+///   the same transaction. Once `Accepted` is returned, it is durable.
+/// - The messages of one call are one commit, and their events are in the log in the order given. A
+///   failure applies to the whole call and stores nothing. To find out which message caused it,
+///   receive each alone. A call without messages does nothing.
+/// - If k concurrent calls have one id, exactly one gets `Accepted`. Within a call it is the first
+///   one.
+/// - A conflict leaves a record ([`Conflict`]) and no event. The same body again only raises its
+///   count, so that a sender who repeats a message does not fill the disk. Records are forgotten
+///   together with ids of the same age.
+/// - Call it only with verified messages. Nothing else may create a row, not even for the id.
+/// - If the store is down: `Unavailable`. The sender must send again.
 ///
-/// Cancel-safety: a dropped future may or may not have stored, but all or nothing of a call;
-/// receiving again answers `Duplicate` then.
+/// Cancel-safety: a dropped future may or may not have stored, but all or nothing of a call.
+/// Receiving again then returns `Duplicate`.
 #[async_trait]
 pub trait Receive: Send + Sync + 'static {
-    /// Stores messages in one commit; what became of each, in the order given. However many there
-    /// are: a caller bounds them.
+    /// Stores messages in one commit. Returns one result each, in the order given. Sets no limit on
+    /// their number; the caller must.
     async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>>;
 
     /// Stores one message.
@@ -97,8 +98,8 @@ pub trait Receive: Send + Sync + 'static {
             .ok_or_else(|| Error::new(ErrorKind::Internal, "receive", "store_protocol", "the store gave no answer"))
     }
 
-    /// Forgets ids older than `older_than`, a bounded number per call; returns how many. The dedupe
-    /// memory must be longer than the sender's longest retry horizon, and no shorter than
+    /// Forgets ids older than `older_than`, a bounded number per call, and returns how many. Ids
+    /// must be remembered for longer than the sender keeps retrying, and no shorter than
     /// [`MESSAGE_IDS_AGE_MIN`](crate::limits::MESSAGE_IDS_AGE_MIN).
     async fn forget(&self, older_than: Duration) -> Result<u64>;
 }

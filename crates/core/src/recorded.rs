@@ -1,17 +1,17 @@
-//! A unit of work: what aggregates recorded while they changed is appended at once.
+//! A unit of work: the events that aggregates recorded while they changed are appended together.
 
 use crate::error::{Error, Result};
 use crate::event::NewEvent;
 use crate::typed::{IntoEvent, IntoEvents};
 
-/// A thing that changes as a whole, and records what happened to it.
+/// An object that changes as a whole and records what happened to it.
 pub trait Aggregate {
-    /// Where it records.
+    /// Returns the record of its events.
     fn recorded(&mut self) -> &mut Recorded;
 }
 
-/// Events that wait for their append: those that an aggregate recorded, and, as a unit of work,
-/// those of several aggregates.
+/// Events that wait for their append. An aggregate has one for its own events; a unit of work has
+/// one for those of several aggregates.
 ///
 /// ```
 /// use postbox_core::{Aggregate, MemoryStore, NewEvent, Postbox, Recorded, Result};
@@ -48,23 +48,23 @@ pub trait Aggregate {
 /// ```
 ///
 /// Behaviour:
-/// - Events are appended in the order in which they were taken, and each aggregate's as it recorded
-///   them.
-/// - Nothing reaches the log but by [`Postbox::append`](crate::Postbox::append) and your commit:
-///   not after a rollback, a panic, or a unit of work that is dropped.
-/// - The append borrows it. Where the append or the commit fails, it has all its events still, for
-///   another transaction; aggregates get none back.
-/// - An event that cannot be written as JSON is the error of the append, and nothing is sent.
+/// - Events are appended in the order in which they were taken, those of an aggregate in the order
+///   it recorded them.
+/// - Events reach the log only by [`Postbox::append`](crate::Postbox::append) and your commit: not
+///   after a rollback, a panic, or if the unit of work is dropped.
+/// - The append borrows it. If the append or the commit fails, it still has all events for another
+///   transaction. They do not go back to the aggregates.
+/// - If an event cannot be written as JSON, the append fails with that error, and nothing is sent.
 #[derive(Debug, Default)]
 #[must_use = "what is recorded reaches nobody before it is appended"]
 pub struct Recorded {
     events: Vec<NewEvent>,
-    /// Of the first event that could not be written: whoever records should not have to ask.
+    /// Error of the first event that could not be encoded. Kept here so that recording cannot fail.
     fault: Option<Error>,
 }
 
 impl Recorded {
-    /// Nothing yet.
+    /// Creates an empty record.
     pub fn new() -> Self {
         Self::default()
     }
@@ -77,7 +77,7 @@ impl Recorded {
         }
     }
 
-    /// Takes what an aggregate has recorded, and leaves it with nothing.
+    /// Takes everything an aggregate has recorded, and leaves its record empty.
     pub fn take(&mut self, aggregate: &mut (impl Aggregate + ?Sized)) -> &mut Self {
         let taken = std::mem::take(aggregate.recorded());
         self.events.extend(taken.events);
@@ -85,7 +85,7 @@ impl Recorded {
         self
     }
 
-    /// What there is, in order.
+    /// Returns the events, in order.
     pub fn events(&self) -> &[NewEvent] {
         &self.events
     }
@@ -126,7 +126,7 @@ mod tests {
         }
     }
 
-    /// JSON has no keys that are no text.
+    /// JSON has no keys that are not text.
     #[derive(serde::Serialize)]
     struct Map(BTreeMap<Vec<u8>, u8>);
 

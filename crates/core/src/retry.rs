@@ -6,21 +6,21 @@ use crate::clock::Random;
 
 /// The retry policy of a subscription.
 ///
-/// Equal jitter (half of the capped exponential, and a uniform draw from the other half) spreads
-/// retries and still says how long they last:
-/// <https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/>. By default 24.8 to
-/// 49.6 hours: a bad deploy of the receiver on a Friday evening costs no event before Saturday
-/// evening ([Svix](https://docs.svix.com/retries) goes on for 27.6 hours).
+/// Equal jitter is half of the capped exponential delay plus a uniform random part of the other
+/// half. It spreads retries and still bounds how long they last:
+/// <https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/>. By default they
+/// last 24.8 to 49.6 hours: a bad deploy of the receiver on a Friday evening costs no event before
+/// Saturday evening ([Svix](https://docs.svix.com/retries) retries for 27.6 hours).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RetryPolicy {
-    /// Attempts before an event dies; at least 1. Default 30.
+    /// Attempts before an event is dead; at least 1. Default 30.
     pub attempts_max: u32,
     /// Upper bound of the first delay. Default 1 s.
     pub base: Duration,
     /// Cap of every delay, `Retry-After` included. Default 3 h.
     pub delay_max: Duration,
-    /// Fixed delays instead of the exponential: the n-th retry waits `delays[n-1]`, the last
-    /// repeats. No jitter.
+    /// Fixed delays instead of the exponential ones: retry number n waits `delays[n-1]`, and the
+    /// last delay repeats. No jitter.
     pub delays: Vec<Duration>,
 }
 
@@ -36,8 +36,8 @@ impl Default for RetryPolicy {
 }
 
 impl RetryPolicy {
-    /// How long to wait after attempt number `attempt` (1 is the first) failed, or `None` when that
-    /// was the last one.
+    /// Returns the wait after attempt number `attempt` (from 1) failed; `None` if that was the last
+    /// one.
     ///
     /// A wait named by the destination is honoured up to `delay_max`.
     pub fn next_delay(&self, attempt: u32, after: Option<Duration>, random: &dyn Random) -> Option<Duration> {

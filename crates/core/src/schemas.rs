@@ -1,16 +1,17 @@
-//! What payloads look like, as the append and the router ask for it.
+//! Schemas of payloads, as the append and the router use them.
 
 use std::fmt;
 
 use crate::error::Result;
 
-/// Says whether a payload is as its topic says. `postbox_schema::JsonSchemas` is one.
+/// Checks whether a payload matches the schema of its topic. `postbox_schema::JsonSchemas`
+/// implements this.
 ///
 /// Behaviour:
-/// - A topic, or a version of the payload's form, that it does not know is no error.
-/// - A payload that is not as it should be is
-///   [`Error::schema_violated`](crate::Error::schema_violated), with every issue in it.
-/// - Pure: no I/O. It is asked for each event.
+/// - An unknown topic or schema version is no error.
+/// - A payload that breaks its schema is [`Error::schema_violated`](crate::Error::schema_violated),
+///   with every issue in it.
+/// - Pure: no I/O. It is called for each event.
 pub trait Schemas: fmt::Debug + Send + Sync + 'static {
     /// Checks a payload.
     fn check(&self, topic: &str, schema_version: u32, payload: &[u8]) -> Result<()>;

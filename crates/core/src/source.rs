@@ -14,23 +14,23 @@ use crate::event::{Headers, NewEvent, header};
 use crate::names::{SourceName, Topic};
 use crate::receive::Inbound;
 
-/// Most characters of the reason that are kept with a poison message.
+/// Maximum characters of the reason stored with a poison message.
 const POISON_REASON_CHARS_MAX: usize = 500;
 /// Bytes that are kept of a message which no store can keep whole.
 const POISON_BYTES_MAX: usize = 1024 * 1024;
 
-/// A source's own name for one delivery of a message: a delivery tag, a receipt handle, a stream
-/// id, a partition and an offset. Only the source that made it reads it.
+/// A source's own identifier for one delivery of a message: a delivery tag, a receipt handle, a
+/// stream id, or a partition and an offset. Only the source that made it reads it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AckToken(Bytes);
 
 impl AckToken {
-    /// A token of these bytes.
+    /// Creates a token of these bytes.
     pub fn new(bytes: impl Into<Bytes>) -> Self {
         Self(bytes.into())
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
@@ -39,9 +39,9 @@ impl AckToken {
 /// A message as a broker delivered it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RawMessage {
-    /// The producer's id, by which the message is stored once. `None`: its digest.
+    /// The producer's id, by which the message is stored once. `None`: its digest is used.
     pub id: Option<String>,
-    /// SHA-256 of the payload: a known id with another digest is a conflict.
+    /// SHA-256 of the payload. A known id with another digest is a conflict.
     pub digest: [u8; 32],
     /// The subject, topic, routing key or queue.
     pub topic: String,
@@ -49,21 +49,22 @@ pub struct RawMessage {
     pub key: Option<String>,
     /// Application headers, as far as they are text.
     pub headers: Headers,
-    /// What the payload is.
+    /// The media type of the payload.
     pub content_type: String,
     /// The payload as it was received.
     pub payload: Bytes,
 }
 
 impl RawMessage {
-    /// The id by which the message is stored once: the producer's, or `sha256:` and the digest.
+    /// Returns the id by which the message is stored once: the producer's, or `sha256:` and the
+    /// digest.
     pub fn message_id(&self) -> String {
         let digest = || self.digest.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         self.id.clone().unwrap_or_else(|| format!("sha256:{}", digest()))
     }
 
-    /// An event with the message's topic, key, headers and payload; `Invalid` if no event can have
-    /// them.
+    /// Returns an event with the message's topic, key, headers and payload; `Invalid` if no event
+    /// can have them.
     pub fn into_inbound(self, source: &SourceName) -> Result<Inbound> {
         let message_id = self.message_id();
         let mut event = NewEvent::new(self.topic, self.payload, self.content_type).source(source.to_string());
@@ -75,21 +76,22 @@ impl RawMessage {
         Ok(inbound)
     }
 
-    /// Leaves the first bytes of a payload that no store can keep whole, and says how many there
-    /// were; `None`: it is short enough. For a source whose broker keeps no dead letters: the
-    /// message would come again for ever, and others wait behind it.
+    /// Cuts a payload that no store can keep whole to its first bytes. Returns its original length;
+    /// `None` if it is short enough. For a source whose broker keeps no dead letters: otherwise the
+    /// message would come again for ever, and others would wait behind it.
     pub fn cut(&mut self) -> Option<usize> {
         let length = self.payload.len();
         self.payload.truncate(POISON_BYTES_MAX);
         (length > POISON_BYTES_MAX).then_some(length)
     }
 
-    /// An event that keeps a message which cannot be decoded: its payload, the reason, and of the
-    /// rest what an event can have. Relays close it as dead without sending it, so an operator sees
-    /// it there.
+    /// Returns an event that keeps a message which cannot be decoded: its payload, the reason, and
+    /// whatever else an event can hold of it. Relays settle it as dead without sending it, so that
+    /// an operator sees it.
     ///
-    /// Its id is not the message's own, and ends with its bytes' digest: once the decoder is
-    /// mended, the same message is stored, and two of one id with different bytes are both kept.
+    /// Its id is not the message's own, and ends with the digest of its bytes. So once the decoder
+    /// is fixed, the same message can be stored, and two messages of one id with different bytes
+    /// are both kept.
     pub fn into_poison(self, source: &SourceName, code: &str, why: &str) -> Inbound {
         let topic = if Topic::new(self.topic.as_str()).is_ok() { self.topic.clone() } else { source.to_string() };
         let why: String = why.escape_debug().take(POISON_REASON_CHARS_MAX).collect();
@@ -116,63 +118,63 @@ impl RawMessage {
 pub struct SourceMessage {
     /// What was received.
     pub message: RawMessage,
-    /// Names this delivery of it.
+    /// Identifies this delivery of it.
     pub token: AckToken,
 }
 
-/// What a source can do, as data. The receiver drives it accordingly; the source suite checks each
+/// What a source can do, as data. The receiver drives it accordingly. The source suite checks each
 /// claim in both directions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SourceCapabilities {
-    /// Most messages given out and not settled; at least 1.
+    /// Maximum messages that may be delivered and unsettled; at least 1.
     pub in_flight_max: usize,
-    /// Messages come in the order in which they were published, and what is given back comes again
-    /// before anything behind it.
+    /// Messages come in the order in which they were published. A message that is given back comes
+    /// again before anything behind it.
     pub ordered: bool,
-    /// `nak` waits for its delay. Without it a message may come again at once.
+    /// `nak` waits for its delay. Otherwise a message may come again at once.
     pub nak_delay: bool,
-    /// The broker keeps what is rejected. Without it a rejected message is gone.
+    /// The broker keeps rejected messages. Otherwise a rejected message is gone.
     pub dead_letters: bool,
 }
 
-/// A consumer of a broker. A receiver drives it; it neither decodes nor stores.
+/// A consumer of a broker. A receiver drives it. It neither decodes nor stores.
 ///
 /// Behaviour:
-/// - **At least once.** A message is given out until it is settled by [`ack`](Self::ack) or
+/// - **At least once.** A message is delivered until it is settled by [`ack`](Self::ack) or
 ///   [`reject`](Self::reject). After [`nak`](Self::nak), a lost connection or a crash it comes
 ///   again, with another token.
-/// - `next` waits until there is a message, then gives 1 to `max` of them, and never more than
-///   [`in_flight_max`](SourceCapabilities::in_flight_max) unsettled ones in all. An empty answer
+/// - `next` waits until there is a message, then returns 1 to `max` of them, and never more than
+///   [`in_flight_max`](SourceCapabilities::in_flight_max) unsettled ones in total. An empty result
 ///   means that the source was closed.
-/// - A lost connection is an `Unavailable` error of one call; the next call connects again. A
-///   source never retries or waits by itself beyond that: the receiver owns backoff.
-/// - Settling is idempotent. A token that is unknown, settled, or of an earlier connection is
-///   ignored. A failed settling call may have settled some; the others come again.
+/// - A lost connection is an `Unavailable` error of one call. The next call connects again. Apart
+///   from that, a source never retries or waits by itself: the receiver owns backoff.
+/// - Settling is idempotent. A token that is unknown, settled, or from an earlier connection is
+///   ignored. A failed settling call may have settled some messages; the others come again.
 /// - `close` wakes a waiting `next`, gives back what is unsettled, and may be called again.
 ///
-/// Errors: `Unavailable` for what passes, `Unauthorized` or `Mismatch` for what a person must mend.
-/// No error loses a message.
+/// Errors: `Unavailable` for what passes by itself, `Unauthorized` or `Mismatch` for what a person
+/// must fix. No error loses a message.
 ///
-/// Cancel-safety: `next` may be dropped at any await; a message it has not given out is not lost. A
+/// Cancel-safety: `next` may be dropped at any await. A message it has not returned is not lost. A
 /// dropped settling call may or may not have settled.
 #[async_trait]
 pub trait Source: Send + Sync + 'static {
-    /// What this source can do. Constant over its life.
+    /// Returns what this source can do. Constant over its life.
     fn capabilities(&self) -> SourceCapabilities;
 
-    /// The next messages: 1 to `max`, or none once closed.
+    /// Returns the next messages: 1 to `max`, or none once closed.
     async fn next(&self, max: usize) -> Result<Vec<SourceMessage>>;
 
-    /// These are stored durably, or known: never give them out again.
+    /// These are stored durably, or known already. Never deliver them again.
     async fn ack(&self, tokens: &[AckToken]) -> Result<()>;
 
-    /// These could not be stored now: give them out again, after `delay` at the earliest.
+    /// These could not be stored now. Deliver them again, after `delay` at the earliest.
     async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()>;
 
-    /// These can never be stored, not even as poison: never give them out again.
+    /// These can never be stored, not even as poison. Never deliver them again.
     async fn reject(&self, tokens: &[AckToken]) -> Result<()>;
 
-    /// Ends the source.
+    /// Closes the source.
     async fn close(&self);
 }
 

@@ -6,10 +6,10 @@ use std::str::FromStr;
 
 use crate::error::{Error, Result};
 
-/// What an operator sees of one event in one subscription.
+/// The state of one event in one subscription.
 ///
-/// `Pending`, `Dispatched`, `Skipped` and `Unrouted` are derived from the cursor and the filters;
-/// only the other five have a delivery row.
+/// `Pending`, `Dispatched`, `Skipped` and `Unrouted` are derived from the cursor and the filters.
+/// Only the other five have a delivery row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
@@ -21,13 +21,13 @@ pub enum State {
     Blocked,
     /// Waits for its `deliver_at`.
     Scheduled,
-    /// Out of attempts or refused for good; waits for a person.
+    /// Out of attempts or refused for good. Waits for a person.
     Dead,
-    /// A person decided that it shall not be delivered.
+    /// A person decided that it must not be delivered.
     Discarded,
-    /// The destination has it.
+    /// It was delivered.
     Dispatched,
-    /// Never meant to go out: before the subscription began, or outside the filter of its time.
+    /// Never meant to go out: before the subscription's start, or outside the filter of that time.
     Skipped,
     /// Skipped by every subscription of its log. It is kept, and goes to the first subscription
     /// that begins to want it.
@@ -48,10 +48,10 @@ impl State {
         Self::Unrouted,
     ];
 
-    /// The transition table: whether an event in `self` may become `next`.
+    /// The transition table: returns whether an event in `self` may become `next`.
     ///
-    /// Terminal states are left only by an explicit replay (to `Retrying`), and `Unrouted` also by
-    /// a filter that begins to want the event.
+    /// Terminal states are left only by an explicit replay (to `Retrying`), `Unrouted` also when a
+    /// filter begins to want the event.
     pub fn may_become(self, next: Self) -> bool {
         use State::*;
         match self {
@@ -61,25 +61,25 @@ impl State {
             Scheduled => matches!(next, Dispatched | Retrying | Blocked | Dead | Discarded),
             Dead => matches!(next, Retrying | Discarded),
             Dispatched => matches!(next, Retrying | Scheduled),
-            // It may be on its way by the filter before: its lane takes the new one once that is
-            // settled.
+            // It may be in flight by the previous filter: its lane takes the new filter once that
+            // is settled.
             Skipped => !matches!(next, Skipped | Discarded),
             Unrouted => matches!(next, Skipped | Pending | Retrying | Scheduled),
             Discarded => false,
         }
     }
 
-    /// Whether an event in this state has a delivery row.
+    /// Returns whether an event in this state has a delivery row.
     pub fn has_row(self) -> bool {
         !matches!(self, Self::Pending | Self::Dispatched | Self::Skipped | Self::Unrouted)
     }
 
-    /// Whether the summary counts it as pending.
+    /// Returns whether the summary counts it as pending.
     pub fn counts_as_pending(self) -> bool {
         matches!(self, Self::Pending | Self::Retrying | Self::Blocked | Self::Scheduled)
     }
 
-    /// The lower-case word, as stored and printed.
+    /// Returns the lower-case word, as stored and printed.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Pending => "pending",

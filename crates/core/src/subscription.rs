@@ -8,19 +8,19 @@ use crate::event::{Headers, KIND_DEFAULT, check_headers, check_word_of};
 use crate::kit::check_lanes;
 use crate::names::{LogName, SubscriptionName, Tenant, TopicPattern};
 
-/// In which order events reach the sink.
+/// The order in which events reach the sink.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Ordering {
-    /// Events of one key in commit order, one unacknowledged at a time; different keys
+    /// Events of one key in commit order, one unacknowledged at a time. Different keys
     /// concurrently.
     #[default]
     Key,
-    /// Everything at once.
+    /// No order, everything at once.
     None,
 }
 
-/// What happens to a key when one of its events dies.
+/// What happens to a key when one of its events becomes dead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnDead {
     /// The next event of the key goes out.
@@ -31,7 +31,7 @@ pub enum OnDead {
 }
 
 impl OnDead {
-    /// The lower-case word, as stored and written.
+    /// Returns the lower-case word, as stored and written.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Continue => "continue",
@@ -40,50 +40,49 @@ impl OnDead {
     }
 }
 
-/// Where a new subscription begins.
+/// Where a new subscription starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StartAt {
     /// With the oldest event still in the log.
     #[default]
     Beginning,
-    /// With events committed after the subscription was made.
+    /// With events that commit after the subscription was created.
     Now,
 }
 
-/// Which events of the log a subscription wants. Events it does not want are passed over, never
-/// counted.
+/// Which events of the log a subscription wants. Other events are passed and never counted.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Filter {
     /// Any of these; empty means all topics.
     pub topics: Vec<TopicPattern>,
     /// Only this tenant's events.
     pub tenant: Option<Tenant>,
-    /// Any of these, by their exact names; empty means all kinds. An event that names none is of
-    /// the kind `domain`.
+    /// Any of these, by their exact names; empty means all kinds. An event without a kind has the
+    /// kind `domain`.
     pub kinds: Vec<String>,
-    /// Any of these, by their exact names; empty means all aggregates, and none.
+    /// Any of these, by their exact names; empty means all events, with or without an aggregate.
     pub aggregates: Vec<String>,
     /// All of these, with exactly these values.
     pub headers: Headers,
 }
 
-/// What a filter compares of an event, beside its headers.
+/// What a filter compares of an event, except its headers.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Traits<'a> {
     /// Its topic.
     pub topic: &'a str,
     /// Its tenant.
     pub tenant: Option<&'a str>,
-    /// Its kind, if it names one.
+    /// Its kind, if it has one.
     pub kind: Option<&'a str>,
     /// Its aggregate.
     pub aggregate: Option<&'a str>,
 }
 
 impl Filter {
-    /// Whether an event is wanted. Its headers are asked for only where the filter names some: a
-    /// store may have to parse them.
+    /// Returns whether an event is wanted. Its headers are only requested if the filter names some,
+    /// because a store may have to parse them.
     pub fn matches<'h>(&self, of: Traits<'_>, headers: impl FnOnce() -> Cow<'h, Headers>) -> bool {
         let among = |wanted: &[String], name: Option<&str>| {
             wanted.is_empty() || name.is_some_and(|name| wanted.iter().any(|it| it == name))
@@ -98,12 +97,12 @@ impl Filter {
             })
     }
 
-    /// Whether the topic is wanted, whatever else the filter asks.
+    /// Returns whether the topic is wanted, whatever else the filter asks for.
     pub fn wants_topic(&self, topic: &str) -> bool {
         self.topics.is_empty() || self.topics.iter().any(|pattern| pattern.matches(topic))
     }
 
-    /// Checks that there can be events like this: what no event can have is a slip of the pen.
+    /// Checks that events like this can exist. A filter for impossible ones is probably a mistake.
     pub fn validate(&self) -> Result<()> {
         self.kinds.iter().try_for_each(|kind| check_word_of("kind", kind))?;
         self.aggregates.iter().try_for_each(|aggregate| check_word_of("aggregate", aggregate))?;
@@ -111,7 +110,7 @@ impl Filter {
     }
 }
 
-/// The topics, then what else is asked: `order.* kind=integration region=eu`.
+/// Shows the topics, then the rest: `order.* kind=integration region=eu`.
 impl fmt::Display for Filter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let topics: Vec<&str> = self.topics.iter().map(TopicPattern::as_str).collect();
@@ -134,22 +133,23 @@ pub struct Subscription {
     pub log: LogName,
     /// Which events it wants.
     pub filter: Filter,
-    /// In which order they go out.
+    /// The order of deliveries.
     pub ordering: Ordering,
-    /// What happens to a key when one of its events dies, be it by its relay or by a person's word
+    /// What happens to a key when one of its events becomes dead, by its relay or by a person
     /// ([`Change::MarkDead`](crate::Change::MarkDead)).
     pub on_dead: OnDead,
-    /// How many replicas can work at once; 1 is a single active relay with hot standbys. Of a new
-    /// subscription: then [`Admin::set_lanes`](crate::Admin::set_lanes) changes it.
+    /// How many replicas can work at once; 1 is a single active relay with hot standbys. Used only
+    /// when the subscription is created; later [`Admin::set_lanes`](crate::Admin::set_lanes)
+    /// changes it.
     pub lanes: u16,
-    /// Where it begins when it is new.
+    /// Where it starts when it is new.
     pub start: StartAt,
 }
 
 impl Subscription {
-    /// A subscription to everything in `log`, in key order, from the beginning, with two lanes: a
-    /// second replica takes half of the work, and one that drives both is as fast as with one lane
-    /// (`cargo xtask bench replicas`, `drain`).
+    /// Creates a subscription to everything in `log`, in key order, from the beginning, with two
+    /// lanes. A second replica takes half of the work, and a single one that drives both is as fast
+    /// as with one lane (`cargo xtask bench replicas`, `drain`).
     pub fn new(name: SubscriptionName, log: LogName) -> Self {
         Self {
             name,
@@ -162,7 +162,7 @@ impl Subscription {
         }
     }
 
-    /// Whether a dead event holds its key.
+    /// Returns whether a dead event holds its key.
     pub fn halts(&self) -> bool {
         self.ordering == Ordering::Key && self.on_dead == OnDead::Halt
     }

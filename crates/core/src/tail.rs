@@ -1,4 +1,4 @@
-//! The tail contract: a log as it grows, looked at without a subscription.
+//! The tail contract: a log as it grows, watched without a subscription.
 
 use async_trait::async_trait;
 
@@ -11,35 +11,36 @@ use crate::names::LogName;
 /// What was committed since a place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tailed {
-    /// The events with their places in the log.
+    /// The events with their positions in the log.
     pub events: Vec<(Seq, Event)>,
-    /// Where to go on, in the store's own words and for this log only.
+    /// Where to continue, in the store's own format and for this log only.
     pub place: String,
-    /// Whether there may be more at once.
+    /// Whether there may be more right now.
     pub more: bool,
 }
 
-/// A log as it grows. For people who watch: whoever must not lose an event subscribes.
+/// A log as it grows, for people who watch it. A program that must not lose an event needs a
+/// subscription.
 ///
 /// Behaviour:
-/// - Without a place it begins now: no event, and the place beyond all that is committed.
-/// - From a place on it gives each event that was committed since, once, whatever its `seq`: one
-///   whose transaction commits late comes then. Those of one key come in commit order, under the
-///   condition of [`Log`](crate::Log).
-/// - Only what the criteria mean; the rest is passed.
-/// - An event that cannot be read is given as far as it can be.
-/// - It writes nothing and holds up nobody, retention neither: what is deleted before it was read
-///   is not given. What it gives is committed, and may not be on disk yet: a crash of the store may
-///   take it back.
+/// - Without a place it begins now: it returns no event, and the place after everything committed.
+/// - From a place on it returns each event that was committed since, once, whatever its `seq`. An
+///   event whose transaction commits late comes at that time. Events of one key come in commit
+///   order, under the condition of [`Log`](crate::Log).
+/// - It returns only events that match the criteria.
+/// - An event that cannot be read is returned as far as possible.
+/// - It writes nothing and holds up nothing, not even retention: events deleted before they were
+///   read are not returned. Events it returns are committed, but may not be on disk yet, so a crash
+///   of the store may take them back.
 /// - An unknown log: `NotFound`, code `log_unknown`. A place of something else: `Invalid`, code
 ///   `place_invalid`.
 #[async_trait]
 pub trait Tail: Send + Sync + 'static {
-    /// The next events after a place, possibly none.
+    /// Returns the next events after a place, possibly none.
     async fn tail(&self, log: &LogName, which: &Criteria, place: Option<&str>, limit: BatchLimit) -> Result<Tailed>;
 }
 
-/// The error of a place that no tail gave.
+/// The error of a place that no tail returned.
 pub fn place_invalid(place: &str) -> Error {
     Error::invalid("tail", "place_invalid", format!("{place:?} is no place of a tail; begin without one"))
 }

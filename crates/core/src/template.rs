@@ -1,4 +1,4 @@
-//! Text with fields of an event in it: where a sink publishes to.
+//! Text with fields of an event: where a sink publishes to.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,9 +6,9 @@ use std::str::FromStr;
 use crate::error::{Error, Result};
 use crate::event::Event;
 
-/// Text with fields of an event in it, e.g. `orders.{topic}.{key}`; `{{` and `}}` stand for braces.
+/// Text with fields of an event, e.g. `orders.{topic}.{key}`; `{{` and `}}` stand for braces.
 ///
-/// What the text may be, and the value of a field within it, is a rule of the broker it is for.
+/// The broker it is for sets the rules for the text and for the values of its fields.
 ///
 /// ```
 /// use postbox_core::Template;
@@ -19,13 +19,13 @@ use crate::event::Event;
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Template {
-    /// What comes before the first field.
+    /// The text before the first field.
     prefix: String,
-    /// Each field, with the text behind it.
+    /// Each field, with the text that follows it.
     fields: Vec<(Field, String)>,
 }
 
-/// What an event has one value of, at most.
+/// A field of which an event has at most one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Field {
     /// [`Event::topic`].
@@ -43,7 +43,7 @@ pub enum Field {
 impl Field {
     const ALL: [Self; 5] = [Self::Topic, Self::Key, Self::Kind, Self::Aggregate, Self::Tenant];
 
-    /// Its name, as it stands between braces.
+    /// Returns its name, as it is written between braces.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Topic => "topic",
@@ -54,7 +54,7 @@ impl Field {
         }
     }
 
-    /// The event's value, empty if it has none.
+    /// Returns the event's value, empty if it has none.
     pub fn of(self, event: &Event) -> &str {
         match self {
             Self::Topic => event.topic.as_str(),
@@ -67,7 +67,7 @@ impl Field {
 }
 
 impl Template {
-    /// The text with a value in the place of each field; `value` also gets the text behind the
+    /// Returns the text with a value for each field. `value` also gets the text that follows the
     /// field.
     pub fn fill<'v, E>(&self, value: impl Fn(Field, &str) -> Result<&'v str, E>) -> Result<String, E> {
         let mut text = self.prefix.clone();
@@ -78,12 +78,13 @@ impl Template {
         Ok(text)
     }
 
-    /// The text, if it has no fields.
+    /// Returns the text, if it has no fields.
     pub fn fixed(&self) -> Option<&str> {
         self.fields.is_empty().then_some(&self.prefix)
     }
 
-    /// Two fields with nothing between them, so that nothing says where the first one's value ends.
+    /// Returns two fields with nothing between them. There, the end of the first value is
+    /// ambiguous.
     pub fn adjacent(&self) -> Option<(Field, Field)> {
         let mut pairs = self.fields.iter().zip(self.fields.iter().skip(1));
         pairs.find(|((_, between), _)| between.is_empty()).map(|((first, _), (second, _))| (*first, *second))

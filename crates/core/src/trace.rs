@@ -1,4 +1,4 @@
-//! Traces: one span for each thing that becomes of an event, and the W3C context that joins them.
+//! Traces: one span for each step of an event, and the W3C context that joins them.
 //!
 //! | span | kind | when | its parent |
 //! |---|---|---|---|
@@ -7,8 +7,8 @@
 //! | `receive TOPIC` | client | a source's message is stored | that of the sender |
 //! | `process TOPIC` | consumer | a handler runs | that of the append, or of the receipt |
 //!
-//! They are `tracing` spans of the target [`TARGET`], at info, with the attributes of
-//! OpenTelemetry's messaging conventions. There are none until a [`Propagator`] is set: until then
+//! They are `tracing` spans with the target [`TARGET`], at level info, with the attributes of
+//! OpenTelemetry's messaging conventions. There are none until a [`Propagator`] is set. Until then
 //! each of these places reads one flag, and events stay as they are.
 
 use std::borrow::Cow;
@@ -25,38 +25,37 @@ pub use crate::trace_context::TraceContext;
 
 /// The target of every span.
 pub const TARGET: &str = "postbox::trace";
-/// What an operation is of where nobody says better.
+/// The messaging system of an operation if none is given.
 const SYSTEM: &str = "postbox";
 
 static PROPAGATOR: OnceLock<Box<dyn Propagator>> = OnceLock::new();
 
-/// Joins `tracing` spans to a tracer, whose ids they have.
+/// Connects `tracing` spans to a tracer, which owns their ids.
 ///
 /// Behaviour:
 /// - It is called from anywhere, often, and neither waits nor panics.
-/// - What it is given as a parent has the form of W3C Trace Context, and nothing more is known of
-///   it.
+/// - A parent passed to it has the form of W3C Trace Context. Nothing more is guaranteed.
 pub trait Propagator: Send + Sync + 'static {
-    /// The context of the span that work is done in here; `None` outside of any.
+    /// Returns the context of the current span; `None` outside of any.
     fn current(&self) -> Option<TraceContext>;
 
-    /// The context of a span; `None` if the tracer does not know it.
+    /// Returns the context of a span; `None` if the tracer does not know it.
     fn context_of(&self, span: &Span) -> Option<TraceContext>;
 
-    /// Makes a new span, which nobody has entered, a child of this one.
+    /// Makes a new span, which nobody has entered yet, a child of this one.
     fn set_parent(&self, span: &Span, parent: &TraceContext);
 
-    /// Notes on a span that it has to do with this one.
+    /// Links a span to another one.
     fn link(&self, span: &Span, other: &TraceContext);
 }
 
-/// Turns traces on, for as long as the program runs. `false`: they are on already, with the
-/// propagator of another call.
+/// Turns traces on for the rest of the program. `false` if they are on already, with the propagator
+/// of another call.
 pub fn set_propagator(propagator: impl Propagator) -> bool {
     PROPAGATOR.set(Box::new(propagator)).is_ok()
 }
 
-/// Whether there is a propagator and somebody who takes the spans.
+/// Returns whether there is a propagator and a subscriber that takes the spans.
 #[inline]
 pub fn is_on() -> bool {
     PROPAGATOR.get().is_some() && span_enabled!(target: TARGET, Level::INFO)
@@ -70,8 +69,8 @@ fn context_of(span: &Span) -> Option<TraceContext> {
     PROPAGATOR.get()?.context_of(span)
 }
 
-/// A span of these fields, named after the type of its operation. `parent: None`: whatever is
-/// current here is none of its business.
+/// Creates a span with these fields, named after its kind of operation. `parent: None` ignores the
+/// current span.
 macro_rules! span {
     ($(parent: $parent:expr,)? $name:literal, $kind:literal, $system:expr, $topic:expr, $($field:tt)*) => {
         info_span!(
@@ -92,7 +91,7 @@ macro_rules! span {
     };
 }
 
-/// A span of what is done with one event that was read, whatever is current here.
+/// Creates a span for work on one event that was read. Ignores the current span.
 macro_rules! span_of_delivery {
     ($name:literal, $kind:literal, $system:expr, $delivery:expr, $subscription:expr) => {
         span!(
@@ -106,8 +105,8 @@ macro_rules! span_of_delivery {
     };
 }
 
-/// Notes on an event that it was appended here. One that says itself where it belongs stays as it
-/// is.
+/// Notes in an event that it was appended here. An event that already has a trace context stays as
+/// it is.
 pub(crate) fn created(event: &mut NewEvent, context: Option<&Context>) {
     if event.headers.keys().any(|name| name.eq_ignore_ascii_case(header::TRACEPARENT)) {
         return;
@@ -140,23 +139,23 @@ fn follow(span: &Span, parent: &TraceContext) {
     }
 }
 
-/// What is done with one event, under a span of its own. Dropped before it has [ended](Self::end),
-/// it was broken off, and its span says so.
+/// Work on one event, under its own span. If it is dropped before it has [ended](Self::end), the
+/// span says that it was broken off.
 #[must_use = "a span that is dropped was broken off"]
 pub struct Traced<T> {
-    /// What it is done with: carries the context of the span.
+    /// The object of the work, which carries the context of the span.
     with: T,
     span: Span,
     ended: bool,
 }
 
 impl<'d> Traced<Cow<'d, Delivery>> {
-    /// One event that is given to a sink of this system.
+    /// Starts a span for one event that is passed to a sink of this system.
     pub fn send(delivery: &'d Delivery, system: &'static str, subscription: &str) -> Self {
         Self::of(delivery, || span_of_delivery!("send", "client", system, delivery, subscription))
     }
 
-    /// One event that is handled.
+    /// Starts a span for one event that is handled.
     pub fn process(delivery: &'d Delivery, subscription: &str) -> Self {
         Self::of(delivery, || span_of_delivery!("process", "consumer", SYSTEM, delivery, subscription))
     }
@@ -177,12 +176,12 @@ impl<'d> Traced<Cow<'d, Delivery>> {
         Self { with, span, ended: false }
     }
 
-    /// The event, which says that it is sent or handled in this span.
+    /// Returns the delivery, which carries the context of this span.
     pub fn delivery(&self) -> &Delivery {
         &self.with
     }
 
-    /// Says what became of it.
+    /// Ends the span with the outcome.
     pub fn end(mut self, outcome: &Outcome) {
         if let Some((code, error)) = outcome.failure() {
             self.failed(code, error);
@@ -192,7 +191,8 @@ impl<'d> Traced<Cow<'d, Delivery>> {
 }
 
 impl Traced<()> {
-    /// One message of a source that is stored: its event then says that it came in this span.
+    /// Starts a span for one message of a source that is stored. Its event then carries the span's
+    /// context.
     pub fn receive(event: &mut NewEvent, source: &str, message_id: &str) -> Self {
         if !is_on() {
             return Self { with: (), span: Span::none(), ended: false };
@@ -208,7 +208,7 @@ impl Traced<()> {
             postbox.source = source,
         );
         if let (Some(sender), Some(propagator)) = (TraceContext::of(&event.headers), PROPAGATOR.get()) {
-            // In a request of its own trace, the sender's is another one.
+            // Inside a request that has its own trace, the sender's trace is linked instead.
             match propagator.current() {
                 Some(_) => propagator.link(&span, &sender),
                 None => propagator.set_parent(&span, &sender),
@@ -220,12 +220,12 @@ impl Traced<()> {
         Self { with: (), span, ended: false }
     }
 
-    /// It is stored, or was before.
+    /// Ends the span: the message is stored, or was stored before.
     pub fn well(mut self) {
         self.ended = true;
     }
 
-    /// It is not stored, and why.
+    /// Ends the span: the message is not stored, and why.
     pub fn failed_as(mut self, code: &str, error: &str) {
         self.failed(code, error);
         self.ended = true;
@@ -233,7 +233,7 @@ impl Traced<()> {
 }
 
 impl<T> Traced<T> {
-    /// The span, which whatever is done runs in.
+    /// Returns the span, which the work must run in.
     pub fn span(&self) -> &Span {
         &self.span
     }

@@ -3,7 +3,7 @@
 use crate::event::{Headers, header};
 use crate::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
 
-/// W3C: 512 characters of state must be carried on; more need not be.
+/// Longest `tracestate` that is carried. W3C requires 512 characters, not more.
 const TRACESTATE_BYTES_MAX: usize = 512;
 /// Version 00: `00-`, 32 digits, `-`, 16 digits, `-`, 2 digits.
 const TRACEPARENT_BYTES: usize = 55;
@@ -18,8 +18,8 @@ pub struct TraceContext {
 }
 
 impl TraceContext {
-    /// That of these headers. `None` if there is none, or one that is not as W3C Trace Context
-    /// says: whatever a stranger writes there is no more than that.
+    /// Returns the trace context of these headers. `None` if there is none, or an invalid one: it
+    /// may come from a stranger, so it is checked against W3C Trace Context.
     pub fn of(headers: &Headers) -> Option<Self> {
         let state = headers.get(header::TRACESTATE).map(String::as_str);
         headers.get(header::TRACEPARENT).and_then(|parent| Self::checked(parent, state))
@@ -31,8 +31,8 @@ impl TraceContext {
         is_traceparent(traceparent).then(|| Self { traceparent: traceparent.to_owned(), tracestate })
     }
 
-    /// Takes the place of the one in these headers, if there is room for it: an event must not
-    /// become too large by it.
+    /// Replaces the trace context in these headers, if there is room: it must not make an event too
+    /// large.
     pub fn carry(&self, headers: &mut Headers) {
         if self.fits(headers) {
             headers.retain(|name, _| !is_trace(name));
@@ -55,7 +55,7 @@ impl TraceContext {
     }
 }
 
-/// Whether a header is one of the two.
+/// Returns whether a header is one of the two.
 pub(crate) fn is_trace(name: &str) -> bool {
     [header::TRACEPARENT, header::TRACESTATE].iter().any(|its| name.eq_ignore_ascii_case(its))
 }
@@ -71,7 +71,7 @@ fn is_traceparent(text: &str) -> bool {
     let version = hex(0, 2).filter(|version| *version != b"ff");
     let ends = match (version, bytes.len()) {
         (Some(b"00"), length) => length == TRACEPARENT_BYTES,
-        // A later version may say more behind a dash.
+        // A later version may append more after a dash.
         (Some(_), length) => length == TRACEPARENT_BYTES || bytes.get(TRACEPARENT_BYTES) == Some(&b'-'),
         (None, _) => false,
     };
@@ -122,7 +122,7 @@ mod tests {
             &PARENT.replace('-', "_"),
             &PARENT.replace("0af7651916cd43dd8448eb211c80319c", &"0".repeat(32)),
             &PARENT.replace("b7ad6b7169203331", &"0".repeat(16)),
-            // As many bytes, and a character across a border of ours.
+            // The right number of bytes, but a character crosses one of our boundaries.
             &PARENT.replace("31-0", "3é0"),
             &"é".repeat(28),
             &"0".repeat(1_000_000),
@@ -147,7 +147,7 @@ mod tests {
         };
         assert!(carried(headers(HEADERS_MAX - 2, 1_000)) && !carried(headers(HEADERS_MAX - 1, 1_000)));
         assert!(carried(headers(16, HEADER_BYTES_MAX - 80)) && !carried(headers(16, HEADER_BYTES_MAX - 64)));
-        // Those that it takes the place of make room, however they are spelt.
+        // The headers it replaces make room, whatever their case.
         let mut full = headers(HEADERS_MAX - 2, 1_000);
         full.extend([("Traceparent".to_owned(), "old".to_owned()), ("tracestate".to_owned(), "old=1".to_owned())]);
         context.carry(&mut full);

@@ -1,4 +1,4 @@
-//! Appending in a transaction of yours: one verb, whichever driver the transaction is of.
+//! Appending in your own transaction, with one verb for every driver.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use crate::names::LogName;
 use crate::schemas::Schemas;
 use crate::typed::IntoEvents;
 
-/// Appends events to one log, in transactions of yours. Cheap to make; it holds no connection.
+/// Appends events to one log, in your own transactions. Cheap to create; it holds no connection.
 ///
-/// A store says what it is made of: a memory store itself, `postbox_postgres::Postgres` (its
-/// schema) or `postbox_sqlite::Sqlite`.
+/// It is made of a store: a memory store itself, `postbox_postgres::Postgres` (its schema) or
+/// `postbox_sqlite::Sqlite`.
 ///
 /// ```
 /// # use postbox_core::{MemoryStore, NewEvent, Postbox};
@@ -35,7 +35,7 @@ pub struct Postbox<S> {
 }
 
 impl<S> Postbox<S> {
-    /// Appends to the log `outbox` of a store.
+    /// Creates one that appends to the log `outbox` of a store.
     pub fn new(store: S) -> Self {
         Self { store, log: LogName::outbox(), schemas: None }
     }
@@ -47,7 +47,7 @@ impl<S> Postbox<S> {
         self
     }
 
-    /// Appends only payloads that are as their topics say. The error of another is
+    /// Appends only payloads that match the schema of their topic. Others fail with
     /// [`schema_violated`](crate::Error::schema_violated), and nothing is sent.
     #[must_use]
     pub fn schemas(mut self, schemas: Arc<dyn Schemas>) -> Self {
@@ -55,26 +55,26 @@ impl<S> Postbox<S> {
         self
     }
 
-    /// Appends one event or several, typed or not, in your transaction: relays see them when, and
-    /// only when, it commits. With an async driver this is a future, with a blocking one a result.
+    /// Appends one event or several, typed or not, in your transaction. Relays see them if and only
+    /// if it commits. With an async driver this returns a future, with a blocking one a result.
     ///
-    /// As [`Append::append`](crate::Append::append), except that nobody is woken: call the store's
-    /// `wake` after your commit, or let the relay poll. Typed events can fail to become JSON
-    /// (`Invalid`, code `payload_not_encoded`).
+    /// Behaves like [`Append::append`](crate::Append::append), except that no relay is woken: call
+    /// the store's `wake` after your commit, or let the relay poll. Typed events that cannot be
+    /// encoded as JSON fail (`Invalid`, code `payload_not_encoded`).
     ///
-    /// Where events break a limit or a schema, nothing was sent and your transaction goes on. After
+    /// If events break a limit or a schema, nothing was sent and your transaction can go on. After
     /// any other error, roll it back, unless the driver's crate promises more.
     ///
-    /// They carry on the current [`Context`](crate::Context).
+    /// The events inherit the current [`Context`](crate::Context).
     ///
-    /// Cancel-safety: dropped before it is done, the events may or may not be part of your
-    /// transaction; roll it back.
+    /// Cancel-safety: if dropped before it is done, the events may or may not be part of your
+    /// transaction. Roll it back.
     pub fn append<'a, T, Via, E, Kind>(&'a self, tx: &'a mut T, events: E) -> T::Appended
     where
         T: Transaction<'a, S, Via> + ?Sized,
         E: IntoEvents<Kind>,
     {
-        // Now, not when a future of it is polled: that may be elsewhere.
+        // Now, not when a future of it is polled, because that may be in another context.
         let events = events.into_events().and_then(|events| self.checked(events));
         tx.append(&self.store, &self.log, events.map(|events| in_context(events).into_owned()))
     }
@@ -90,19 +90,19 @@ impl<S> Postbox<S> {
     }
 }
 
-/// What [`Transaction::append`] gives where the driver is async.
+/// Return type of [`Transaction::append`] with an async driver.
 pub type AppendFuture<'a> = Pin<Box<dyn Future<Output = Result<Appended>> + Send + 'a>>;
 
 /// A driver's transaction, as [`Postbox::append`] takes it.
 ///
 /// `S` is the store, so that a transaction of another database is a type error. `Via` is a type of
-/// the crate that implements this for a driver: it makes an implementation for a foreign
+/// the crate that implements this for a driver. It makes an implementation for a foreign
 /// transaction and a foreign store legal there. It is inferred; callers never see it.
 ///
 /// Behaviour:
-/// - All events are appended or none, validated first, in the order given; their ids come back in
-///   that order. What is known, and errors, are those of [`Append`](crate::Append).
-/// - Events that are an error already are that error, and nothing is sent.
+/// - All events are appended or none, validated first, in the order given. Their ids come back in
+///   that order. Known events and errors are as in [`Append`](crate::Append).
+/// - If `events` is an error already, that error is returned, and nothing is sent.
 /// - It neither commits nor rolls back.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a transaction that a Postbox of `{S}` can append to",
@@ -111,7 +111,7 @@ pub type AppendFuture<'a> = Pin<Box<dyn Future<Output = Result<Appended>> + Send
     note = "the drivers are features of `postbox`: `sqlx` and `sqlx-sqlite` mean sqlx 0.9, `sqlx08` means 0.8"
 )]
 pub trait Transaction<'a, S, Via> {
-    /// An [`AppendFuture`], or where the driver blocks the result itself.
+    /// An [`AppendFuture`], or with a blocking driver the result itself.
     type Appended;
 
     /// Appends in this transaction.

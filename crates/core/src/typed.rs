@@ -1,4 +1,4 @@
-//! Events that are types of yours, and what can be appended.
+//! Events that are your own types, and everything that can be appended.
 
 use std::marker::PhantomData;
 
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::event::{Event, NewEvent, header};
 
 /// A type whose values are the events of one topic. `#[derive(Event)]` of the crate `postbox`
-/// writes this; with serde, its values are the payload as JSON.
+/// implements it. With serde, its values are the payload as JSON.
 ///
 /// ```
 /// use postbox_core::{NewEvent, TypedEvent};
@@ -30,22 +30,23 @@ pub trait TypedEvent {
     /// The topic of every value.
     const TOPIC: &'static str;
 
-    /// The version of the payload's form, from 1. It is in the header [`header::SCHEMA_VERSION`],
+    /// The schema version of the payload, from 1. It is in the header [`header::SCHEMA_VERSION`],
     /// which is left out for 1.
     const SCHEMA_VERSION: u32 = 1;
 
-    /// Adds what the value says beside its payload: the key, the kind of aggregate, headers …
+    /// Adds what the value says besides its payload: the key, the kind of aggregate, headers …
     fn describe(&self, event: NewEvent) -> NewEvent {
         event
     }
 
-    /// Whether events of this version of the form can be read as the type.
+    /// Returns whether events of this schema version can be read as the type.
     fn reads(version: u32) -> bool {
         version == Self::SCHEMA_VERSION
     }
 
-    /// Reads an event of another version that it [reads](Self::reads): by the type of that version,
-    /// with [`decode`], of which it then makes its own. The derive writes it for `from = "…"`.
+    /// Reads an event of another version that the type [reads](Self::reads): decodes it as the type
+    /// of that version with [`decode`], then converts it. The derive implements it for
+    /// `from = "…"`.
     fn upcast(event: &Event) -> Result<Self>
     where
         Self: Sized,
@@ -54,11 +55,11 @@ pub trait TypedEvent {
     }
 }
 
-/// The code of a typed event whose payload cannot be written.
+/// The code of a typed event whose payload cannot be encoded.
 const NOT_ENCODED: &str = "payload_not_encoded";
-/// The code of an event whose payload is not of the type.
+/// The code of an event whose payload cannot be decoded as the type.
 const NOT_DECODED: &str = "payload_not_decoded";
-/// The code of an event whose payload has another version than the type.
+/// The code of an event whose schema version the type does not read.
 const VERSION_DIFFERS: &str = "schema_version_differs";
 
 fn encode<T: TypedEvent + Serialize>(typed: &T) -> Result<NewEvent> {
@@ -74,9 +75,9 @@ fn encode<T: TypedEvent + Serialize>(typed: &T) -> Result<NewEvent> {
     Ok(typed.describe(event))
 }
 
-/// Reads a stored event as the type.
+/// Decodes a stored event as the type.
 ///
-/// Errors (`Invalid`): `schema_version_differs`, `payload_not_decoded`. The topic is not looked at.
+/// Errors (`Invalid`): `schema_version_differs`, `payload_not_decoded`. The topic is not checked.
 pub fn decode<T: TypedEvent + DeserializeOwned>(event: &Event) -> Result<T> {
     match event.schema_version() {
         Some(version) if version == T::SCHEMA_VERSION => {}
@@ -84,7 +85,7 @@ pub fn decode<T: TypedEvent + DeserializeOwned>(event: &Event) -> Result<T> {
         _ => return Err(version_differs::<T>(event)),
     }
     serde_json::from_slice(&event.payload).map_err(|error| {
-        // serde's text may quote the payload; the place is enough to find the fault.
+        // serde's text may quote the payload, and the place is enough to find the fault.
         let (line, column) = (error.line(), error.column());
         let message = format!("the payload is no {} (line {line}, column {column})", std::any::type_name::<T>());
         Error::invalid("decode", NOT_DECODED, message).with_source(error)
@@ -103,13 +104,13 @@ fn version_differs<T: TypedEvent>(event: &Event) -> Error {
 
 /// One event to append: a [`NewEvent`], or a [`TypedEvent`], or a reference to one.
 ///
-/// `Kind` tells these apart for the compiler; it is inferred.
+/// `Kind` separates these for the compiler. It is inferred.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no event",
     note = "an event is a `NewEvent`, or a type with `#[derive(postbox::Event, serde::Serialize)]`"
 )]
 pub trait IntoEvent<Kind> {
-    /// The event.
+    /// Converts to an event to append.
     fn into_event(self) -> Result<NewEvent>;
 }
 
@@ -147,14 +148,14 @@ impl<T: TypedEvent + Serialize> IntoEvent<Borrowed> for &T {
     }
 }
 
-/// What [`Postbox::append`](crate::Postbox::append) takes: one event, or anything that gives events
-/// in turn, such as a slice, an array, a `Vec` or an iterator.
+/// What [`Postbox::append`](crate::Postbox::append) takes: one event, or anything that yields
+/// events, such as a slice, an array, a `Vec` or an iterator.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no event, and does not give events in turn",
     note = "an event is a `NewEvent`, or a type with `#[derive(postbox::Event, serde::Serialize)]`"
 )]
 pub trait IntoEvents<Kind> {
-    /// The events, in their order.
+    /// Converts to events, in order.
     fn into_events(self) -> Result<Vec<NewEvent>>;
 }
 
@@ -202,7 +203,7 @@ mod tests {
         }
     }
 
-    /// JSON has no keys that are no text.
+    /// JSON has no keys that are not text.
     #[derive(serde::Serialize)]
     struct Map(BTreeMap<Vec<u8>, u8>);
 

@@ -1,21 +1,21 @@
-//! How transports spell CloudEvents attributes in binary mode.
+//! How transports name CloudEvents attributes in binary mode.
 
 use std::borrow::Cow;
 
 use super::Wrapped;
 
-/// How one transport spells CloudEvents attributes in binary mode: its protocol binding, as data.
+/// How one transport names CloudEvents attributes in binary mode: its protocol binding, as data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Binding {
-    /// What each name begins with.
+    /// The prefix of each name.
     pub(super) prefix: &'static str,
-    /// Values are percent-encoded.
+    /// Whether values are percent-encoded.
     pub(super) is_encoded: bool,
-    /// The media type is an attribute; otherwise the transport has a place of its own for it.
+    /// Whether the media type is an attribute. Otherwise the transport has another place for it.
     has_content_type: bool,
 }
 
-/// The names of attributes that transports without a prefix cannot give to an event's headers.
+/// Attribute names that an event's headers may not use on transports without a prefix.
 const NAMES: [&str; 11] = [
     "specversion",
     "id",
@@ -44,7 +44,8 @@ impl Binding {
     /// Fields or attributes of a transport for which CloudEvents has no binding: Redis, SQS, SNS.
     pub const FIELDS: Self = Self { prefix: "ce-", is_encoded: false, has_content_type: true };
 
-    /// The attributes as this transport spells them; none unless the envelope has some.
+    /// Returns the attributes with this transport's names. Empty unless the envelope has
+    /// attributes.
     pub fn spell<'w>(&self, wrapped: &'w Wrapped<'_>) -> impl Iterator<Item = (String, Cow<'w, str>)> {
         let content_type = Some(("datacontenttype", &wrapped.content_type));
         let content_type = content_type.filter(|_| self.has_content_type && !wrapped.attributes.is_empty());
@@ -55,7 +56,7 @@ impl Binding {
         })
     }
 
-    /// Whether a header's name is that of an attribute.
+    /// Returns whether a header's name is that of an attribute.
     pub fn is_attribute(&self, header: &str) -> bool {
         let begins = header.as_bytes().get(..self.prefix.len());
         match self.prefix {
@@ -64,14 +65,14 @@ impl Binding {
         }
     }
 
-    /// Whether a header's name is not an event's to set, in whatever envelope: so no event can pose
-    /// as another.
+    /// Returns whether an event may not set this header, whatever the envelope. This prevents an
+    /// event from posing as another.
     pub fn is_reserved(&self, header: &str) -> bool {
         self.is_attribute(header) || header.eq_ignore_ascii_case("content-type")
     }
 }
 
-/// The spelling of a value in a header: visible ASCII; the rest, the space, `"` and `%` are
+/// Encodes a value for a header as visible ASCII. Everything else, the space, `"` and `%` are
 /// percent-encoded (HTTP protocol binding §3.1.3.2).
 fn encode(value: &str) -> String {
     const DIGITS: &[u8; 16] = b"0123456789ABCDEF";
@@ -88,8 +89,8 @@ fn encode(value: &str) -> String {
     encoded
 }
 
-/// The value behind a header of HTTP or NATS, or `None` if it is not text. A broken escape stands
-/// for itself; a quoted value is unquoted first.
+/// Decodes an HTTP or NATS header, or returns `None` if it is not text. A broken escape is kept as
+/// it is. A quoted value is unquoted first.
 pub fn decode(header: &[u8]) -> Option<String> {
     let unquoted = match header {
         [b'"', inner @ .., b'"'] => unescape(inner),

@@ -1,6 +1,6 @@
 //! The envelopes that are one JSON object.
 //!
-//! A payload that is JSON goes in as it is written. Parsing it into values would turn long integers
+//! A JSON payload is inserted as it was written. Parsing it into values would turn long integers
 //! into floats and refuse deep nesting.
 
 use std::borrow::Cow;
@@ -16,7 +16,7 @@ use serde_json::{Result, from_slice, from_str, to_string, to_vec};
 
 use crate::event::{Event, Headers, header};
 
-/// The member of a replica's payload that holds the trace, and the headers that are folded into it.
+/// The member of a replica's payload that holds the trace, and the headers that are copied into it.
 const TELEMETRY: &str = "_telemetry";
 const FOLDED: [(&str, &str); 4] = [
     ("traceparent", header::TRACEPARENT),
@@ -25,7 +25,7 @@ const FOLDED: [(&str, &str); 4] = [
     ("causation_id", header::CAUSATION_ID),
 ];
 
-/// The payload as it is written, if the content type says JSON and the bytes are.
+/// Returns the payload as it was written, if its content type is JSON and so are the bytes.
 pub(super) fn payload(event: &Event) -> Option<&RawValue> {
     if event.is_json() { from_slice(&event.payload).ok() } else { None }
 }
@@ -72,8 +72,8 @@ pub(super) fn every_field(event: &Event) -> Result<Vec<u8>> {
     })
 }
 
-/// The JSON format of CloudEvents. The trace is inside, because whoever keeps the object loses the
-/// transport's headers.
+/// The JSON format of CloudEvents. The trace is inside, because a receiver that stores the object
+/// loses the transport's headers.
 pub(super) fn cloud_event(event: &Event, attributes: &[(&'static str, Cow<'_, str>)]) -> Result<Vec<u8>> {
     let mut bytes = Vec::with_capacity(event.payload.len() + 512);
     let mut json = serde_json::Serializer::new(&mut bytes);
@@ -114,7 +114,7 @@ struct Replica<'a> {
     aggregate_id: Option<&'a str>,
     entity_version: Option<i64>,
     payload: Cow<'a, RawValue>,
-    /// Who reads the stream knows it, and nobody before.
+    /// Only the reader of the stream knows it, so it is `None` here.
     stream_id: Option<&'a str>,
     committed_at: String,
 }
@@ -132,7 +132,7 @@ pub(super) fn replica(event: &Event, payload: &RawValue) -> Result<Vec<u8>> {
     })
 }
 
-/// The payload with what the headers say of the trace. Only an object has room for it, and a
+/// Returns the payload with the trace from the headers. Only an object has room for it, and a
 /// producer's own `_telemetry` stays as it is.
 fn with_telemetry<'a>(event: &'a Event, payload: &'a RawValue) -> Result<Cow<'a, RawValue>> {
     let folded = FOLDED.iter().filter_map(|(member, name)| Some((*member, event.header(name)?)));

@@ -1,7 +1,7 @@
 //! Envelopes: the form in which a sink sends an event.
 //!
-//! A sink asks for [`Envelope::wrap`] and puts the parts where its transport has a place for them.
-//! How a transport spells CloudEvents attributes is a [`Binding`]. The guide has the tables:
+//! A sink calls [`Envelope::wrap`] and puts the parts where its transport has a place for them. A
+//! [`Binding`] says how a transport names CloudEvents attributes. The guide has the tables:
 //! `docs/guide/envelopes.md`.
 
 mod binding;
@@ -20,7 +20,7 @@ use crate::outcome::Outcome;
 
 pub use binding::{Binding, decode};
 
-/// The media type of a CloudEvent that is wholly in the body.
+/// The media type of a CloudEvent in structured mode, with everything in the body.
 const STRUCTURED: &str = "application/cloudevents+json; charset=UTF-8";
 const JSON: &str = "application/json";
 
@@ -29,11 +29,11 @@ const JSON: &str = "application/json";
 pub enum Envelope {
     /// `raw`: the payload alone.
     Raw,
-    /// `json`: one JSON object with every field of the event, as `file` and `stdout` write it.
+    /// `replica`: one JSON object for receivers that keep copies of entities.
     Json,
     /// `replica`: one JSON object for those who keep copies of entities.
     Replica,
-    /// `cloudevents`: CloudEvents 1.0, structured mode; one JSON object.
+    /// `cloudevents-binary`: CloudEvents 1.0, binary mode; the payload, with attributes beside it.
     CloudEvents,
     /// `cloudevents-binary`: CloudEvents 1.0, binary mode; the payload, and attributes beside it.
     CloudEventsBinary,
@@ -49,22 +49,22 @@ pub struct Wrapped<'a> {
     /// The body's media type.
     pub content_type: Cow<'a, str>,
     /// CloudEvents attributes that travel beside the body, without a transport's prefix. Only
-    /// [`Envelope::CloudEventsBinary`] has some. [`Binding::spell`] makes headers of them.
+    /// [`Envelope::CloudEventsBinary`] has them. [`Binding::spell`] turns them into headers.
     pub attributes: Vec<(&'static str, Cow<'a, str>)>,
 }
 
 impl Envelope {
-    /// Every one.
+    /// All envelopes.
     pub const ALL: [Self; 6] =
         [Self::Raw, Self::Json, Self::Replica, Self::CloudEvents, Self::CloudEventsBinary, Self::Standard];
 
-    /// Those whose body always is one JSON object.
+    /// The envelopes whose body is always one JSON object.
     pub const OBJECTS: [Self; 4] = [Self::Json, Self::Replica, Self::CloudEvents, Self::Standard];
 
-    /// The code of an event whose payload is no JSON, in an envelope that has no place for it.
+    /// Code of an event whose payload is not JSON, in an envelope that has no place for it.
     pub const NOT_JSON: &'static str = "payload_not_json";
 
-    /// Its word in the configuration.
+    /// Returns its name in the configuration.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -76,12 +76,11 @@ impl Envelope {
         }
     }
 
-    /// Puts an event into this envelope. `source` is the CloudEvents source of events that name
-    /// none.
+    /// Puts an event into this envelope. `source` is the CloudEvents source of events without one.
     ///
-    /// The event's own headers are in the body of [`Envelope::Json`] only. Elsewhere they travel as
-    /// the transport's headers, if it has some: the sink puts them there, except those that are
-    /// [reserved](Binding::is_reserved).
+    /// Only [`Envelope::Json`] has the event's own headers in the body. Otherwise they travel as
+    /// the transport's headers, if it has any: the sink puts them there, except
+    /// [reserved](Binding::is_reserved) ones.
     ///
     /// The error is [`Outcome::Dead`]: the event does not fit into this envelope and never will.
     pub fn wrap<'a>(self, event: &'a Event, source: &'a str) -> Result<Wrapped<'a>, Outcome> {
@@ -116,8 +115,8 @@ impl Envelope {
     }
 }
 
-/// What CloudEvents says of an event. All values are text: a version may be larger than the 32 bits
-/// of a CloudEvents integer.
+/// Returns the CloudEvents attributes of an event. All values are text, because a version may be
+/// larger than the 32 bits of a CloudEvents integer.
 fn attributes<'a>(event: &'a Event, source: &'a str) -> Vec<(&'static str, Cow<'a, str>)> {
     let borrowed = |text: &'a str| Some(Cow::Borrowed(text));
     [

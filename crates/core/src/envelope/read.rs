@@ -1,4 +1,4 @@
-//! From a broker's message to an event.
+//! Turns a broker's message into an event.
 
 use super::binding::{Binding, decode};
 use crate::error::Result;
@@ -7,14 +7,14 @@ use crate::names::SourceName;
 use crate::receive::Inbound;
 use crate::source::RawMessage;
 
-/// Attributes that become fields of the event; the others stay headers.
+/// Attributes that become fields of the event. The others stay headers.
 const FIELDS: [&str; 8] = ["specversion", "type", "subject", "datacontenttype", "kind", "aggregate", "version", "time"];
 
 impl Binding {
-    /// The event of a message: of a CloudEvent in binary mode, what its attributes say; of every
-    /// other message, its fields as they are.
+    /// Returns the event of a message. A CloudEvent in binary mode is read by its attributes; any
+    /// other message by its fields as they are.
     ///
-    /// The attribute `tenant` stays a header: whoever may publish could name any.
+    /// The attribute `tenant` stays a header, because anyone who may publish could name any tenant.
     pub fn read(&self, message: &RawMessage, source: &SourceName) -> Result<Inbound> {
         let is = |header: &str, name: &str| {
             let rest = header.get(self.prefix.len()..);
@@ -30,7 +30,8 @@ impl Binding {
         let mut headers = message.headers.clone();
         headers.retain(|header, _| !FIELDS.iter().any(|name| is(header, name)));
         if headers.len() > HEADERS_MAX {
-            // An event's own headers are not lost for what only repeats what is known.
+            // Too many headers: drop those that repeat known attributes, so that the event's own
+            // stay.
             headers.retain(|header, _| !self.is_attribute(header));
         }
         let word = |name| attribute(name).filter(|text| !text.is_empty());

@@ -1,4 +1,4 @@
-//! What is in each envelope, and the examples of the CloudEvents specification.
+//! The content of each envelope, and the examples of the CloudEvents specification.
 
 use jiff::Timestamp;
 
@@ -16,7 +16,7 @@ fn event(event: NewEvent) -> Event {
     event.into_event(ID.parse().expect("an id"), at("2018-04-05T03:56:25Z"))
 }
 
-/// The event of the specification's examples.
+/// The event in the specification's examples.
 fn example(content_type: &str, payload: &'static [u8]) -> Event {
     let example = NewEvent::new("com.example.someevent", payload, content_type).source("/mycontext");
     event(example.occurred_at(at("2018-04-05T03:56:24Z")))

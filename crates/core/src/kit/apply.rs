@@ -8,7 +8,7 @@ use crate::batch::{Delivery, Disposition, Entry};
 use crate::names::Key;
 use crate::outcome::Outcome;
 
-/// Keys of which a handler failed in this call: later deliveries of them are not run.
+/// Keys whose handler failed in this call. Later deliveries of them must not run.
 #[derive(Debug)]
 pub struct BlockedKeys<'a> {
     hold_keys: bool,
@@ -16,17 +16,17 @@ pub struct BlockedKeys<'a> {
 }
 
 impl<'a> BlockedKeys<'a> {
-    /// None yet. `hold_keys` is the settlement's.
+    /// Creates an empty set. `hold_keys` is the settlement's.
     pub fn new(hold_keys: bool) -> Self {
         Self { hold_keys, failed: HashSet::new() }
     }
 
-    /// Whether a delivery must not be run.
+    /// Returns whether a delivery must not run.
     pub fn blocks(&self, delivery: &Delivery) -> bool {
         delivery.event.key.as_ref().is_some_and(|key| self.failed.contains(key))
     }
 
-    /// Notes what became of a delivery that was run.
+    /// Notes the outcome of a delivery that ran.
     pub fn note(&mut self, delivery: &'a Delivery, outcome: &Outcome) {
         if self.hold_keys && !outcome.is_delivered() {
             self.failed.extend(delivery.event.key.as_ref());
@@ -34,9 +34,9 @@ impl<'a> BlockedKeys<'a> {
     }
 }
 
-/// The entries of deliveries whose handlers were run (`Some`) or blocked (`None`).
+/// Returns the entries of deliveries whose handlers ran (`Some`) or were blocked (`None`).
 ///
-/// In a stream, what has no entry is delivered.
+/// In a stream batch, delivered ones get no entry.
 pub fn entries_of<'a>(
     deliveries: &[&'a Delivery],
     outcomes: &[Option<Outcome>],
@@ -51,7 +51,7 @@ pub fn entries_of<'a>(
     entries.filter(|entry| !is_stream || entry.disposition != Disposition::Delivered).collect()
 }
 
-/// What a panic of a handler or a sink said, if it said it in text.
+/// Returns the text of a panic of a handler or a sink, if it has one.
 pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("the handler panicked")

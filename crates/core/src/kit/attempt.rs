@@ -1,4 +1,4 @@
-//! The last attempts of an event, as its delivery row keeps them.
+//! The last attempts of an event, as its delivery row stores them.
 
 use std::time::Duration;
 
@@ -9,7 +9,8 @@ use super::RowAfter;
 use crate::inspect::Attempt;
 use crate::limits::{ANSWER_CHARS_MAX, LAST_ATTEMPTS_MAX};
 
-/// Adds the attempt that a row tells of, if it is one, at `now`; the oldest go.
+/// Adds the attempt that a row describes, if it describes one, recorded at `now`. Drops the oldest
+/// ones.
 pub fn note_attempt(attempts: &mut Vec<Attempt>, row: &RowAfter<'_>, now: Timestamp, next_at: Option<Timestamp>) {
     let Some(took) = row.took else { return };
     let answer = row.error.as_deref().unwrap_or_default().chars().take(ANSWER_CHARS_MAX).collect();
@@ -17,7 +18,7 @@ pub fn note_attempt(attempts: &mut Vec<Attempt>, row: &RowAfter<'_>, now: Timest
     attempts.drain(..attempts.len().saturating_sub(LAST_ATTEMPTS_MAX));
 }
 
-/// As a row keeps them.
+/// Encodes attempts for a row.
 pub fn attempts_to_json(attempts: &[Attempt]) -> String {
     let attempt = |it: &Attempt| {
         let took_us = u64::try_from(it.took.as_micros()).unwrap_or(u64::MAX);
@@ -27,7 +28,8 @@ pub fn attempts_to_json(attempts: &[Attempt]) -> String {
     Value::Array(attempts.iter().map(attempt).collect()).to_string()
 }
 
-/// What a row keeps. What cannot be read is left out: it is there for people.
+/// Decodes the attempts of a row. Unreadable ones are left out, because they are only shown to
+/// people.
 pub fn attempts_from_json(json: &str) -> Vec<Attempt> {
     let Ok(Value::Array(all)) = serde_json::from_str(json) else { return Vec::new() };
     let attempt = |it: &Value| {

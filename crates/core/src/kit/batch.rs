@@ -2,7 +2,7 @@
 
 use crate::batch::BatchLimit;
 
-/// What still fits into a batch. The first event always does, however large.
+/// The remaining room in a batch. The first event always fits, however large.
 #[derive(Debug)]
 pub struct BatchLimiter {
     events: usize,
@@ -11,17 +11,17 @@ pub struct BatchLimiter {
 }
 
 impl BatchLimiter {
-    /// An empty batch.
+    /// Creates the limiter of an empty batch.
     pub fn new(limit: BatchLimit) -> Self {
         Self { events: limit.events.max(1), payload_bytes: limit.payload_bytes, is_empty: true }
     }
 
-    /// Whether no event fits any more, however small.
+    /// Returns whether no further event fits, however small.
     pub fn is_full(&self) -> bool {
         self.events == 0
     }
 
-    /// Takes an event of so many payload bytes if it fits.
+    /// Takes an event with this many payload bytes if it fits.
     pub fn take(&mut self, payload_bytes: usize) -> bool {
         let fits = self.events > 0 && payload_bytes <= self.payload_bytes;
         if !fits && !self.is_empty {
@@ -34,8 +34,8 @@ impl BatchLimiter {
     }
 }
 
-/// The lane of an event by its key, or by its id if it has none: FNV-1a, 64 bits, which is small,
-/// stable, and spreads short keys well. For stores that compute it in Rust.
+/// Returns the lane of an event by its key, or by its id if it has none. FNV-1a, 64 bits: short,
+/// stable, and it spreads short keys well. For stores that compute it in Rust.
 pub fn lane_of(key_or_id: &[u8], lanes: u16) -> u16 {
     let add = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     let hash = key_or_id.iter().fold(0xcbf2_9ce4_8422_2325, add);

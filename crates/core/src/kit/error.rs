@@ -1,12 +1,12 @@
-//! Errors that every store gives in the same words.
+//! Errors that every store reports in the same words.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::limits::{LANES_APART_MAX, LANES_MAX, MESSAGE_ID_BYTES_MAX};
 use crate::names::{LogName, SubscriptionName};
 use crate::subscription::Subscription;
 
-/// The cursor that the caller goes by is not the one in the store: the store went back to an
-/// earlier state, or a call whose answer was lost moved it on. The lane must be acquired again.
+/// The caller's cursor is not the one in the store. Either the store went back to an earlier state,
+/// or a call whose answer was lost moved the cursor on. The lane must be acquired again.
 pub fn window_undone(operation: &'static str) -> Error {
     let message = "the lane's cursor is not the one that was read: the store went back to an earlier state, or an earlier call was done; \
                    what was given out is read again";
@@ -14,13 +14,13 @@ pub fn window_undone(operation: &'static str) -> Error {
 }
 
 /// An earlier call whose answer was lost settled these events, or a person changed a row meanwhile.
-/// What handlers did in this transaction must be rolled back with it.
+/// The handlers' work in this transaction must be rolled back with it.
 pub fn settled_already() -> Error {
     let message = "the events were settled or changed meanwhile; what this call did is rolled back";
     Error::new(ErrorKind::Stale, "apply", "settled_already", message)
 }
 
-/// Somebody deleted lanes of a subscription.
+/// Lanes of a subscription were deleted.
 pub fn lanes_missing(subscription: &SubscriptionName) -> Error {
     let message = format!(
         "lanes of subscription {subscription} were deleted, so part of its log is read by nobody; restart postbox to make them anew: \
@@ -35,13 +35,13 @@ pub fn rebase_not_needed() -> Error {
     Error::invalid("rebase", "rebase_not_needed", message)
 }
 
-/// There is no such subscription.
+/// The subscription does not exist.
 pub fn subscription_unknown(operation: &'static str, name: &SubscriptionName, known: &[String]) -> Error {
     let message = format!("there is no subscription {name}; known: {}", listed(known));
     Error::new(ErrorKind::NotFound, operation, "subscription_unknown", message)
 }
 
-/// There is no such log.
+/// The log does not exist.
 pub fn log_unknown(operation: &'static str, log: &LogName, known: &[String]) -> Error {
     let message = format!("there is no log {log}; known: {}", listed(known));
     Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
@@ -60,7 +60,7 @@ pub fn check_lanes(operation: &'static str, name: &SubscriptionName, lanes: u16)
     Err(Error::invalid(operation, "lanes_invalid", message))
 }
 
-/// A subscription may change its filter and ordering, not its log.
+/// Checks that a subscription keeps its log. It may change its filter and ordering.
 pub fn check_log(asked: &Subscription, log: &LogName) -> Result<()> {
     if *log == asked.log {
         return Ok(());
@@ -70,19 +70,19 @@ pub fn check_log(asked: &Subscription, log: &LogName) -> Result<()> {
     Err(Error::new(ErrorKind::Conflict, "subscribe", "log_differs", message))
 }
 
-/// A subscription is not as it was looked at.
+/// The subscription has changed since it was looked at.
 pub fn subscription_changed(operation: &'static str, name: &SubscriptionName) -> Error {
     let message = format!("subscription {name} is not as it was looked at; look again, and see whether it is done");
     Error::new(ErrorKind::Conflict, operation, "subscription_changed", message)
 }
 
-/// The name is another subscription's.
+/// The name belongs to another subscription.
 pub fn subscription_exists(name: &SubscriptionName) -> Error {
     let message = format!("there is a subscription {name} already; choose another name, or remove that one first");
     Error::new(ErrorKind::Conflict, "rename", "subscription_exists", message)
 }
 
-/// A relay is at work.
+/// A relay holds a lane.
 pub fn lanes_held(name: &SubscriptionName) -> Error {
     let message = format!(
         "a relay holds a lane of {name}; run: postbox pause {name}, try again when its lease has ended (10 s by default), \

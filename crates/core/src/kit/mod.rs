@@ -1,10 +1,10 @@
 //! For authors of a store: what every store does in the same way.
 //!
-//! A store keeps the contracts in its own terms, usually SQL. What does not depend on those terms
-//! is here, so that it is written once: how a delivery row looks after a disposition
-//! ([`RowAfter`]), how many rows fit into a batch ([`BatchLimiter`]), what a failed handler holds
-//! up ([`BlockedKeys`]), what an event carries on ([`in_context`]), counts ([`StatsCounter`]), and
-//! the errors that callers know by code.
+//! A store implements the contracts in its own terms, usually SQL. Everything that does not depend
+//! on those terms is here, so that it exists once: the delivery row after a disposition
+//! ([`RowAfter`]), how many rows fit into a batch ([`BatchLimiter`]), what a failed handler blocks
+//! ([`BlockedKeys`]), what an event inherits ([`in_context`]), counts ([`StatsCounter`]), and the
+//! errors that callers know by code.
 
 mod apply;
 mod attempt;
@@ -24,11 +24,11 @@ pub use error::{
 pub use row::{Due, RowAfter};
 pub use stats::{LOOK_EVENTS_MAX, LOOK_EVENTS_MIN, Share, StatsCounter, unrouted};
 
-/// Rows that one bounded step of `forget` deletes at most.
+/// Maximum rows that one bounded step of `forget` deletes.
 pub const STEP_ROWS_MAX: usize = 1_000;
-/// Events that one step of `prune` looks at: some milliseconds of the database. Smaller steps cost
-/// more for each event, larger ones delay those who append (measured, see
+/// Number of events that one step of `prune` looks at: a few milliseconds of the database. Smaller
+/// steps cost more per event, larger ones delay appends (measured, see
 /// `docs/decisions/retention-by-range.md`).
 pub const PRUNE_ROWS_MAX: usize = 2_000;
-/// So many events of a step that are too young end a run of `prune`.
+/// Number of events too young to delete in one step that end a run of `prune`.
 pub const PRUNE_YOUNG_MAX: usize = 1_000;

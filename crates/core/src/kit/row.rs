@@ -1,4 +1,4 @@
-//! How a delivery row looks after a disposition.
+//! The delivery row after a disposition.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::state::State;
 /// When a row is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Due {
-    /// It waits for something else than time.
+    /// It waits for something other than time.
     Never,
     /// After a wait on the store's clock.
     After(Duration),
@@ -29,22 +29,23 @@ pub struct RowAfter<'a> {
     pub attempts: u32,
     /// When it is due.
     pub due: Due,
-    /// It is dead, and its key stays held until a person retries or discards it.
+    /// Whether it is dead and its key stays held until a person retries or discards it.
     pub halt: bool,
-    /// The reason code; `None` leaves the one that is there.
+    /// The reason code; `None` keeps the existing one.
     pub code: Option<&'a str>,
-    /// The error text, within its limit; `None` leaves the one that is there.
+    /// The error text, within its limit; `None` keeps the existing one.
     pub error: Option<Cow<'a, str>>,
-    /// It is an attempt, which took so long: [`note_attempt`](super::note_attempt) keeps it.
+    /// How long the attempt took, if there was one. [`note_attempt`](super::note_attempt) records
+    /// it.
     pub took: Option<Duration>,
 }
 
 impl<'a> RowAfter<'a> {
-    /// The row of an event with `attempts` so far. `holds_key`: the event has a key, and failed
-    /// events hold theirs. `None`: the event is done with, and its row goes.
+    /// Returns the row of an event with `attempts` so far; `None` if the event is done and its row
+    /// is deleted. `holds_key`: the event has a key, and failed events hold theirs.
     ///
-    /// Whether a blocked row is the first of its key, and so due at once, only the store knows once
-    /// all is written.
+    /// A blocked row that is the first of its key is due at once. Only the store knows that, after
+    /// everything is written.
     pub fn of(disposition: &'a Disposition, attempts: u32, holds_key: bool) -> Option<Self> {
         let row = Self {
             state: State::Retrying,
@@ -94,7 +95,8 @@ impl<'a> RowAfter<'a> {
     }
 }
 
-/// An error text within its limit, cut between characters. Not every database keeps NUL.
+/// Cuts an error text to its limit, at a character boundary. Replaces NUL, which some databases
+/// refuse.
 fn error_text(error: &str) -> Cow<'_, str> {
     let cut = |text: &str| text.floor_char_boundary(ERROR_BYTES_MAX);
     if error.contains('\0') {

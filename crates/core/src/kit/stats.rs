@@ -6,50 +6,50 @@ use std::time::Duration;
 use crate::inspect::{Stats, TopicStats, Unrouted, UnroutedTopic};
 use crate::state::State;
 
-/// Topics listed in [`Stats`], as its contract says.
+/// Maximum topics listed in [`Stats`], as its contract says.
 const STATS_TOPICS_MAX: usize = 100;
 
-/// Events of each kind that a look counts one by one, of all subscriptions together. Ten thousand
-/// take some milliseconds (measured), and nobody decides by a difference beyond them.
+/// Number of events of each kind that one call counts one by one, over all its subscriptions. Ten
+/// thousand take a few milliseconds (measured), and larger differences decide nothing.
 pub const LOOK_EVENTS_MAX: u64 = 10_000;
 
-/// The least share of a subscription in [`LOOK_EVENTS_MAX`]: with it twenty take less than five
-/// times as long as one (measured).
+/// Minimum share of one subscription in [`LOOK_EVENTS_MAX`]. With it, twenty subscriptions take
+/// less than five times as long as one (measured).
 pub const LOOK_EVENTS_MIN: u64 = 500;
 
-/// Blocks of places that are drawn where a share of [`LOOK_EVENTS_MAX`] is not enough; fewer of a
-/// smaller share.
+/// Number of sample blocks that are drawn if a share of [`LOOK_EVENTS_MAX`] is not enough. A
+/// smaller share draws fewer.
 const LOOK_BLOCKS_MAX: u64 = 64;
 
-/// The least of them: with fewer, a topic of one event in a hundred is missed too often.
+/// Minimum sample blocks. With fewer, a topic with one event in a hundred is missed too often.
 const LOOK_BLOCKS_MIN: u64 = 16;
 
-/// How much of each kind is looked at for one of so many subscriptions.
+/// How much of each kind is looked at for one subscription, when several share a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
-    /// Events that are counted one by one.
+    /// Number of events that are counted one by one.
     pub events: u64,
 }
 
 impl Share {
-    /// Of one of so many.
+    /// Returns the share of one among this many subscriptions.
     pub fn of_one_of(subscriptions: usize) -> Self {
         let events = LOOK_EVENTS_MAX / u64::try_from(subscriptions.max(1)).unwrap_or(u64::MAX);
         Self { events: events.max(LOOK_EVENTS_MIN) }
     }
 
-    /// Rows to look at: where there is one more than is counted, there may be others.
+    /// Returns the number of rows to look at: one more than is counted shows that there are others.
     pub fn rows_max(self) -> i64 {
         i64::try_from(self.events).unwrap_or(i64::MAX - 1) + 1
     }
 
-    /// Blocks to draw.
+    /// Returns the number of sample blocks to draw.
     pub fn blocks(self) -> u64 {
         (self.events * LOOK_BLOCKS_MAX / LOOK_EVENTS_MAX).clamp(LOOK_BLOCKS_MIN, LOOK_BLOCKS_MAX)
     }
 }
 
-/// Events as they are counted.
+/// Adds up the counts of one subscription.
 #[derive(Debug)]
 pub struct StatsCounter {
     stats: Stats,
@@ -57,12 +57,12 @@ pub struct StatsCounter {
 }
 
 impl StatsCounter {
-    /// Nothing yet, counted within a share.
+    /// Creates empty counts within a share.
     pub fn within(share: Share) -> Self {
         Self { stats: Stats { share: share.events, ..Stats::default() }, topics: HashMap::new() }
     }
 
-    /// Adds events of a state and topic, and the age of the oldest of them, if it is known.
+    /// Adds events of a state and topic, with the age of the oldest of them, if known.
     pub fn add(&mut self, state: State, topic: &str, count: u64, age: Option<Duration>) {
         match state {
             State::Retrying => self.stats.retrying += count,
@@ -83,7 +83,7 @@ impl StatsCounter {
         }
     }
 
-    /// What was added of a state is not exact.
+    /// Notes that the count added for a state is not exact.
     pub fn note_estimate(&mut self, state: State) {
         match state {
             State::Skipped => self.stats.skipped_is_estimate = true,
@@ -91,14 +91,14 @@ impl StatsCounter {
         }
     }
 
-    /// The rows of each state were counted up to the share and one more: where all are there, there
-    /// may be more.
+    /// Call this after counting the rows of each state up to the share plus one. If a state reached
+    /// that, there may be more rows, and the counts become estimates.
     pub fn note_limit(&mut self) {
         let Stats { retrying, blocked, scheduled, dead, discarded, share, .. } = self.stats;
         self.stats.is_estimate |= [retrying, blocked, scheduled, dead, discarded].iter().any(|it| *it > share);
     }
 
-    /// The counts, the deepest topics first.
+    /// Returns the counts, with the topics of most pending events first.
     pub fn finish(self) -> Stats {
         let pending = self.topics.values().map(|(count, _)| count).sum();
         let oldest_pending = self.topics.values().filter_map(|(_, age)| *age).max();
@@ -111,7 +111,7 @@ impl StatsCounter {
     }
 }
 
-/// Unrouted events, from their topics, how many there are and the age of the oldest.
+/// Builds [`Unrouted`] from topics with their counts and the ages of their oldest events.
 pub fn unrouted<T: Into<String>>(counted: impl IntoIterator<Item = (T, u64, Duration)>) -> Unrouted {
     let mut topics: HashMap<String, (u64, Duration)> = HashMap::new();
     for (topic, count, age) in counted {

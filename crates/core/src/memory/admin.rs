@@ -1,4 +1,4 @@
-//! What an operator changes: each one atomic step of the server.
+//! Changes by an operator, each one atomic step of the server.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -69,7 +69,8 @@ impl Server {
         let now = self.clock.now();
         let mut state = self.state("retry")?;
         let (reader, log) = state.data.reader_mut("retry", subscription)?;
-        // Still in the stream, and passed with it: revived before that, it would go out twice.
+        // Still ahead in the stream. If it were revived before its lane passes it, it would go out
+        // twice.
         let is_ahead = |seq: i64, row: &DeliveryRow| {
             row.code.as_deref() == Some(Disposition::MARKED_DEAD)
                 && log
@@ -94,7 +95,7 @@ impl Server {
                     halt: false,
                     attempts: 0,
                     replays: row.replays + 1,
-                    // What it did before it may do again: it goes alone.
+                    // It may crash a relay again, so it goes alone.
                     crashes: row.crashes.min(1),
                     letter_at: None,
                     ..row
@@ -107,7 +108,7 @@ impl Server {
         Ok(changed)
     }
 
-    /// Discards, or marks dead.
+    /// Discards events, or marks them dead.
     fn end(&self, subscription: &SubscriptionName, change: &Change, selection: &Selection) -> Result<Changed> {
         let now = self.clock.now();
         let mut state = self.state(change.operation())?;
@@ -185,7 +186,7 @@ impl Server {
     }
 }
 
-/// Cuts what was chosen, oldest first, to one step.
+/// Cuts the chosen rows, oldest first, to one step.
 fn cut_to_step(chosen: &mut Vec<(i64, DeliveryRow)>, selection: &Selection) -> Changed {
     let all = chosen.len();
     chosen.truncate(selection.step_max());
@@ -194,8 +195,8 @@ fn cut_to_step(chosen: &mut Vec<(i64, DeliveryRow)>, selection: &Selection) -> C
 }
 
 impl Reader {
-    /// Gives events that were passed the row that was made for them. Its replay is a number that no
-    /// event of the subscription had before: a destination that remembers ids lets it through.
+    /// Gives passed events the rows that were made for them. Their replay is a number that no event
+    /// of the subscription had before, so a destination that remembers ids accepts them.
     pub(super) fn send_again(&mut self, chosen: &[(i64, DeliveryRow)]) {
         self.replays += 1;
         for (seq, row) in chosen {
@@ -203,7 +204,7 @@ impl Reader {
         }
     }
 
-    /// The delivery rows a person means, oldest first.
+    /// Returns the selected delivery rows, oldest first.
     fn select(
         &self,
         log: &LogState,
@@ -225,7 +226,7 @@ impl Reader {
         self.deliveries().filter(is_meant).map(|(seq, row)| (seq, row.clone())).collect()
     }
 
-    /// Pending events named by id, as the rows they are about to get.
+    /// Returns pending events named by id, as the rows they are about to get.
     fn select_pending(
         &self,
         log: &LogState,

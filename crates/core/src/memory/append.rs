@@ -1,4 +1,4 @@
-//! Appending: in one step, or in a transaction whose commit comes later.
+//! Appending, either in one step or in a transaction that commits later.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::MutexGuard;
@@ -52,11 +52,11 @@ impl Append for MemoryStore {
 pub struct MemoryTransaction {
     store: MemoryStore,
     written: Vec<Written>,
-    /// Of the store's state when it began; see [`MemoryStore::restore`].
+    /// The incarnation of the store's state when it began; see [`MemoryStore::restore`].
     incarnation: u64,
 }
 
-/// What a transaction has written, until its commit only for itself.
+/// What a transaction has written. Until the commit only the transaction itself sees it.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Written {
     Event(LogName, i64),
@@ -69,8 +69,8 @@ impl MemoryTransaction {
         Self { store, written: Vec::new(), incarnation }
     }
 
-    /// Appends without making visible: the twin of [`Append::append`]. An id that another open
-    /// transaction has appended is `Unavailable`: a database would wait.
+    /// Appends without making events visible: the twin of [`Append::append`]. An id that another
+    /// open transaction has appended is `Unavailable`, where a database would wait.
     pub fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
         let now = self.store.server.clock.now();
         let is_own = |seq| self.written.contains(&Written::Event(log.clone(), seq));
@@ -79,8 +79,9 @@ impl MemoryTransaction {
         Ok(appended)
     }
 
-    /// Whether this is the first time that a message is applied, as the `once_in` of the databases.
-    /// An id that another open transaction has asked for is `Unavailable`: a database would wait.
+    /// Returns whether a message is applied for the first time, like `once_in` of the databases. An
+    /// id that another open transaction has asked for is `Unavailable`, where a database would
+    /// wait.
     pub fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
         check_message_id("once", message_id)?;
         let now = self.store.server.clock.now();
@@ -91,7 +92,7 @@ impl MemoryTransaction {
         Ok(is_first)
     }
 
-    /// The state, if this transaction is still open in it.
+    /// Returns the state, if this transaction is still open in it.
     fn state(&self, operation: &'static str) -> Result<MutexGuard<'_, State>> {
         let state = self.store.server.state(operation)?;
         if state.incarnation == self.incarnation {
@@ -101,12 +102,12 @@ impl MemoryTransaction {
         Err(Error::new(ErrorKind::Unavailable, operation, "transaction_gone", message))
     }
 
-    /// A mark to roll back to.
+    /// Returns a mark to roll back to.
     pub fn savepoint(&self) -> usize {
         self.written.len()
     }
 
-    /// Takes back what was appended after the mark.
+    /// Rolls back everything appended after the mark.
     pub fn rollback_to(&mut self, savepoint: usize) {
         let mut state = self.store.server.lock();
         let written = self.written.drain(savepoint.min(self.written.len())..);
@@ -115,15 +116,15 @@ impl MemoryTransaction {
         }
         for written in written {
             match written {
-                // The schema may have been taken down meanwhile.
+                // The schema may have been removed meanwhile.
                 Written::Event(log, seq) => _ = state.data.logs.get_mut(&log).map(|log| log.remove(seq)),
                 Written::Once(source, message_id) => state.data.inbox.forget_once(source, message_id),
             }
         }
     }
 
-    /// Makes everything visible at once and wakes local relays. Nothing, if the store went back to
-    /// an earlier state meanwhile.
+    /// Makes everything visible at once and wakes local relays. Does nothing if the store went back
+    /// to an earlier state meanwhile.
     pub fn commit(mut self) {
         let store = self.store.clone();
         let mut state = store.server.lock();
@@ -131,10 +132,10 @@ impl MemoryTransaction {
         State::wake(state);
     }
 
-    /// Takes everything back.
+    /// Rolls everything back.
     pub fn rollback(self) {}
 
-    /// Commits under a lock the caller holds.
+    /// Commits under a lock that the caller holds.
     pub(super) fn commit_in(&mut self, state: &mut State) {
         let mut written = std::mem::take(&mut self.written);
         if state.incarnation != self.incarnation {
@@ -149,7 +150,7 @@ impl MemoryTransaction {
             }
         }
         for (log, seqs) in events {
-            // The schema may have been taken down meanwhile.
+            // The schema may have been removed meanwhile.
             if let Some(log) = state.data.logs.get_mut(&log) {
                 log.commit(seqs);
             }
@@ -164,7 +165,7 @@ impl Drop for MemoryTransaction {
 }
 
 impl State {
-    /// Writes rows that nobody sees yet, of the events that are not known; where they stand.
+    /// Writes invisible rows for events that are not known yet. Also returns their positions.
     fn append(
         &mut self,
         log: &LogName,
@@ -192,7 +193,7 @@ impl State {
         Ok((Appended::new(ids, known), seqs))
     }
 
-    /// Validates all events, then writes rows that nobody sees yet.
+    /// Validates all events, then writes invisible rows.
     pub(super) fn insert(&mut self, log: &LogName, events: &[NewEvent], now: Timestamp) -> Result<Vec<(EventId, i64)>> {
         events.iter().try_for_each(NewEvent::validate)?;
         refuse_taken_ids(self.data.log("append", log)?, events)?;
@@ -206,7 +207,7 @@ impl State {
     }
 }
 
-/// Whether the log has this very event; another one under its id is a conflict.
+/// Returns whether the log has this very event. Another event under its id is a conflict.
 fn is_known(log: &LogState, id: EventId, event: &NewEvent, is_own: impl Fn(i64) -> bool) -> Result<bool> {
     let Some((seq, row)) = log.ids.get(&id).and_then(|seq| Some((*seq, log.rows.get(seq)?))) else { return Ok(false) };
     if row.commit.is_none() && !is_own(seq) {
@@ -221,8 +222,8 @@ fn is_known(log: &LogState, id: EventId, event: &NewEvent, is_own: impl Fn(i64) 
     if is_same { Ok(true) } else { Err(event_id_taken(id)) }
 }
 
-/// Refuses ids that are in the log already or twice in the call. An open transaction's ids count: a
-/// database would wait for it.
+/// Refuses ids that are in the log already or twice in the call. Ids of an open transaction count,
+/// where a database would wait for it.
 fn refuse_taken_ids(log: &LogState, events: &[NewEvent]) -> Result<()> {
     let mut seen = HashSet::new();
     for id in events.iter().filter_map(|event| event.id) {

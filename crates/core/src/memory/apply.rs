@@ -1,4 +1,4 @@
-//! Handlers whose effect commits with the position: here an effect is whatever the handler appends.
+//! Handlers whose effect commits with the position. Here the effect is what the handler appends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +17,7 @@ use crate::outcome::Outcome;
 use crate::trace::Traced;
 
 impl MemoryStore {
-    /// Binds a handler to this store. What it appends through the transaction becomes visible with
+    /// Binds a handler to this store. Events appended through the transaction become visible with
     /// the settlement, or never.
     pub fn apply<H>(&self, handler: H) -> Arc<dyn Apply>
     where
@@ -64,7 +64,7 @@ where
         let write = Write::of(&settlement, client.position(lease).as_ref());
         let (called, position) = (lease.clone(), write.place.as_ref().map(|place| place.position));
         let transaction = Mutex::new(Some(transaction));
-        // A transaction has one end, however often the call arrives.
+        // A transaction ends once, even if the call arrives several times.
         let commit = move |server: &Server| {
             let transaction = transaction.lock().unwrap_or_else(PoisonError::into_inner).take();
             server.settle_with(&called, &write, transaction.ok_or_else(|| Error::stale("apply"))?)
@@ -76,7 +76,8 @@ where
 }
 
 impl Server {
-    /// One lock for the check, the settlement and the commit: nobody sees one without the other.
+    /// Takes one lock for the check, the settlement and the commit, so that nobody sees one without
+    /// the others.
     fn settle_with(&self, lease: &Lease, write: &Write, mut transaction: MemoryTransaction) -> Result<()> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("apply")?;
@@ -95,7 +96,7 @@ impl<H> Applier<H>
 where
     H: Fn(&mut MemoryTransaction, &Delivery) -> Outcome,
 {
-    /// Runs the handler once; anything but success takes back what it appended.
+    /// Runs the handler once. Anything but success rolls back what it appended.
     fn run(&self, transaction: &mut MemoryTransaction, delivery: &Delivery) -> Outcome {
         let savepoint = transaction.savepoint();
         let context = delivery.context();

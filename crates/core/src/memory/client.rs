@@ -1,9 +1,9 @@
-//! What a client remembers of a lane between calls: its window, how far it has read and how far it
-//! is settled.
+//! What a client remembers about a lane between calls: its window, how far it has read and how far
+//! it is settled.
 //!
-//! The server knows the window and the settled position; how far was read is only the client's, so
-//! that reading writes nothing and a crash gives everything unsettled again. What is remembered
-//! belongs to one epoch: another lease begins from the server.
+//! The server knows the window and the settled position. Only the client knows how far it has read.
+//! So reading writes nothing, and after a crash everything unsettled is read again. The memory
+//! belongs to one epoch: another lease starts from the server's state.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,29 +14,29 @@ use crate::error::Result;
 use crate::log::{Epoch, Lease};
 use crate::names::SubscriptionName;
 
-/// What one client remembers, by lane.
+/// The positions one client remembers, by lane.
 #[derive(Default)]
 pub(super) struct Client {
     positions: Mutex<HashMap<(SubscriptionName, u16), Position>>,
 }
 
-/// Where a lane stands.
+/// The position of a lane.
 #[derive(Clone)]
 pub(super) struct Position {
     epoch: Epoch,
-    /// The last commit of the window. No two windows of a lane have the same.
+    /// The last commit of the window. Unique among the windows of a lane.
     pub(super) window: u64,
-    /// The revision of the filter that what is not settled was read by.
+    /// The revision of the filter by which the unsettled events were read.
     pub(super) revision: usize,
     /// Everything of the window up to here is dealt with.
     pub(super) settled: i64,
-    /// Everything of the window up to here was given out; never below `settled`.
+    /// Everything of the window up to here was returned; never below `settled`.
     pub(super) read: i64,
     /// Nothing of the window is left beyond `read`.
     drained: bool,
-    /// Rises with every rewind, so that a read that was under way does not undo it.
+    /// Rises with every rewind, so that a read which was under way does not undo it.
     rewinds: u64,
-    /// What the last read saw of [`super::state::State::wakeups`].
+    /// Value of [`super::state::State::wakeups`] at the last read.
     pub(super) wakeups: u64,
 }
 
@@ -45,13 +45,13 @@ impl Client {
         self.positions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The position under a lease, if it is known.
+    /// Returns the position under a lease, if known.
     pub(super) fn position(&self, lease: &Lease) -> Option<Position> {
         self.lock().get(&key(lease)).filter(|at| at.epoch == lease.epoch).cloned()
     }
 
-    /// Goes on from `before` (`None`: nothing was known) to `after`, unless something else happened
-    /// meanwhile. Says whether it did.
+    /// Moves on from `before` (`None`: nothing was known) to `after`, unless something else
+    /// happened meanwhile. Returns whether it did.
     fn advance(&self, lease: &Lease, before: Option<&Position>, mut after: Position) -> bool {
         let mut positions = self.lock();
         let now = positions.get(&key(lease)).filter(|now| now.epoch == lease.epoch);
@@ -67,7 +67,7 @@ impl Client {
         true
     }
 
-    /// Notes what came of a settlement.
+    /// Notes the result of a settlement.
     pub(super) fn note_settled(&self, lease: &Lease, position: Option<i64>, rewind: bool, settled: &Result<()>) {
         if let Err(error) = settled {
             if error.is_stale() {
@@ -84,14 +84,14 @@ impl Client {
         }
     }
 
-    /// A lane was granted: what was known of it is of another lease, even if a store that went back
-    /// gave it the same epoch.
+    /// Starts a granted lane. Anything known belongs to an earlier lease, even if a store that went
+    /// back to an earlier state gave out the same epoch.
     pub(super) fn begin(&self, lease: &Lease) {
         self.lock().remove(&key(lease));
     }
 
-    /// The next read begins from the server. Of this lease only: another one may have the lane by
-    /// now.
+    /// Makes the next read start from the server. Affects only this lease: another one may have the
+    /// lane by now.
     pub(super) fn forget(&self, lease: &Lease) {
         let mut positions = self.lock();
         if positions.get(&key(lease)).is_some_and(|now| now.epoch == lease.epoch) {
@@ -105,7 +105,7 @@ fn key(lease: &Lease) -> (SubscriptionName, u16) {
 }
 
 impl MemoryStore {
-    /// The next events of the lane's window; a window that is dealt with makes room for the next
+    /// Returns the next events of the lane's window. Once the window is dealt with, opens the next
     /// one.
     pub(super) async fn read_on(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         loop {
@@ -113,16 +113,17 @@ impl MemoryStore {
                 self.load(lease).await?;
                 continue;
             };
-            // No window is opened over an unsettled one.
+            // No window is opened while this one is unsettled.
             let unsettled = at.read > at.settled;
             let opens = at.drained && !unsettled;
             let (called, known) = (lease.clone(), (at.window, at.settled, at.revision));
             let after = (!opens).then_some(at.read);
             let read = move |server: &Server| server.window(&called, known, after, limit);
             let page = match self.call(if opens { "open" } else { "page" }, Some(lease), read).await {
-                // An earlier call was executed and its answer lost, or the store went back. What
-                // else was given out must not be settled either, and calls of the destination may
-                // be in flight whose rows are of another past: the lane is to be given back.
+                // An earlier call was executed and its answer lost, or the store went back to an
+                // earlier state. Other events that were returned must not be settled either, and
+                // calls to the destination may be in flight whose rows belong to that other past.
+                // So the lane must be released.
                 Err(error) if error.is_stale() => {
                     self.client.forget(lease);
                     return Err(error);
@@ -148,7 +149,7 @@ impl MemoryStore {
         }
     }
 
-    /// Begins where the server says.
+    /// Starts where the server says.
     async fn load(&self, lease: &Lease) -> Result<()> {
         let called = lease.clone();
         let (window, settled, revision, wakeups) =

@@ -1,4 +1,4 @@
-//! Dead letters: which dead events were not handed over.
+//! Dead letters: which dead events have not been handed over.
 
 use async_trait::async_trait;
 

@@ -1,4 +1,4 @@
-//! What explains lag: nobody else is there who could hold a lock.
+//! Explains lag. There are no other sessions that could hold a lock.
 
 use std::time::Duration;
 

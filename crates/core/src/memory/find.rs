@@ -1,4 +1,4 @@
-//! Events by the beginning of their id.
+//! Finds events by the start of their id.
 
 use async_trait::async_trait;
 

@@ -1,4 +1,4 @@
-//! What an operator sees.
+//! What an operator can see.
 
 use std::time::Duration;
 
@@ -88,7 +88,7 @@ impl Inspect for MemoryStore {
 }
 
 impl Data {
-    /// A log with events that a subscription has still to deliver, or that nobody reads.
+    /// Returns a log with undelivered events or with events that nobody reads, if there is one.
     pub(super) fn undelivered(&self, now: Timestamp) -> Option<&LogName> {
         let is_pending = |(name, log): &(&LogName, &LogState)| {
             let mut readers = self.readers.values().filter(|reader| reader.subscription.log == **name).peekable();

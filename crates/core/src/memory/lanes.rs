@@ -1,7 +1,7 @@
-//! The server's side of a lane: who holds it, and where its cursor stands.
+//! The server's side of a lane: who holds it, and its cursor.
 //!
-//! Each operation is atomic and safe when it is repeated, late or overtaken: what it writes depends
-//! on the epoch, and the cursor's writes on the very cursor that the caller read.
+//! Each operation is atomic, and safe if it is repeated, late or overtaken: writes depend on the
+//! epoch, and writes of the cursor on the very cursor that the caller read.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ impl Server {
             check_log(subscription, &reader.subscription.log)?;
             if reader.subscription.filter != subscription.filter {
                 reader.filters.push(Some(subscription.filter.clone()));
-                // What was to go out by the former filter is perhaps wanted by nobody now.
+                // Events that were to go out by the former filter may now be wanted by nobody.
                 changed_from = reader.lanes.iter().map(|lane| lane.from).min();
             }
             if subscription.ordering == Ordering::None {
@@ -108,7 +108,7 @@ impl Server {
         if let Ok((reader, _)) = state.data.leased("release", lease, monotonic) {
             let lane = &mut reader.lanes[usize::from(lease.lane)];
             (lane.lease_until, lane.crashes) = (None, lease.crashes);
-            // Whoever waits for a free lane need not wait for its next poll.
+            // Relays that wait for a free lane need not wait for their next poll.
             State::wake(state);
         }
         Ok(())
@@ -118,13 +118,13 @@ impl Server {
         let mut state = self.state("leave")?;
         if let Ok((reader, _)) = state.data.reader_mut("leave", subscription) {
             reader.alive_until.remove(owner);
-            // Whoever takes a smaller share need not wait for its next poll.
+            // Relays whose share changes need not wait for their next poll.
             State::wake(state);
         }
         Ok(())
     }
 
-    /// The cursor of a lane, for a client that knows nothing of it.
+    /// Returns the cursor of a lane, for a client that knows nothing of it.
     pub(super) fn load(&self, lease: &Lease) -> Result<(u64, i64, usize, u64)> {
         let monotonic = self.clock.monotonic();
         let mut state = self.state("next_batch")?;
@@ -134,13 +134,13 @@ impl Server {
         Ok((lane.to, lane.settled, lane.revision, wakeups))
     }
 
-    /// The next events of the window after a place; or, without one, the first of the next window,
-    /// which is opened if anything was committed since the last one.
+    /// Returns the next events of the window after a position. Without a position, returns the
+    /// first of the next window, which is opened if anything was committed since the last one.
     ///
-    /// Only over the very cursor the caller read. Otherwise a call that is executed late, or again,
-    /// would move the window over events that were never given out, or back. And a store that went
-    /// back may have lost the rows that went with a settlement: their keys would not be held; or
-    /// the filter that something was read by which is not settled yet.
+    /// Works only with the very cursor the caller read. Otherwise a call that is executed late or
+    /// twice could move the window back, or past events that were never returned. And a store that
+    /// went back to an earlier state may have lost rows of a settlement, so that their keys would
+    /// not be held, or the filter by which unsettled events were read.
     pub(super) fn window(
         &self,
         lease: &Lease,
@@ -157,17 +157,17 @@ impl Server {
         if lane.to != to || lane.settled < settled || (unsettled && lane.revision != revision) {
             return Err(window_undone("next_batch"));
         }
-        // Of a call that is executed late the filter may have been taken since: that nothing was
-        // left is then not known.
+        // In a call that is executed late, the filter may have changed since, so it is not known
+        // that nothing was left.
         let is_late = after.is_none() && lane.revision != revision;
         if is_late || lane.revision != reader.revision() {
-            // Everything that was read by the former filter is settled first.
+            // Everything that was read by the former filter must be settled first.
             if unsettled {
                 return Ok(Page { batch: Batch::default(), end: None, window: to, revision, wakeups });
             }
             let (from, settled) = (lane.from, lane.settled);
             reader.take_filter(lease.lane);
-            // What nobody wanted of the window may be wanted now.
+            // Events of the window that nobody wanted may be wanted now.
             let is_left = !reader.page(log, lease.lane, (from, to), settled, limit, now).is_empty();
             after = after.or(is_left.then_some(settled));
         }
@@ -182,8 +182,8 @@ impl Server {
             after => reader.page(log, lease.lane, (from, to), after.unwrap_or_default(), limit, now),
         };
         if opens {
-            // What is given out must be on disk, the commits of the writers included: a crash must
-            // not take back what was published.
+            // Events we return must be on disk, including the writers' commits: a crash must not
+            // take back what was published.
             state.flush();
         }
         Ok(Page { end: batch.end.map(|end| end.0), batch, window: to, revision, wakeups })
@@ -201,8 +201,8 @@ impl Server {
         let mut state = self.state("settle")?;
         let (reader, log) = state.data.leased("settle", lease, monotonic)?;
         reader.settle(log, lease.lane, write, now)?;
-        // A mere position may be lost: what it says was delivered would be delivered again. A row
-        // says what nobody else knows.
+        // A mere position may be lost: its events would only be delivered again. A row records what
+        // is known nowhere else.
         if !write.entries.is_empty() {
             state.flush();
         }

@@ -1,4 +1,4 @@
-//! The life of a subscription: another name, another place, other lanes, its end.
+//! The life of a subscription: rename, reset, change of lanes, removal.
 
 use jiff::Timestamp;
 
@@ -36,7 +36,7 @@ impl Server {
         let mut state = self.state("remove")?;
         let reader = state.data.take_reader("remove", name, generation)?;
         let log = state.data.logs.get_mut(&reader.subscription.log).expect("a subscription's log is never removed");
-        // What it took was not nobody's, though nobody takes it now.
+        // Events it wanted were not unrouted, though nobody takes them now.
         if reader.takes_everything(log.routed) {
             log.routed = log.commit_last;
         }
@@ -74,7 +74,7 @@ impl Server {
     }
 }
 
-/// The last place that is passed after a reset.
+/// Returns the last position that counts as passed after a reset.
 fn place_of(log: &LogState, to: ResetTo) -> i64 {
     match to {
         ResetTo::Beginning => 0,
@@ -88,7 +88,7 @@ fn place_of(log: &LogState, to: ResetTo) -> i64 {
 }
 
 impl Data {
-    /// Takes a subscription out, if it is the one that was looked at. No lease of it counts again.
+    /// Removes a subscription if it is the one that was looked at. None of its leases counts again.
     fn take_reader(&mut self, operation: &'static str, name: &SubscriptionName, generation: i64) -> Result<Reader> {
         let known = self.readers.get(name).ok_or_else(|| {
             let names: Vec<String> = self.readers.keys().map(SubscriptionName::to_string).collect();
@@ -104,8 +104,8 @@ impl Data {
 }
 
 impl Lane {
-    /// No lease of it counts any more; nobody gets it before the last would have ended, for its
-    /// holder does not know.
+    /// Invalidates every lease of the lane. Nobody gets it before the last one would have ended,
+    /// because its holder does not know.
     fn fence(&mut self) {
         self.epoch += 1;
         self.owner = None;
@@ -120,7 +120,7 @@ impl Reader {
             && !self.lanes.iter().any(is_behind)
     }
 
-    /// What a reset does that lets it go on after a place.
+    /// Returns the effect of a reset to after `place`.
     fn plan(&self, log: &LogState, place: i64) -> ResetPlan {
         let is_meant = |(seq, _, event): &(i64, u64, &Event)| {
             self.wants(event) && self.delivery(*seq).is_none_or(|row| row.state != EventState::Discarded)
@@ -141,8 +141,8 @@ impl Reader {
         }
     }
 
-    /// Goes on after a place. What is passed by that and was not is passed by a filter of its own,
-    /// that wants nothing; what is not passed any more was never passed.
+    /// Resets to after `place`. Events that thereby become passed are passed by an extra filter
+    /// that wants nothing. Events no longer passed count as never passed.
     fn reset(&mut self, log: &LogState, place: i64) {
         let (lanes, commit_last) = (self.subscription.lanes, log.commit_last);
         let before: Vec<Passage> = self.lanes.iter().zip(0..).map(|(lane, nth)| lane.passage(lanes, nth)).collect();
@@ -178,8 +178,8 @@ impl Reader {
         }
     }
 
-    /// All new lanes begin where the furthest of the former stands, or beyond; what another had
-    /// still to read up to there leaves the stream.
+    /// Changes the number of lanes. All new lanes begin where the furthest of the former ones is,
+    /// or beyond. Events up to there that another lane had still to read leave the stream.
     fn set_lanes(&mut self, log: &LogState, lanes: u16, now: Timestamp) -> Result<()> {
         let of = |value: fn(&Lane) -> i64| self.lanes.iter().map(value).max().unwrap_or_default();
         let commit = |value: fn(&Lane) -> u64| self.lanes.iter().map(value).max().unwrap_or_default();
@@ -223,8 +223,8 @@ impl Reader {
         Ok(())
     }
 
-    /// The row of an event that leaves the stream for another reason than a failure: due now, or at
-    /// its time.
+    /// Returns the row of an event that leaves the stream without a failure: due now, or at its
+    /// delivery time.
     pub(super) fn row_left(&self, seq: i64, event: &Event, now: Timestamp) -> DeliveryRow {
         let (state, due_at) = match event.deliver_at {
             Some(at) if at > now => (EventState::Scheduled, at),

@@ -1,4 +1,4 @@
-//! The log contract: what a client asks of the server, and what it remembers of the answers.
+//! The log contract: calls to the server, and what the client remembers of the answers.
 
 use std::future::poll_fn;
 use std::task::Poll;
@@ -75,8 +75,8 @@ impl Log for MemoryStore {
         poll_fn(|context| {
             let mut state = self.server.lock();
             let wakeups = state.wakeups;
-            // Comparing with what the last read saw closes the gap between an empty read and this
-            // wait.
+            // Comparing with the value at the last read closes the gap between an empty read and
+            // this wait.
             if self.client.position(lease).is_none_or(|at| at.wakeups != wakeups) {
                 return Poll::Ready(());
             }

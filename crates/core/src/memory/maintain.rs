@@ -1,4 +1,4 @@
-//! The upkeep of logs: each one atomic step of the server.
+//! The upkeep of logs, each call one atomic step of the server.
 
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ impl Server {
         log.routed = log.commit_last;
         for reader in readers {
             let of = |seq: &i64| log.rows.get(seq).and_then(|row| Some((*seq, row.commit?, &row.event)));
-            // What lies before its beginning stays, and what it is about to read goes by itself.
+            // Events before its start stay unrouted, and events it is about to read need no row.
             let wanted: Vec<(i64, u64, &Event)> = log
                 .unrouted
                 .iter()
@@ -98,7 +98,7 @@ impl Server {
             return Ok(Changed::default());
         }
         let code = prune.code.as_deref();
-        // What nobody took note of yet: whoever only counts takes none.
+        // Events not yet marked unrouted. Only a dry run counts them, because it marks none itself.
         let counts_beyond = prune.dry_run && !readers.iter().any(|reader| reader.is_unsure(monotonic));
         let is_unrouted = |seq, commit, event: &Event| {
             let is_left_out = || is_left_out(of_log, readers.iter().copied(), seq, commit, event);
@@ -113,7 +113,7 @@ impl Server {
             } else if (commit <= of_log.routed || counts_beyond)
                 && prune.which.mean_event(Some(event))
                 && prune.unrouted == is_unrouted(seq, commit, event)
-                // About to be handed over.
+                // About to be handed over to a subscription.
                 && !(prune.unrouted && readers.iter().any(|reader| reader.is_given(seq, commit, event)))
                 && readers.iter().all(|reader| reader.is_done_with(seq, commit, event))
                 && (code.is_none() || readers.iter().any(|reader| reader.took_out(seq, code)))
@@ -146,23 +146,24 @@ impl Server {
 }
 
 impl Reader {
-    /// Whether this subscription has passed an event and needs it no more.
+    /// Returns whether this subscription has passed an event and no longer needs it.
     fn is_done_with(&self, seq: i64, commit: u64, event: &Event) -> bool {
         self.has_passed(seq, commit, event) && self.delivery(seq).is_none_or(|row| row.state == EventState::Discarded)
     }
 
-    /// Whether an event was taken out of this subscription, having this code.
+    /// Returns whether an event was discarded in this subscription with this code.
     fn took_out(&self, seq: i64, code: Option<&str>) -> bool {
         self.delivery(seq).is_some_and(|row| row.state == EventState::Discarded && row.code.as_deref() == code)
     }
 
-    /// Whether it gets an event that nobody wanted, now that it is asked again.
+    /// Returns whether it gets an event that nobody wanted, now that it is asked again.
     fn is_given(&self, seq: i64, commit: u64, event: &Event) -> bool {
         self.wants(event) && self.is_judged(seq, commit, event)
     }
 }
 
-/// Whether a filter left it out of everybody's stream, and not only the beginning of all who read.
+/// Returns whether a filter left the event out of every stream, not only every subscription's
+/// start.
 fn is_left_out<'a>(
     log: &LogState,
     readers: impl Iterator<Item = &'a Reader> + Clone,
@@ -175,7 +176,8 @@ fn is_left_out<'a>(
 }
 
 impl Reader {
-    /// What a lane that is held will take next depends on when it takes its new filter.
+    /// Returns whether it is unknown what a held lane will take next, because it has not taken its
+    /// new filter yet.
     fn is_unsure(&self, monotonic: Duration) -> bool {
         self.lanes.iter().any(|lane| lane.revision != self.revision() && !lane.is_free(monotonic))
     }

@@ -1,20 +1,20 @@
 //! The memory store: every store contract on a `std` mutex, for tests and for trying things out.
 //! Nothing survives the process.
 //!
-//! It is the reference the other stores are compared with, so it favours the shortest code that
-//! keeps every promise. A commit gets the next *commit number*; a snapshot is simply the highest
-//! number it can see, and a window is every row whose commit number lies between two snapshots, in
-//! `seq` order. With [`MemoryStore::begin`], `seq` is taken at the append and the commit number at
-//! the commit, exactly the trouble a database makes: a late commit shows up with a low `seq`.
+//! It is the reference for the other stores, so it favours the shortest code that keeps every
+//! promise. Each commit gets the next *commit number*. A snapshot is simply the highest number it
+//! can see. A window is every row whose commit number lies between two snapshots, in `seq` order.
+//! With [`MemoryStore::begin`], `seq` is taken at the append and the commit number at the commit.
+//! This causes the same trouble as in a database: a late commit shows up with a low `seq`.
 //!
 //! Like a database it has two sides. The *server* holds the state and changes it in atomic
 //! operations, each of which depends on what its caller had read. A *client* remembers how far it
 //! has read, and nothing else. Between the two a simulation may put a [`Wire`], which loses answers
 //! and executes calls late or twice.
 //!
-//! Leases run on the server's monotonic time, stamps and due times on its wall time. There is no
-//! I/O and, without a wire, no wait inside, so every future is ready at once and cancel-safety is
-//! trivial.
+//! Leases run on the server's monotonic time, timestamps and due times on its wall time. There is
+//! no I/O and, without a wire, no wait inside, so every future is ready at once and cancel-safety
+//! is trivial.
 
 mod admin;
 mod append;
@@ -51,11 +51,11 @@ pub use append::MemoryTransaction;
 pub use past::{Cursor, Snapshot, Standing};
 pub use wire::{Call, Wire};
 
-/// The one migration of a store without a schema, so that `up` and `down` have something to say.
+/// The one migration of a store without a schema, so that `up` and `down` have something to return.
 const MIGRATION: &str = "0001_memory";
 
-/// Events, subscriptions and the inbox in memory. Clones share one store and what one client of it
-/// remembers; it comes migrated.
+/// Events, subscriptions and the inbox in memory. Clones share one store and one client's memory.
+/// It starts migrated.
 #[derive(Clone)]
 pub struct MemoryStore {
     server: Arc<Server>,
@@ -63,36 +63,37 @@ pub struct MemoryStore {
     wire: Option<Arc<dyn Wire>>,
 }
 
-/// What would be the database: state that changes in atomic operations, by a clock of its own.
+/// The part that would be the database: state that changes in atomic operations, with its own
+/// clock.
 struct Server {
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
 }
 
 impl MemoryStore {
-    /// An empty store with the logs `outbox` and `inbox`. Ids are made from `clock` and a counter,
-    /// so a simulated clock makes them repeatable.
+    /// Creates an empty store with the logs `outbox` and `inbox`. Ids are made from `clock` and a
+    /// counter, so that they are repeatable under a simulated clock.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
         let server = Arc::new(Server { clock, state: Mutex::new(State::migrated()) });
         Self { server, client: Arc::default(), wire: None }
     }
 
-    /// The same store as another process sees it: nothing is remembered, and every call goes by the
-    /// wire, if there is one.
+    /// Returns the same store as another process sees it: nothing is remembered, and every call
+    /// goes through the wire, if there is one.
     #[must_use]
     pub fn client(&self, wire: Option<Arc<dyn Wire>>) -> Self {
         Self { server: self.server.clone(), client: Arc::default(), wire }
     }
 
-    /// Opens a transaction: what it appends takes its `seq` at once and becomes visible at its
-    /// commit.
+    /// Opens a transaction. Events appended in it take their `seq` at once and become visible at
+    /// its commit.
     pub fn begin(&self) -> MemoryTransaction {
         MemoryTransaction::new(self.clone())
     }
 }
 
 impl Server {
-    /// The state, if the schema is there.
+    /// Returns the state, if the schema exists.
     fn state(&self, operation: &'static str) -> Result<MutexGuard<'_, State>> {
         let state = self.lock();
         if state.data.migrated {
@@ -106,8 +107,8 @@ impl Server {
         ))
     }
 
-    /// The state, whatever it is. A panic while it was locked would have been ours and between two
-    /// whole changes.
+    /// Returns the state, with or without a schema. Ignores poison: code that could panic under the
+    /// lock does so only between two whole changes.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

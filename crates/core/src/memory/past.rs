@@ -1,4 +1,4 @@
-//! Going back: what a crash of a database takes with it, and what a failover does. For simulations
+//! Going back to an earlier state: what a database loses in a crash or a failover. For simulations
 //! and tests.
 
 use std::fmt;
@@ -22,7 +22,7 @@ impl fmt::Debug for Snapshot {
     }
 }
 
-/// Where one lane stands in the store.
+/// The cursor of one lane in the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cursor {
     /// The fencing number of its last grant.
@@ -37,45 +37,45 @@ pub struct Cursor {
     pub lease_until: Option<Duration>,
 }
 
-/// Where one event stands.
+/// The state of one event in a subscription.
 #[derive(Debug, Clone, Copy)]
 pub struct Standing<'a> {
     /// The event.
     pub event: &'a Event,
-    /// Its place in the log.
+    /// Its position in the log.
     pub seq: Seq,
     /// Its lane.
     pub lane: u16,
-    /// Where it stands.
+    /// Its state.
     pub state: EventState,
-    /// As [`Delivery::attempt`], less one.
+    /// [`Delivery::attempt`] minus one.
     pub attempts: u32,
-    /// As [`Delivery::replay`].
+    /// [`Delivery::replay`].
     pub replays: u32,
 }
 
 impl Standing<'_> {
-    /// Whether a delivery is of the row as it stands.
+    /// Returns whether a delivery belongs to the row in its present state.
     pub fn is_of(&self, delivery: &Delivery) -> bool {
         (self.seq, self.attempts + 1, self.replays) == (delivery.seq, delivery.attempt, delivery.replay)
     }
 }
 
 impl MemoryStore {
-    /// From now on the server knows what a crash would take back: see [`Self::crash`].
+    /// From now on, the server tracks what a crash would take back: see [`Self::crash`].
     pub fn forget_unflushed(&self) {
         let mut state = self.server.lock();
         state.durable = Some(Box::new(state.data.clone()));
     }
 
-    /// Everything so far is on disk. Windows and settlements with rows flush by themselves, a mere
-    /// position and an append do not: a database with that setting gives up just that.
+    /// Marks everything so far as on disk. Windows and settlements with rows flush by themselves; a
+    /// mere position and an append do not. A database with asynchronous commits gives up just that.
     pub fn flush(&self) {
         self.server.lock().flush();
     }
 
-    /// The server crashes and starts again: what was not flushed is gone, transactions that were
-    /// open are rolled back.
+    /// Crashes and restarts the server. Everything that was not flushed is gone, and open
+    /// transactions are rolled back.
     pub fn crash(&self) {
         let durable = self.server.lock().durable.clone();
         if let Some(data) = durable {
@@ -83,13 +83,13 @@ impl MemoryStore {
         }
     }
 
-    /// What the store holds now.
+    /// Returns what the store holds now.
     pub fn snapshot(&self) -> Snapshot {
         Snapshot(Box::new(self.server.lock().data.clone()))
     }
 
-    /// Another server takes over, with what it had: `seq`, epochs and windows since then are given
-    /// out again. Open transactions are gone.
+    /// Another server takes over with this snapshot: `seq`, epochs and windows used since then are
+    /// given out again. Open transactions are gone.
     pub fn restore(&self, snapshot: &Snapshot) {
         let mut state = self.server.lock();
         state.data = (*snapshot.0).clone();
@@ -97,7 +97,7 @@ impl MemoryStore {
         State::flush_and_wake(state);
     }
 
-    /// Where each lane stands, as a checker sees it.
+    /// Returns the cursor of each lane, for a checker.
     pub fn cursors(&self, subscription: &SubscriptionName) -> Vec<Cursor> {
         let state = self.server.lock();
         let lanes = state.data.readers.get(subscription).map(|reader| &reader.lanes[..]).unwrap_or_default();
@@ -108,7 +108,7 @@ impl MemoryStore {
         lanes.iter().map(cursor).collect()
     }
 
-    /// Shows where each committed event stands, in `seq` order.
+    /// Shows the state of each committed event, in `seq` order.
     pub fn each_standing(&self, subscription: &SubscriptionName, mut see: impl FnMut(Standing<'_>)) {
         let state = self.server.lock();
         let Some(reader) = state.data.readers.get(subscription) else { return };

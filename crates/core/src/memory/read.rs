@@ -1,4 +1,4 @@
-//! Reading: the lane's window, and the delivery rows whose time has come.
+//! Reading: the lane's window, and the delivery rows that are due.
 
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Included};
@@ -12,22 +12,22 @@ use crate::event::{Event, Seq};
 use crate::kit::BatchLimiter;
 use crate::state::State as EventState;
 
-/// What one read of a window gave.
+/// The result of reading a window.
 pub(super) struct Page {
     pub(super) batch: Batch,
-    /// How far it read, if it gave anything.
+    /// How far it read, if it returned anything.
     pub(super) end: Option<i64>,
     /// The last commit of the window it read.
     pub(super) window: u64,
-    /// The revision of the filter it was read by.
+    /// The revision of the filter by which it was read.
     pub(super) revision: usize,
-    /// Which changes it has seen.
+    /// The changes it has seen.
     pub(super) wakeups: u64,
 }
 
 impl Reader {
-    /// Reads on in the lane's window, the rows with `from < commit <= to`. Empty when nothing
-    /// wanted is left in it.
+    /// Continues reading in the lane's window, which is the rows with `from < commit <= to`. Empty
+    /// if no wanted event is left in it.
     pub(super) fn page(
         &self,
         log: &LogState,
@@ -62,14 +62,14 @@ impl Reader {
             batch.push(delivery, None, Some(now));
             batch.end = Some(Seq(*seq));
         }
-        // The last batch of a window also covers what nobody wants behind it.
+        // The last batch of a window also covers the unwanted events behind it.
         if batch.end.is_some() && !batch.more {
             batch.end = Some(Seq(high));
         }
         batch
     }
 
-    /// Rows whose time has come, in `seq` order; of each key the head and the events behind it,
+    /// Returns rows that are due, in `seq` order: of each key the head and the events behind it,
     /// never with a gap. The heads share the limit.
     pub(super) fn due(&self, log: &LogState, lane: u16, limit: BatchLimit, now: Timestamp) -> Batch {
         let mut batch = Batch { due_in: self.due_in(lane, now), ..Batch::default() };
@@ -108,7 +108,7 @@ impl Reader {
         batch
     }
 
-    /// How long until the first row of the lane is due.
+    /// Returns how long it is until the first row of the lane is due.
     pub(super) fn due_in(&self, lane: u16, now: Timestamp) -> Option<Duration> {
         self.deliveries()
             .filter(|(_, row)| row.lane == lane && matches!(row.state, EventState::Retrying | EventState::Scheduled))

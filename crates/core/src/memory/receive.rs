@@ -15,18 +15,18 @@ use crate::kit::STEP_ROWS_MAX;
 use crate::names::{LogName, SourceName};
 use crate::receive::{Conflict, Inbound, Receive, Received};
 
-/// Conflict records kept; the oldest go first. An attacker who resends one id with many bodies must
-/// not fill the memory.
+/// Maximum conflict records; the oldest go first. An attacker who sends one id with many bodies
+/// must not fill the memory.
 const CONFLICTS_MAX: usize = 1_000;
 
-/// Which message: ids are unique per source and tenant.
+/// Identifies a message: ids are unique per source and tenant.
 type Identity = (SourceName, Option<String>, String);
 
 #[derive(Clone, Default)]
 pub(super) struct Inbox {
     seen: HashMap<Identity, (/* digest */ [u8; 32], /* when */ Timestamp)>,
     conflicts: Vec<Conflict>,
-    /// What was applied, or will be if the transaction that asked commits.
+    /// Messages that were applied, or will be if the asking transaction commits.
     applied: HashMap<(SourceName, String), Applied>,
 }
 
@@ -37,7 +37,7 @@ struct Applied {
 }
 
 impl Inbox {
-    /// Notes that a message is applied; `false` if it was.
+    /// Notes that a message is applied; `false` if it was already.
     pub(super) fn once(&mut self, source: &SourceName, message_id: &str, now: Timestamp) -> Result<bool> {
         match self.applied.entry((source.clone(), message_id.to_owned())) {
             Entry::Vacant(entry) => {
@@ -52,19 +52,19 @@ impl Inbox {
         }
     }
 
-    /// The transaction that asked has committed.
+    /// The asking transaction has committed.
     pub(super) fn commit_once(&mut self, source: SourceName, message_id: String) {
         if let Some(applied) = self.applied.get_mut(&(source, message_id)) {
             applied.is_committed = true;
         }
     }
 
-    /// The transaction that asked was rolled back.
+    /// The asking transaction was rolled back.
     pub(super) fn forget_once(&mut self, source: SourceName, message_id: String) {
         self.applied.remove(&(source, message_id));
     }
 
-    /// The latest first.
+    /// Returns conflicts, the latest first.
     pub(super) fn conflicts(&self, limit: usize) -> Vec<Conflict> {
         let mut latest = self.conflicts.clone();
         latest.sort_by_key(|conflict| std::cmp::Reverse(conflict.last_at));
@@ -101,7 +101,7 @@ impl Inbox {
     }
 }
 
-/// What a call's messages are, before anything is stored.
+/// The verdicts on a call's messages, before anything is stored.
 #[derive(Default)]
 struct Judged {
     /// `None`: to be accepted.

@@ -19,10 +19,10 @@ pub(super) struct Write {
     hold_keys: bool,
 }
 
-/// From where to where a settlement moves the position.
+/// The move of the position by a settlement.
 pub(super) struct Place {
-    /// The window, the settled position and the filter's revision that the client knows; `None`: it
-    /// knows no window, so the store must have undone it.
+    /// The window, the settled position and the filter's revision that the client knows. `None` if
+    /// it knows no window, so the store must have undone it.
     known: Option<(u64, i64, usize)>,
     pub(super) position: i64,
 }
@@ -39,7 +39,7 @@ impl Write {
     pub(super) fn of(settlement: &Settlement<'_>, at: Option<&Position>) -> Self {
         let place = settlement.position.map(|position| Place {
             known: at.map(|at| (at.window, at.settled, at.revision)),
-            // Never over what was not given.
+            // Never past what was returned.
             position: at.map_or(position.0, |at| position.0.min(at.read)),
         });
         let entries = settlement.entries.iter().map(|entry| EntryWrite {
@@ -54,16 +54,17 @@ impl Write {
 }
 
 impl EntryWrite {
-    /// Whether this is said of the row as it is. A person's word stands: discarded stays discarded,
-    /// dead is left only by a replay; and another attempt or a replay makes it another row.
+    /// Returns whether this entry belongs to the row in its present state. A person's decision
+    /// stands: discarded stays discarded, dead is left only by a replay. Another attempt or replay
+    /// makes it a different row.
     fn is_of(&self, row: &DeliveryRow) -> bool {
         row.state.may_become(EventState::Dispatched) && (row.attempts, row.replays) == (self.attempts, self.replays)
     }
 }
 
 impl Reader {
-    /// Whether an earlier call whose answer was lost did this, or a due row is not as it was read:
-    /// then handlers' effects must not count again.
+    /// Returns whether an earlier call whose answer was lost did this, or a due row has changed
+    /// since it was read. In both cases the handlers' effects must not count again.
     pub(super) fn was_settled(&self, lane: u16, write: &Write) -> bool {
         let as_read = |entry: &EntryWrite| self.delivery(entry.seq).is_some_and(|row| entry.is_of(row));
         match &write.place {
@@ -72,13 +73,13 @@ impl Reader {
         }
     }
 
-    /// Writes a settlement under a lease that was checked: wholly or not at all.
+    /// Writes a settlement under a lease that was checked, wholly or not at all.
     pub(super) fn settle(&mut self, log: &LogState, lane: u16, write: &Write, now: Timestamp) -> Result<()> {
         let of_lane = &mut self.lanes[usize::from(lane)];
         let before = of_lane.settled;
         if let Some(Place { known, position }) = &write.place {
-            // After the store went back, the same number would pass events of another window, rows
-            // that are gone, or events that the filter wants which it had not wanted.
+            // After the store went back to an earlier state, the same number could pass events of
+            // another window, rows that are gone, or events that only its present filter wants.
             let Some((_, settled, revision)) = known.filter(|(to, ..)| *to == of_lane.to) else {
                 return Err(window_undone("settle"));
             };
@@ -105,14 +106,14 @@ impl Reader {
         for entry in &write.entries {
             self.settle_entry(lane, entry, in_stream(entry.seq), write.hold_keys, now);
         }
-        // Only now is it known who is still ahead of whom.
+        // Only now is it known which events are still ahead of others.
         for key in write.entries.iter().filter_map(|entry| entry.key.as_ref()) {
             self.release_head(key, now);
         }
         Ok(())
     }
 
-    /// `streams`: the event comes from the piece of the stream that this settlement moves over.
+    /// `streams`: the event comes from the part of the stream that this settlement passes.
     fn settle_entry(&mut self, lane: u16, entry: &EntryWrite, streams: bool, ordered: bool, now: Timestamp) {
         let row = match self.delivery(entry.seq) {
             Some(row) if !entry.is_of(row) => return,
@@ -129,7 +130,7 @@ impl Reader {
     }
 }
 
-/// The row after a disposition.
+/// Returns the row after a disposition.
 fn written(mut row: DeliveryRow, after: RowAfter<'_>, now: Timestamp) -> DeliveryRow {
     let due_at = match after.due {
         Due::Never => None,

@@ -1,4 +1,4 @@
-//! What the memory store remembers, and the small pure rules over it.
+//! The state of the memory store, and the small pure rules over it.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -24,29 +24,29 @@ use super::receive::Inbox;
 #[derive(Default)]
 pub(super) struct State {
     pub(super) data: Data,
-    /// What of `data` a crash would leave, where somebody wants to see a crash.
+    /// The part of `data` that a crash would leave, if crashes are simulated.
     pub(super) durable: Option<Box<Data>>,
-    /// Rises each time the store went back to an earlier state: transactions begun before have been
+    /// Rises each time the store goes back to an earlier state. Transactions begun before are
     /// rolled back.
     pub(super) incarnation: u64,
-    /// Ids handed out so far: makes every id unique within one millisecond. Never goes back.
+    /// Number of ids created so far. Makes ids unique within one millisecond. Never goes back.
     ids: u64,
-    /// Rises with everything that may give a lane work; a lane compares it with what it saw at its
+    /// Rises with everything that may give a lane work. A lane compares it with the value at its
     /// last read.
     pub(super) wakeups: u64,
     /// At most one waiting relay per lane.
     pub(super) waiting: BTreeMap<(SubscriptionName, u16), Waker>,
 }
 
-/// What a database would keep in its tables.
+/// What a database would store in its tables.
 #[derive(Clone, Default)]
 pub(super) struct Data {
     pub(super) migrated: bool,
     pub(super) logs: BTreeMap<LogName, LogState>,
     pub(super) readers: BTreeMap<SubscriptionName, Reader>,
     pub(super) inbox: Inbox,
-    /// Lanes that are made begin with this epoch: no lease of a subscription that had the name
-    /// before counts.
+    /// First epoch of new lanes, so that no lease of an earlier subscription of the same name
+    /// counts.
     pub(super) epoch_next: Epoch,
 }
 
@@ -54,18 +54,18 @@ pub(super) struct Data {
 #[derive(Clone, Default)]
 pub(super) struct LogState {
     pub(super) rows: BTreeMap<i64, Row>,
-    /// Which `seq`s each commit made visible: what a window is opened from.
+    /// The `seq`s that each commit made visible. Windows are opened from this.
     pub(super) commits: BTreeMap<u64, Vec<i64>>,
     pub(super) commit_last: u64,
     pub(super) ids: HashMap<EventId, i64>,
     seq_last: i64,
     /// Events that no subscription wants.
     pub(super) unrouted: BTreeSet<i64>,
-    /// Up to which commit that was looked for.
+    /// The last commit up to which unrouted events were looked for.
     pub(super) routed: u64,
 }
 
-/// One event; invisible until its transaction has committed.
+/// One event. Invisible until its transaction has committed.
 #[derive(Clone)]
 pub(super) struct Row {
     pub(super) event: Event,
@@ -76,62 +76,63 @@ pub(super) struct Row {
 #[derive(Clone)]
 pub(super) struct Reader {
     pub(super) subscription: Subscription,
-    /// Tells it from others that had its name before.
+    /// Separates it from other subscriptions that had its name before.
     pub(super) generation: i64,
-    /// Every filter it had, the present one last: a filter's revision is its place. `None`, nothing
-    /// was wanted: the first, of what lies before the beginning, and those of resets.
+    /// Every filter it had, the present one last. A filter's revision is its index. `None` means
+    /// that nothing was wanted: the first one, for events before its start, and those added by
+    /// resets.
     pub(super) filters: Vec<Option<Filter>>,
-    /// How far lanes came by each filter before.
+    /// How far lanes got with each earlier filter.
     pub(super) passages: Vec<Passage>,
-    /// Up to which place events of the stream are of which replay, since the last reset.
+    /// Up to which position events of the stream have which replay, since the last reset.
     pub(super) again: (i64, u32),
-    /// Skipped events that were sent all the same.
+    /// Skipped events that were sent after all.
     pub(super) sent: BTreeSet<i64>,
-    /// The highest replay an event of it had.
+    /// The highest replay of any of its events.
     pub(super) replays: u32,
     pub(super) lanes: Vec<Lane>,
     pub(super) pause: Option<Pause>,
-    /// How many events were delivered, ever.
+    /// Number of events delivered so far.
     pub(super) delivered: u64,
     /// Until when each relay counts as alive.
     pub(super) alive_until: HashMap<OwnerId, Duration>,
     deliveries: BTreeMap<i64, DeliveryRow>,
-    /// The delivery rows that hold their key, by key, in `seq` order: the first is the head.
+    /// The delivery rows that hold their key, by key, in `seq` order. The first is the head.
     holding: HashMap<Key, BTreeSet<i64>>,
 }
 
-/// One lane: its window, how far it is settled, and who drives it. How far it is read, only its
-/// reader knows.
+/// One lane: its window, how far it is settled, and who drives it. Only its reader knows how far it
+/// is read.
 #[derive(Clone, Default)]
 pub(super) struct Lane {
     pub(super) epoch: Epoch,
     pub(super) owner: Option<OwnerId>,
     pub(super) lease_until: Option<Duration>,
-    /// For how long it was granted or renewed.
+    /// The time for which it was granted or renewed.
     pub(super) lease_ttl: Duration,
     pub(super) granted_at: Duration,
-    /// How many holders in a row vanished.
+    /// Number of holders in a row that vanished.
     pub(super) crashes: u32,
     /// The window: rows with `from < commit <= to`.
     pub(super) from: u64,
     pub(super) to: u64,
     /// Every row of the window up to here is dealt with.
     pub(super) settled: i64,
-    /// By which filter it reads.
+    /// Revision of the filter it reads by.
     pub(super) revision: usize,
 }
 
-/// How far a lane came by one filter: its cursor when it took the next.
+/// How far a lane got with one filter: its cursor when it took the next.
 #[derive(Clone)]
 pub(super) struct Passage {
-    /// Of how many lanes it was which.
+    /// Number of lanes there were, and which of them it was.
     pub(super) lanes: u16,
     pub(super) lane: u16,
     pub(super) revision: usize,
     pub(super) from: u64,
     pub(super) to: u64,
     pub(super) settled: i64,
-    /// What lies beyond was taken back by a reset.
+    /// Everything beyond was taken back by a reset.
     pub(super) seq_max: i64,
 }
 
@@ -141,20 +142,20 @@ pub(super) struct DeliveryRow {
     pub(super) state: EventState,
     pub(super) lane: u16,
     pub(super) key: Option<Key>,
-    /// Whether the subscription was ordered by key when the row was made.
+    /// Whether the subscription was ordered by key when the row was created.
     pub(super) ordered: bool,
     /// Dead, and the key waits for a person.
     pub(super) halt: bool,
     pub(super) attempts: u32,
     pub(super) replays: u32,
-    /// How many relays ended while they sent it alone.
+    /// Number of relays that ended while they sent it alone.
     pub(super) crashes: u32,
     pub(super) due_at: Option<Timestamp>,
     pub(super) code: Option<String>,
     pub(super) error: Option<String>,
     pub(super) updated_at: Timestamp,
     pub(super) last_attempts: Vec<Attempt>,
-    /// Which death was handed to a dead-letter sink, counted from 1.
+    /// The last death that was handed to a dead-letter sink, counted from 1.
     pub(super) letters: u32,
     /// When its letter is to be handed over; `None`: at once.
     pub(super) letter_at: Option<Timestamp>,
@@ -171,7 +172,7 @@ impl Data {
         self.logs.get(name).ok_or_else(|| log_unknown(operation, name, &known()))
     }
 
-    /// The reader and the log it reads.
+    /// Returns the reader and the log it reads.
     pub(super) fn reader_mut(
         &mut self,
         operation: &'static str,
@@ -186,7 +187,7 @@ impl Data {
         Ok((reader, log))
     }
 
-    /// The reader and log of a lease that is still held at `monotonic`; otherwise `Stale`.
+    /// Returns the reader and log of a lease that is still held at `monotonic`; otherwise `Stale`.
     pub(super) fn leased(
         &mut self,
         operation: &'static str,
@@ -208,14 +209,14 @@ impl State {
         Self { data: Data::migrated(), ..Self::default() }
     }
 
-    /// Everything so far is on disk.
+    /// Marks everything so far as on disk.
     pub(super) fn flush(&mut self) {
         if let Some(durable) = &mut self.durable {
             **durable = self.data.clone();
         }
     }
 
-    /// A UUIDv7 from the time and a counter.
+    /// Makes a UUIDv7 from the time and a counter.
     pub(super) fn next_id(&mut self, now: Timestamp) -> EventId {
         self.ids += 1;
         let mut counter = [0; 10];
@@ -232,7 +233,7 @@ impl State {
         waiting.into_values().for_each(Waker::wake);
     }
 
-    /// A change that may give a lane work is on disk.
+    /// Flushes a change that may give a lane work, and wakes the waiting relays.
     pub(super) fn flush_and_wake(mut this: MutexGuard<'_, Self>) {
         this.flush();
         Self::wake(this);
@@ -240,7 +241,7 @@ impl State {
 }
 
 impl LogState {
-    /// Writes a row that nobody sees yet.
+    /// Writes an invisible row.
     pub(super) fn insert(&mut self, event: NewEvent, id: EventId, now: Timestamp) -> i64 {
         self.seq_last += 1;
         let event = event.into_event(id, now);
@@ -258,7 +259,7 @@ impl LogState {
         self.commits.insert(self.commit_last, seqs);
     }
 
-    /// Takes rows back; their `seq` stays used.
+    /// Removes rows. Their `seq` stays used.
     pub(super) fn remove(&mut self, seq: i64) {
         self.unrouted.remove(&seq);
         let Some(row) = self.rows.remove(&seq) else { return };
@@ -272,7 +273,7 @@ impl LogState {
         }
     }
 
-    /// Every committed row, in `seq` order.
+    /// Returns every committed row, in `seq` order.
     pub(super) fn committed(&self) -> impl Iterator<Item = (i64, u64, &Event)> {
         self.rows.iter().filter_map(|(seq, row)| Some((*seq, row.commit?, &row.event)))
     }
@@ -304,17 +305,18 @@ impl Reader {
         wants(&self.subscription.filter, event)
     }
 
-    /// The present filter's.
+    /// Returns the revision of the present filter.
     pub(super) fn revision(&self) -> usize {
         self.filters.len() - 1
     }
 
-    /// Whether its lane has passed an event.
+    /// Returns whether its lane has passed an event.
     pub(super) fn has_passed(&self, seq: i64, commit: u64, event: &Event) -> bool {
         self.lanes[usize::from(self.lane_of(event))].has_passed(seq, commit)
     }
 
-    /// The filter that its lane passed an event with, or the present one; 0 before the beginning.
+    /// Returns the revision of the filter by which its lane passed an event, or the present one; 0
+    /// before the start.
     pub(super) fn judged_by(&self, seq: i64, commit: u64, event: &Event) -> usize {
         let lane = &self.lanes[usize::from(self.lane_of(event))];
         if !lane.has_passed(seq, commit) {
@@ -324,13 +326,13 @@ impl Reader {
         self.passages.iter().filter(covers).map(|it| it.revision).min().unwrap_or(lane.revision)
     }
 
-    /// Whether a filter left an event out, or will, and not only a beginning.
+    /// Returns whether a filter left an event out, or will, as opposed to a start position.
     pub(super) fn is_judged(&self, seq: i64, commit: u64, event: &Event) -> bool {
         self.filters[self.judged_by(seq, commit, event)].is_some()
     }
 
-    /// Lets a lane read on by the present filter: only where nothing is given out and not settled,
-    /// so that every row is judged by one filter.
+    /// Lets a lane read on by the present filter. Allowed only if nothing returned is unsettled, so
+    /// that every row is judged by one filter.
     pub(super) fn take_filter(&mut self, lane: u16) {
         let (lanes, revision) = (self.subscription.lanes, self.revision());
         let of_lane = &mut self.lanes[usize::from(lane)];
@@ -340,23 +342,23 @@ impl Reader {
         }
     }
 
-    /// Which replay an event is that comes from the stream.
+    /// Returns the replay of an event that comes from the stream.
     pub(super) fn replay_of(&self, seq: i64) -> u32 {
         if seq <= self.again.0 { self.again.1 } else { 0 }
     }
 
-    /// Whether an event goes out.
+    /// Returns whether an event goes out.
     pub(super) fn takes(&self, seq: i64, commit: u64, event: &Event) -> bool {
         let filter = self.filters[self.judged_by(seq, commit, event)].as_ref();
         filter.is_some_and(|filter| wants(filter, event))
     }
 
-    /// Which lane an event belongs to: its key decides, or its id when it has none.
+    /// Returns the lane of an event: by its key, or by its id if it has none.
     pub(super) fn lane_of(&self, event: &Event) -> u16 {
         lane_of_event(event, self.subscription.lanes)
     }
 
-    /// Where an event stands: its row says, or the cursor.
+    /// Returns the state of an event, from its row or from the cursor.
     pub(super) fn state_of(&self, log: &LogState, seq: i64, commit: u64, event: &Event) -> EventState {
         match self.deliveries.get(&seq) {
             Some(row) => row.state,
@@ -368,7 +370,7 @@ impl Reader {
         }
     }
 
-    /// The pause in force.
+    /// Returns the pause in force.
     pub(super) fn paused(&self, now: Timestamp) -> Option<&Pause> {
         self.pause.as_ref().filter(|pause| pause.holds_at(now))
     }
@@ -408,18 +410,18 @@ impl Reader {
         self.holding.contains_key(key)
     }
 
-    /// The first unfinished event of a key.
+    /// Returns the first unfinished event of a key.
     pub(super) fn head(&self, key: &Key) -> Option<i64> {
         self.holding.get(key).and_then(|seqs| seqs.first().copied())
     }
 
-    /// The unfinished events of a key that come after `seq`.
+    /// Returns the unfinished events of a key that come after `seq`.
     pub(super) fn behind(&self, key: &Key, seq: i64) -> impl Iterator<Item = (i64, &DeliveryRow)> {
         let seqs = self.holding.get(key).into_iter().flat_map(move |seqs| seqs.range(seq + 1..));
         seqs.filter_map(|seq| self.deliveries.get(seq).map(|row| (*seq, row)))
     }
 
-    /// Makes due what waits for a call of the lane's former holder.
+    /// Makes rows due that wait for a call of the lane's former holder.
     pub(super) fn make_in_flight_due(&mut self, lane: u16, now: Timestamp) {
         let waits = |row: &DeliveryRow| {
             row.lane == lane && row.state == EventState::Retrying && row.code.as_deref() == Some(Disposition::IN_FLIGHT)
@@ -430,7 +432,7 @@ impl Reader {
         }
     }
 
-    /// There is no order any more: no row holds its key, and what waits for its turn is due.
+    /// Removes the order: no row holds its key any more, and blocked rows become due.
     pub(super) fn unblock(&mut self, now: Timestamp) {
         let holding: Vec<i64> = self.holding.values().flatten().copied().collect();
         for seq in holding {
@@ -442,7 +444,8 @@ impl Reader {
         }
     }
 
-    /// Counts a crash for what the lane's former holder sent alone and did not write of again.
+    /// Counts a crash for each event that the lane's former holder sent alone without writing a
+    /// result.
     pub(super) fn count_crashes(&mut self, lane: u16, now: Timestamp) {
         let was_sent = |row: &DeliveryRow| {
             row.lane == lane && row.state == EventState::Retrying && row.code.as_deref() == Some(Disposition::ALONE)
@@ -455,7 +458,7 @@ impl Reader {
         }
     }
 
-    /// Makes the head of a key due, if it was blocked: whatever it waited for is gone.
+    /// Makes the head of a key due if it was blocked, because what it waited for is gone.
     pub(super) fn release_head(&mut self, key: &Key, now: Timestamp) {
         let Some(seq) = self.head(key) else { return };
         let row = &self.deliveries[&seq];
@@ -495,12 +498,12 @@ impl Lane {
         (self.lease_until, self.lease_ttl) = (Some(monotonic + ttl), ttl);
     }
 
-    /// Whether the cursor is beyond a row.
+    /// Returns whether the cursor is beyond a row.
     pub(super) fn has_passed(&self, seq: i64, commit: u64) -> bool {
         commit <= self.from || (commit <= self.to && seq <= self.settled)
     }
 
-    /// How far it came by its filter.
+    /// Returns how far it got with its filter.
     pub(super) fn passage(&self, lanes: u16, lane: u16) -> Passage {
         let Self { revision, from, to, settled, .. } = *self;
         Passage { lanes, lane, revision, from, to, settled, seq_max: i64::MAX }
@@ -513,7 +516,7 @@ impl Passage {
     }
 }
 
-/// The lane of an event: its key decides, or its id when it has none.
+/// Returns the lane of an event: by its key, or by its id if it has none.
 pub(super) fn lane_of_event(event: &Event, lanes: u16) -> u16 {
     let id = event.id.as_uuid();
     let key = event.key.as_ref().map(|key| key.as_str().as_bytes());
@@ -525,7 +528,7 @@ fn wants(filter: &Filter, event: &Event) -> bool {
 }
 
 impl DeliveryRow {
-    /// The row of an event that is about to leave the stream.
+    /// Creates the row of an event that is about to leave the stream.
     pub(super) fn new(lane: u16, key: Option<Key>, now: Timestamp) -> Self {
         Self {
             state: EventState::Pending,
@@ -546,12 +549,12 @@ impl DeliveryRow {
         }
     }
 
-    /// Whether it is dead, and this death was not handed over.
+    /// Returns whether it is dead and this death has not been handed over.
     pub(super) fn is_letter(&self) -> bool {
         self.state == EventState::Dead && self.letters <= self.replays
     }
 
-    /// The key this row holds, if it holds one.
+    /// Returns the key this row holds, if any.
     pub(super) fn held_key(&self) -> Option<&Key> {
         let holds = match self.state {
             EventState::Retrying | EventState::Blocked => true,

@@ -1,4 +1,4 @@
-//! Looking at a log as it grows: commits are numbered.
+//! Watching a log as it grows, by the numbers of its commits.
 
 use async_trait::async_trait;
 

@@ -1,4 +1,4 @@
-//! The way between a client of the memory store and its server. For simulations and tests.
+//! The connection between a client of the memory store and its server. For simulations and tests.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,12 +12,12 @@ use crate::log::Lease;
 /// Carries each call of a client to the server: at once, late, twice, without its answer, or not at
 /// all.
 ///
-/// A call may be kept and executed after its caller has gone, which is what a database does with a
-/// call whose connection broke.
+/// A call may be kept and executed after its caller is gone, as a database does with a call whose
+/// connection broke.
 #[async_trait]
 pub trait Wire: Send + Sync + 'static {
-    /// Executes the call as often and whenever it likes. `Ok` gives the caller the answer of the
-    /// last execution; an error is the caller's answer, whatever was executed.
+    /// Executes the call, as often and whenever it likes. `Ok` gives the caller the answer of the
+    /// last execution. An error is the caller's answer, whatever was executed.
     async fn carry(&self, call: Arc<Call>) -> Result<()>;
 }
 
@@ -25,13 +25,13 @@ pub trait Wire: Send + Sync + 'static {
 pub struct Call {
     /// What it does, e.g. `settle`.
     pub operation: &'static str,
-    /// Under which lease, if under any.
+    /// The lease it is made under, if any.
     pub lease: Option<Lease>,
     execute: Box<dyn Fn() + Send + Sync>,
 }
 
 impl Call {
-    /// Lets the server execute it.
+    /// Executes it on the server.
     pub fn execute(&self) {
         (self.execute)();
     }
@@ -44,7 +44,7 @@ impl fmt::Debug for Call {
 }
 
 impl MemoryStore {
-    /// Lets the server execute an operation, by the wire if there is one.
+    /// Executes an operation on the server, through the wire if there is one.
     pub(super) async fn call<T: Send + 'static>(
         &self,
         operation: &'static str,

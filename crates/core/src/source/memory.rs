@@ -1,4 +1,4 @@
-//! A broker in memory, for tests of whatever receives.
+//! A broker in memory, to test receivers.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::future::poll_fn;
@@ -13,7 +13,7 @@ use super::{AckToken, RawMessage, Source, SourceCapabilities, SourceMessage};
 use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, Result};
 
-/// A queue in memory that behaves as the [`Source`] contract says, and can lose its connection.
+/// An in-memory queue that implements the [`Source`] contract, and can lose its connection.
 pub struct MemorySource {
     capabilities: SourceCapabilities,
     clock: Arc<dyn Clock>,
@@ -22,10 +22,9 @@ pub struct MemorySource {
 
 #[derive(Default)]
 struct Queue {
-    /// Waiting to be given out, by the order of publishing; with the time before which it must not
-    /// be.
+    /// Messages to deliver, in order of publishing, each with the earliest time to deliver it at.
     ready: BTreeMap<u64, (Duration, RawMessage)>,
-    /// Given out, by token.
+    /// Delivered messages, by token.
     unsettled: BTreeMap<u64, (u64, RawMessage)>,
     published: u64,
     tokens: u64,
@@ -38,7 +37,7 @@ struct Queue {
 }
 
 impl MemorySource {
-    /// An empty queue with every capability. `clock` times the delays of `nak`.
+    /// Creates an empty queue with every capability. `clock` times the delays of `nak`.
     pub fn new(in_flight_max: usize, clock: Arc<dyn Clock>) -> Self {
         let capabilities = SourceCapabilities {
             in_flight_max: in_flight_max.max(1),
@@ -49,14 +48,14 @@ impl MemorySource {
         Self { capabilities, clock, queue: Mutex::default() }
     }
 
-    /// The same without dead letters, or without order.
+    /// Changes its capabilities, e.g. to a queue without dead letters or without order.
     #[must_use]
     pub fn with_capabilities(mut self, change: impl FnOnce(&mut SourceCapabilities)) -> Self {
         change(&mut self.capabilities);
         self
     }
 
-    /// Puts a message at the end.
+    /// Puts a message at the end of the queue.
     pub fn publish(&self, message: RawMessage) {
         self.change(|queue| {
             queue.published += 1;
@@ -64,7 +63,7 @@ impl MemorySource {
         });
     }
 
-    /// Breaks the connection: what is unsettled comes again, and one call of `next` fails.
+    /// Breaks the connection. Unsettled messages come again, and one call of `next` fails.
     pub fn disconnect(&self) {
         self.change(|queue| {
             queue.disconnected = true;
@@ -72,7 +71,7 @@ impl MemorySource {
         });
     }
 
-    /// From now on acknowledgements and their like fail, or work again.
+    /// Makes settling calls fail from now on, or work again.
     pub fn fail_settling(&self, fails: bool) {
         self.change(|queue| queue.settling_fails = fails);
     }
@@ -82,17 +81,17 @@ impl MemorySource {
         self.change(|queue| queue.closed = false);
     }
 
-    /// What was acknowledged, in that order.
+    /// Returns the acknowledged messages, in that order.
     pub fn acked(&self) -> Vec<RawMessage> {
         self.queue().acked.clone()
     }
 
-    /// What was rejected, in that order.
+    /// Returns the rejected messages, in that order.
     pub fn rejected(&self) -> Vec<RawMessage> {
         self.queue().rejected.clone()
     }
 
-    /// How many messages are neither acknowledged nor rejected.
+    /// Returns the number of messages neither acknowledged nor rejected.
     pub fn remaining(&self) -> usize {
         let queue = self.queue();
         queue.ready.len() + queue.unsettled.len()
@@ -102,7 +101,7 @@ impl MemorySource {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the queue and wakes whoever waits for it.
+    /// Changes the queue and wakes waiting calls.
     fn change<T>(&self, change: impl FnOnce(&mut Queue) -> T) -> T {
         let mut queue = self.queue();
         let changed = change(&mut queue);
@@ -134,7 +133,8 @@ impl Queue {
         self.ready.extend(unsettled.into_values().map(|(place, message)| (place, (Duration::ZERO, message))));
     }
 
-    /// The answer of `next`, or until when there can be none without a change.
+    /// Returns the answer of `next`, or the time before which there is none unless something
+    /// changes.
     fn take(
         &mut self,
         max: usize,
