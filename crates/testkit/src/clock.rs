@@ -1,4 +1,4 @@
-//! Clocks of tests: one that moves only when a test says so, one whose wall time stands still.
+//! Clocks for tests: one that moves only when a test says so, one whose wall time stands still.
 
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use postbox_core::Clock;
 use tokio::sync::watch;
 
-/// Stands still until [`ManualClock::advance`]; wall and monotonic time move together.
+/// A clock that stands still until [`ManualClock::advance`]. Wall and monotonic time move together.
 #[derive(Debug)]
 pub struct ManualClock {
     began: Timestamp,
@@ -16,19 +16,19 @@ pub struct ManualClock {
 }
 
 impl ManualClock {
-    /// A clock that stands at `began`.
+    /// Creates a clock that stands at `began`.
     pub fn new(began: Timestamp) -> Self {
         Self { began, passed: watch::Sender::new(Duration::ZERO) }
     }
 
-    /// Lets time pass and wakes whoever slept that long.
+    /// Advances time and wakes sleepers whose time has come.
     pub fn advance(&self, by: Duration) {
         self.passed.send_modify(|passed| *passed += by);
     }
 }
 
 impl Default for ManualClock {
-    /// A clock that stands at a fixed moment of 2026, so that failures repeat.
+    /// Creates a clock at a fixed moment of 2026, so that failures repeat.
     fn default() -> Self {
         Self::new(Timestamp::from_second(1_767_225_600).expect("a moment of 2026"))
     }
@@ -51,7 +51,7 @@ impl Clock for ManualClock {
     }
 }
 
-/// Wall time stands where that of [`ManualClock::default`] begins; waits are real.
+/// A clock whose wall time stands at the start of [`ManualClock::default`]. Its waits are real.
 #[derive(Debug, Clone, Copy)]
 pub struct StillClock;
 

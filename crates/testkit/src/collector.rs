@@ -1,4 +1,4 @@
-//! A collector of traces: OTLP over HTTP, in this process.
+//! A collector of traces (OTLP over HTTP) in this process.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -15,13 +15,13 @@ use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, Buf
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-/// Spans come within seconds; this only turns a hang into a failure.
+/// Longest wait for spans. They arrive within seconds; this only turns a hang into a failure.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A span as it arrived.
+/// A span that arrived.
 #[derive(Debug, Clone)]
 pub struct Span {
-    /// Of which program.
+    /// The program it came from.
     pub service: String,
     /// Its name.
     pub name: String,
@@ -31,24 +31,24 @@ pub struct Span {
     pub trace: String,
     /// Its own id.
     pub id: String,
-    /// That of its parent; empty for the first of a trace.
+    /// The id of its parent; empty for the first span of a trace.
     pub parent: String,
     /// Its attributes, as text.
     pub attributes: BTreeMap<String, String>,
-    /// What went wrong, if it says so.
+    /// The error, if it has one.
     pub error: Option<String>,
     /// The spans it is linked to.
     pub links: Vec<String>,
 }
 
-/// Takes spans and keeps them.
+/// Receives spans and stores them.
 #[derive(Debug)]
 pub struct Collector {
     address: SocketAddr,
     arrived: watch::Receiver<Arrived>,
 }
 
-/// What has come: the heads of requests, and the spans.
+/// What has arrived: the heads of requests, and the spans.
 #[derive(Debug, Default)]
 struct Arrived {
     heads: Vec<String>,
@@ -69,17 +69,17 @@ impl Collector {
         Self { address, arrived }
     }
 
-    /// Where it listens.
+    /// Returns the URL it listens on.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// The heads of the requests so far, in lower case.
+    /// Returns the heads of the requests so far, in lower case.
     pub fn heads(&self) -> Vec<String> {
         self.arrived.borrow().heads.clone()
     }
 
-    /// Waits until the spans are as they should be, and gives them all.
+    /// Waits until `enough` accepts the spans, and returns all of them.
     pub async fn until(&self, what: &str, enough: impl Fn(&[Span]) -> bool) -> Vec<Span> {
         let mut arrived = self.arrived.clone();
         let waited = tokio::time::timeout(DEADLINE, arrived.wait_for(|arrived| enough(&arrived.spans))).await;

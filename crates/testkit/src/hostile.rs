@@ -1,17 +1,17 @@
-//! Events that break naive stores, senders and receivers, each with what has to become of it: it is
-//! delivered as it was, to the byte, or refused with a code of its own.
+//! Events that break naive stores, senders and receivers, each with its required result: it is
+//! delivered as it was, to the byte, or refused with a specific code.
 
 use postbox_core::NewEvent;
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
 
-/// What has to become of an event.
+/// The required result of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
     /// It comes out as it went in.
     Delivered,
     /// The append refuses it with this code, and nothing is written.
     Refused(&'static str),
-    /// Every store takes it; HTTP cannot carry it, so that it dies there with this code.
+    /// Every store accepts it, but HTTP cannot carry it, so it becomes dead there with this code.
     DeadOverHttp(&'static str),
 }
 
@@ -22,11 +22,11 @@ pub struct Case {
     pub name: String,
     /// The event.
     pub event: NewEvent,
-    /// What has to become of it.
+    /// The required result.
     pub fate: Fate,
 }
 
-/// Payloads that a store, a sender or a receiver may be tempted to understand.
+/// Payloads that a store, a sender or a receiver may be tempted to parse.
 pub fn payloads() -> Vec<Vec<u8>> {
     let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth)).into_bytes();
     vec![
@@ -62,7 +62,7 @@ pub fn payloads() -> Vec<Vec<u8>> {
     ]
 }
 
-/// Names in any language, with any quote and wildcard: good topics, keys, tenants and aggregates.
+/// Valid topics, keys, tenants and aggregates in any language, with any quote and wildcard.
 pub fn names() -> Vec<&'static str> {
     const NAMES: &str = "zażółć.gęślą 订单.已付 \u{202e}rtl zero\u{200b}width 🦀 e\u{301} É é ' \" ';-- \
         ';drop/**/table/**/postbox.outbox;-- $1 %s % %41 %zz _ * > \\ \\x41 a..b . .. .a a. \
@@ -71,12 +71,12 @@ pub fn names() -> Vec<&'static str> {
     NAMES.split(' ').collect()
 }
 
-/// Header values that have to survive a store.
+/// Header values that every store must preserve.
 pub fn header_values() -> Vec<&'static str> {
     vec!["", " ", "tab\there", "\"quoted\", 'and'", "back\\slash", "ünïcödé 🦀", "{\"json\":1}", "a=>b", "NULL", "%41"]
 }
 
-/// Header names that belong to HTTP, to credentials or to what we sign: never an event's to set.
+/// Header names of HTTP, of credentials or of what we sign, which an event may never set.
 pub const RESERVED_HEADERS: [&str; 12] = [
     "host",
     "content-length",
@@ -111,7 +111,7 @@ fn sizes(add: &mut impl FnMut(Fate, String, NewEvent)) {
     let around = |border: usize| [border - 1, border, border + 1];
     let sizes = [around(256 * KIB), around(KIB * KIB)].concat();
     for bytes in sizes.into_iter().chain([PAYLOAD_BYTES_MAX - 1, PAYLOAD_BYTES_MAX]) {
-        // Bytes that are no text and no repetition of a short period.
+        // Bytes that are neither text nor the repetition of a short period.
         let pattern: Vec<u8> = (0..bytes).map(|n| (n % 251) as u8).collect();
         add(Fate::Delivered, format!("{bytes} bytes"), NewEvent::new("hostile", pattern, "a/b"));
     }
@@ -138,7 +138,7 @@ fn sizes(add: &mut impl FnMut(Fate, String, NewEvent)) {
     for count in [HEADERS_MAX + 1, 10_000] {
         add(Fate::Refused("headers_too_many"), format!("{count} headers"), with_headers(count, 1));
     }
-    // One less than the limit: an inbox needs one for the sender's id of the message.
+    // One below the limit, because an inbox needs one for the sender's message id.
     add(Fate::Delivered, "as many headers as an inbox holds".into(), with_headers(HEADERS_MAX - 1, 200));
     add(Fate::Refused("headers_too_large"), "headers over 16 KiB".into(), with_headers(1, HEADER_BYTES_MAX));
     add(Fate::Delivered, "one header of 15 KiB".into(), with_headers(1, 15 * KIB));
@@ -189,7 +189,7 @@ fn headers(add: &mut impl FnMut(Fate, String, NewEvent)) {
         add(Fate::Delivered, format!("reserved header {name}"), event);
     }
     for value in header_values() {
-        // HTTP has no white space around a value; what is only that is the same as nothing.
+        // HTTP strips white space around a value, so a value of only white space arrives empty.
         add(Fate::Delivered, format!("header value {value:?}"), event().header("x-value", value));
     }
     add(Fate::Delivered, "odd header name".into(), event().header("!#$%&'*+-.^_`|~", "odd"));

@@ -1,4 +1,4 @@
-//! An inbox that a test looks into and can break.
+//! An inbox that a test can inspect and break.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
@@ -25,50 +25,50 @@ struct State {
     counts: Counts,
 }
 
-/// What calls of an [`Inbox`] come to.
+/// How an [`Inbox`] answers calls.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub enum Mode {
-    /// Stored.
+    /// Messages are stored.
     #[default]
     Works,
-    /// Refused as `Unavailable`.
+    /// Calls are refused as `Unavailable`.
     Down,
-    /// Not answered until the mode changes.
+    /// Calls are not answered until the mode changes.
     Hangs,
 }
 
-/// What an [`Inbox`] counted.
+/// The counts of an [`Inbox`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Calls.
     pub calls: usize,
-    /// Messages in calls that have not been answered, and the most there were at one time.
+    /// Messages in calls that have not been answered yet.
     pub in_flight: usize,
     /// The most messages there were in calls at one time.
     pub in_flight_peak: usize,
-    /// Messages that were known.
+    /// Messages that were known already.
     pub duplicates: usize,
     /// Messages with a known id and another digest.
     pub conflicts: usize,
 }
 
 impl Inbox {
-    /// From now on.
+    /// Sets how calls are answered from now on.
     pub fn set(&self, mode: Mode) {
         self.mode.send_replace(mode);
     }
 
-    /// Messages of this id are refused as `Invalid`, as a database may that dislikes a character.
+    /// Refuses messages of this id as `Invalid`, as a database may refuse certain characters.
     pub fn refuse(&self, message_id: &str) {
         self.state().refused.push(message_id.to_owned());
     }
 
-    /// Everything stored, in that order.
+    /// Returns everything stored, in order.
     pub fn all(&self) -> Vec<Inbound> {
         self.state().stored.clone()
     }
 
-    /// What it counted.
+    /// Returns the counts.
     pub fn counts(&self) -> Counts {
         self.state().counts
     }
@@ -99,7 +99,7 @@ impl State {
     }
 }
 
-/// Counts a call's messages out again, also if the call is dropped.
+/// Subtracts a call's messages at its end, even if the call is dropped.
 struct InFlight<'a>(&'a Inbox, usize);
 
 impl Drop for InFlight<'_> {

@@ -1,4 +1,5 @@
-//! What producers did against what arrived: lost, phantom, duplicate, misordered and torn events.
+//! Compares what producers did with what arrived: lost, phantom, duplicate, misordered and torn
+//! events.
 //!
 //! ```
 //! use postbox_core::EventId;
@@ -20,17 +21,17 @@ use std::sync::{Mutex, MutexGuard};
 
 use postbox_core::EventId;
 
-/// How many offenders of each kind a report names.
+/// Maximum offenders of each kind named in a report.
 const NAMED_MAX: usize = 5;
 
-/// What a producer knows of its transaction's end.
+/// What a producer knows about the end of its transaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Fate {
     /// The commit was acknowledged: everything must arrive.
     Committed,
     /// Rolled back: nothing may arrive.
     Aborted,
-    /// The answer to the commit was lost, or the producer died: all of it may arrive or none.
+    /// The answer to the commit was lost, or the producer died: all of it may arrive, or none.
     #[default]
     Unknown,
 }
@@ -53,31 +54,31 @@ struct Appended {
 }
 
 impl Ledger {
-    /// A producer begins a transaction. Its fate is unknown until [`Self::end`].
+    /// Begins a producer's transaction. Its fate is unknown until [`Self::end`].
     pub fn begin(&self) -> usize {
         let mut inner = self.lock();
         inner.transactions.push(Default::default());
         inner.transactions.len() - 1
     }
 
-    /// The transaction appends an event. `version` rises with commit order within a key. Write it
-    /// down before sending: a producer may die in between.
+    /// Records that the transaction appends an event. `version` rises with commit order within a
+    /// key. Call this before sending, because a producer may die in between.
     pub fn append(&self, transaction: usize, id: EventId, key: Option<&str>, version: i64) {
         let event = Appended { id, key: key.map(str::to_owned), version };
         self.lock().transactions[transaction].1.push(event);
     }
 
-    /// The transaction ended.
+    /// Ends the transaction.
     pub fn end(&self, transaction: usize, fate: Fate) {
         self.lock().transactions[transaction].0 = fate;
     }
 
-    /// An event reached its destination. The order of calls is the order of arrival.
+    /// Records an arrival at the destination. The order of calls is the order of arrival.
     pub fn arrive(&self, id: EventId) {
         self.lock().arrivals.push(id);
     }
 
-    /// Compares. Meaningful once nothing more is on its way.
+    /// Compares both sides. Meaningful only once nothing more is in flight.
     pub fn check(&self) -> Report {
         let inner = self.lock();
         let mut report = Report::default();
@@ -123,14 +124,14 @@ impl Ledger {
     }
 }
 
-/// What became of it all.
+/// The result of a comparison.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Report {
     /// Events whose commit was acknowledged.
     pub committed: usize,
     /// Events rolled back.
     pub aborted: usize,
-    /// Events whose commit nobody heard of.
+    /// Events whose commit was not acknowledged.
     pub unknown: usize,
     /// Arrivals after an event's first.
     pub duplicates: usize,
@@ -145,7 +146,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Nothing lost, phantom, misordered or torn; repeats allowed.
+    /// Returns whether nothing is lost, phantom, misordered or torn. Repeats are allowed.
     pub fn is_at_least_once(&self) -> bool {
         self.lost.is_empty() && self.phantom.is_empty() && self.misordered.is_empty() && self.torn.is_empty()
     }
@@ -170,7 +171,7 @@ mod tests {
         EventId::from_uuid(uuid::Uuid::from_u128(n))
     }
 
-    /// Transactions with events of one key, versions as the ids; then what arrived.
+    /// Builds transactions with events of one key, whose ids are their versions; then the arrivals.
     fn report(transactions: &[(Fate, &[u128])], arrivals: &[u128]) -> Report {
         let ledger = Ledger::default();
         for (fate, ids) in transactions {

@@ -1,7 +1,7 @@
 //! A proxy between a client and a real server that makes connections and calls fail on demand.
 //!
 //! A black hole swallows all bytes of a [`Direction`], of any protocol, until it is healed. A
-//! [`Trap`] concerns one call to a Postgres or a pooler, by the wire protocol: at a [`Point`] the
+//! [`Trap`] affects one call to a Postgres or a pooler, by the wire protocol. At a [`Point`] the
 //! proxy cuts the connection, loses the answer, or keeps the call until it is released:
 //!
 //! ```no_run
@@ -16,8 +16,8 @@
 //! ```
 //!
 //! A call is a statement that is its own transaction, or a transaction from `BEGIN` to `COMMIT`.
-//! [`Point::Statement`] delays what is sent from there to the transaction's end without waiting for
-//! answers; where the client waits for them in between, name [`Point::CommitOf`].
+//! [`Point::Statement`] delays everything from there to the transaction's end, without waiting for
+//! answers. If the client waits for answers in between, use [`Point::CommitOf`].
 
 mod pump;
 mod trap;
@@ -37,7 +37,7 @@ pub use self::trap::{Harm, Point, Trap};
 use self::wire::Said;
 use crate::servers::listen_anywhere;
 
-/// Which way bytes go.
+/// A direction of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// From the client to the server: requests.
@@ -47,7 +47,7 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// Both.
+    /// Both directions.
     pub const BOTH: [Self; 2] = [Self::ToServer, Self::ToClient];
 }
 
@@ -71,7 +71,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// The trap that this message springs; it is armed no more.
+    /// Returns the trap that this message springs, and disarms it.
     fn spring(&self, said: &Said, call: &[String]) -> Option<Arc<Armed>> {
         let mut traps = self.traps.lock().unwrap_or_else(PoisonError::into_inner);
         traps.retain(|armed| armed.strong_count() > 0);
@@ -104,7 +104,7 @@ impl FaultProxy {
         Self { address, shared }
     }
 
-    /// In front of the server a URL names.
+    /// Starts a proxy in front of the server of a URL.
     ///
     /// # Panics
     ///
@@ -114,37 +114,38 @@ impl FaultProxy {
         Self::start(upstream).await
     }
 
-    /// Where clients connect.
+    /// Returns the address for clients.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The same URL through the proxy.
+    /// Returns the same URL through the proxy.
     pub fn url(&self, url: &str) -> String {
         url.replacen(authority(url), &self.address.to_string(), 1)
     }
 
-    /// From now on bytes of these directions are taken and never passed on, on new connections too;
-    /// the sender notices nothing.
+    /// Swallows bytes of these directions from now on, on new connections too. The sender notices
+    /// nothing.
     pub fn swallow(&self, directions: &[Direction]) {
         for direction in directions {
             self.shared.blackholes[*direction as usize].store(true, Ordering::SeqCst);
         }
     }
 
-    /// Bytes pass again.
+    /// Lets bytes pass again.
     pub fn heal(&self) {
         for blackhole in &self.shared.blackholes {
             blackhole.store(false, Ordering::SeqCst);
         }
     }
 
-    /// Resets (RST) every open connection, and throws away what traps hold.
+    /// Resets (RST) every open connection, and discards what traps hold.
     pub fn reset(&self) {
         self.shared.resets.send_modify(|resets| *resets += 1);
     }
 
-    /// From now on there is nobody behind the proxy: every connection is reset, new ones at once.
+    /// Acts as if there were no server behind the proxy: every connection is reset, new ones at
+    /// once.
     pub fn refuse(&self, refused: bool) {
         self.shared.refused.store(refused, Ordering::SeqCst);
         if refused {
@@ -152,7 +153,7 @@ impl FaultProxy {
         }
     }
 
-    /// Harms one call, once, at a point that is still to come.
+    /// Harms one future call, once, at a point.
     pub fn trap(&self, point: Point, harm: Harm) -> Trap {
         let trap = Trap::new(point, harm);
         self.shared.traps.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&trap.armed));
@@ -165,7 +166,7 @@ impl FaultProxy {
         swallowed.wait_for(|bytes| *bytes > 0).await.expect("we hold the sender");
     }
 
-    /// Open connections, those with a delayed call included.
+    /// Returns the number of open connections, including those with a delayed call.
     pub fn connections(&self) -> usize {
         self.shared.connections.load(Ordering::SeqCst)
     }
@@ -177,7 +178,7 @@ impl Drop for FaultProxy {
     }
 }
 
-/// The `host:port` of a URL.
+/// Returns the `host:port` of a URL.
 fn authority(url: &str) -> &str {
     let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
     let authority = rest.split(['/', '?']).next().unwrap_or(rest);

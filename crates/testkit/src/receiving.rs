@@ -1,4 +1,4 @@
-//! From a broker's messages to an inbox: what tests of sources share.
+//! From a broker's messages to an inbox: shared by tests of sources.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,15 +14,15 @@ use tokio_util::sync::CancellationToken;
 use crate::inbox::Inbox;
 use crate::sending::{PATIENCE, deliveries, table};
 
-/// How often a condition is looked at.
+/// How often a condition is checked.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// What the source `orders` is built with.
+/// Returns the context for building the source `orders`.
 pub fn source_context() -> SourceContext {
     SourceContext { name: "orders".parse().expect("a name"), clock: Arc::new(TokioClock::new()) }
 }
 
-/// A source with these keys.
+/// Builds a source with these keys.
 ///
 /// # Panics
 ///
@@ -31,7 +31,7 @@ pub async fn source<T: Table + SourceConfig>(keys: &str) -> Arc<dyn Source> {
     table::<T>(keys).build(&source_context()).await.expect("a source")
 }
 
-/// An event with everything that an event can have, and one with as many headers as there may be.
+/// Returns an event with every field set, and one with as many headers as allowed.
 pub fn events() -> Vec<Delivery> {
     let headers = (0..64).map(|n| (format!("h{n}"), "v".to_owned())).collect();
     let paid = NewEvent::new("order.paid", &b"\xff\0"[..], "text/plain").key("Zoë 1");
@@ -41,9 +41,9 @@ pub fn events() -> Vec<Delivery> {
     ])
 }
 
-/// A receiver at work between a source and an inbox.
+/// A running receiver between a source and an inbox.
 pub struct Receiving {
-    /// Where the messages go.
+    /// The inbox.
     pub inbox: Arc<Inbox>,
     /// The receiver.
     pub receiver: Arc<Receiver>,
@@ -52,7 +52,7 @@ pub struct Receiving {
 }
 
 impl Receiving {
-    /// Starts it with a source of this configuration.
+    /// Starts a receiver with a source of this configuration.
     ///
     /// # Panics
     ///
@@ -72,7 +72,7 @@ impl Receiving {
         Self { inbox, receiver, stop, task }
     }
 
-    /// Waits until this holds.
+    /// Waits until the condition holds.
     ///
     /// # Panics
     ///
@@ -86,12 +86,12 @@ impl Receiving {
         timeout(PATIENCE, met).await.expect("it happens in time");
     }
 
-    /// The payloads that were stored.
+    /// Returns the stored payloads.
     pub fn bodies(&self) -> BTreeSet<Vec<u8>> {
         self.inbox.all().iter().map(|it| it.event.payload.to_vec()).collect()
     }
 
-    /// Each of [`events`] is stored as it was sent.
+    /// Asserts that each of [`events`] is stored as it was sent.
     ///
     /// # Panics
     ///
@@ -113,12 +113,12 @@ impl Receiving {
         }
     }
 
-    /// Waits until so many are stored, among them one that is no event, with the payload `poison`.
-    /// Of the others one came twice, and one with the id of another.
+    /// Waits until `accepted` messages are stored, among them one that is no event, with the
+    /// payload `poison`. Of the others, one must have come twice, and one with the id of another.
     ///
     /// # Panics
     ///
-    /// If it does not come to this in time.
+    /// If this is not reached in time.
     pub async fn settled(&self, accepted: u64) {
         let counted = || self.receiver.metrics().snapshot();
         self.until(|_| counted().accepted == accepted && counted().conflicts == 1).await;

@@ -1,4 +1,4 @@
-//! From events to a sink's outcomes: what tests of sinks share.
+//! From events to a sink's outcomes: shared by tests of sinks.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,16 +15,16 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-/// Nothing here takes long; this only turns a hang into a failure.
+/// Longest wait. Nothing here takes long; this only turns a hang into a failure.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a sink is built with in a subscription of this timeout.
+/// Returns the context for building a sink, in a subscription with this timeout.
 pub fn context(deliver_timeout: Duration) -> SinkContext {
     let (clock, repeats_within) = (Arc::new(TokioClock::new()), Duration::ZERO);
     SinkContext { clock, listening: Vec::new(), deliver_timeout, repeats_within, concurrency: None }
 }
 
-/// The configuration with these keys.
+/// Parses the configuration with these keys.
 ///
 /// # Panics
 ///
@@ -33,7 +33,7 @@ pub fn table<T: Table>(keys: &str) -> T {
     read::<T>(keys, ReadOptions::none()).expect("right").0
 }
 
-/// A sink with these keys.
+/// Builds a sink with these keys.
 ///
 /// # Panics
 ///
@@ -42,7 +42,7 @@ pub async fn sink<T: Table + SinkConfig>(keys: &str, context: &SinkContext) -> A
     table::<T>(keys).build(context).await.expect("a sink")
 }
 
-/// A first attempt of each event.
+/// Returns a first attempt of each event.
 pub fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
     let delivery = |(event, n): (NewEvent, i64)| {
         let event = event.into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);
@@ -51,12 +51,12 @@ pub fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
     events.into_iter().zip(1..).map(delivery).collect()
 }
 
-/// Events of as many keys; the payload is the number.
+/// Returns events with different keys. The payload is the number.
 pub fn numbered(count: usize) -> Vec<Delivery> {
     deliveries((0..count).map(|n| NewEvent::json("t", n.to_string()).key(format!("k{n}"))))
 }
 
-/// One call.
+/// Makes one call.
 ///
 /// # Panics
 ///
@@ -66,12 +66,12 @@ pub async fn deliver(sink: &Arc<dyn Sink>, deliveries: &[Delivery]) -> Vec<Outco
     timeout(PATIENCE, sink.deliver(&call)).await.expect("an answer in time")
 }
 
-/// A call with one event.
+/// Makes a call with one event.
 pub async fn send(sink: &Arc<dyn Sink>, event: NewEvent) -> Outcome {
     deliver(sink, &deliveries([event])).await.pop().expect("one outcome")
 }
 
-/// An outcome's kind and code.
+/// Returns an outcome's kind and code.
 pub fn said(outcome: &Outcome) -> String {
     let (kind, code) = match outcome {
         Outcome::Delivered { duplicate: false } => return "delivered".to_owned(),
@@ -87,14 +87,14 @@ pub fn said(outcome: &Outcome) -> String {
     format!("{kind} {code}")
 }
 
-/// Kind and code of each, the same ones in a row once.
+/// Returns kind and code of each outcome. Equal ones in a row appear once.
 pub fn codes(outcomes: &[Outcome]) -> Vec<String> {
     let mut codes: Vec<String> = outcomes.iter().map(said).collect();
     codes.dedup();
     codes
 }
 
-/// A relay at work on a log in memory.
+/// A running relay on a log in memory.
 pub struct Working {
     /// Its log.
     pub store: Arc<MemoryStore>,
@@ -105,7 +105,7 @@ pub struct Working {
 }
 
 impl Working {
-    /// Starts it, quick to try again.
+    /// Starts a relay that retries quickly.
     pub fn start(sink: Arc<dyn Sink>) -> Self {
         let store = Arc::new(MemoryStore::new(Arc::new(TokioClock::new())));
         let subscription = Subscription::new("out".parse().expect("a name"), LogName::outbox());
@@ -128,7 +128,7 @@ impl Working {
         Self { store, relay, stop, task }
     }
 
-    /// Events `from..to` over ten keys; the payload is the number.
+    /// Appends events `from..to` over ten keys. The payload is the number.
     pub async fn append(&self, numbers: Range<usize>) {
         let event = |n: usize| NewEvent::json("order.paid", n.to_string()).key((n % 10).to_string());
         self.store.append(&LogName::outbox(), &numbers.map(event).collect::<Vec<_>>()).await.expect("appended");

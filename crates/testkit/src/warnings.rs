@@ -1,4 +1,4 @@
-//! What a test hears of the log.
+//! Collects log warnings for a test.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,13 +7,13 @@ use std::sync::{Arc, Mutex};
 pub struct Warnings(Arc<Mutex<Vec<String>>>);
 
 impl Warnings {
-    /// Hears until the guard is dropped.
+    /// Collects until the guard is dropped.
     pub fn hear() -> (Self, tracing::subscriber::DefaultGuard) {
         let warnings = Self::default();
         (warnings.clone(), tracing::subscriber::set_default(warnings))
     }
 
-    /// All of them, in order.
+    /// Returns all of them, in order.
     pub fn all(&self) -> Vec<String> {
         self.0.lock().expect("no panic while held").clone()
     }

@@ -1,4 +1,4 @@
-//! The proxy's faults, against an echo server; its traps, against Postgres and through a pooler.
+//! The proxy's faults against an echo server, and its traps against Postgres and through a pooler.
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -71,7 +71,7 @@ async fn a_reset_is_a_reset() {
     assert_eq!(hear(&mut stream, 1).await.expect_err("no orderly end").kind(), ErrorKind::ConnectionReset);
 }
 
-/// A table in a database, a proxy in front of it, and a way around.
+/// A table in a database, a proxy in front of it, and a direct connection.
 struct Stand {
     proxy: FaultProxy,
     through: String,
@@ -107,7 +107,7 @@ async fn connect(url: &str) -> Client {
     client
 }
 
-/// All in one flight, as the store writes.
+/// Inserts with all messages sent at once, as the store does.
 async fn insert(client: &Client, n: i32) -> Result<(), tokio_postgres::Error> {
     let insert = format!("INSERT INTO t VALUES ({n})");
     let (begun, inserted, committed) =
@@ -160,7 +160,8 @@ async fn the_server_does_it_though_its_answer_is_lost() {
         insert(&stand.client().await, 1).await.expect_err("its answer is lost");
         sprung(&trap).await;
         assert_eq!(trap.answer().await, ["BEGIN", "INSERT 0 1", "COMMIT"]);
-        // A statement on its own, and a transaction whose client waits for every answer.
+        // Once with a single statement, once with a transaction whose client waits for every
+        // answer.
         let trap = stand.proxy.trap(statement("VALUES (2)"), Harm::LoseAnswer);
         stand.client().await.query_typed("INSERT INTO t VALUES (2)", &[]).await.expect_err("its answer is lost");
         assert_eq!(trap.answer().await, ["INSERT 0 1"]);

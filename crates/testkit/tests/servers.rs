@@ -1,4 +1,4 @@
-//! The fixtures themselves: real servers come, go, and never outlive us.
+//! Tests of the fixtures: real servers start, stop, and never outlive us.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -76,7 +76,7 @@ async fn dropping_stops_the_server_and_removes_its_data() {
     assert!(!data.exists());
 }
 
-/// Not a test of its own: what the next test starts and kills.
+/// Not a real test: the next test starts and kills it.
 #[tokio::test]
 async fn a_process_that_waits_to_be_killed() {
     let Some(report) = std::env::var_os("POSTBOX_TESTKIT_VICTIM") else { return };

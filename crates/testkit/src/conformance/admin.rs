@@ -1,4 +1,4 @@
-//! What an operator changes: retry, discard.
+//! Changes by an operator: retry, discard.
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{Change, Changed, Criteria, ErrorKind, NewEvent, Selection, State};
@@ -160,7 +160,7 @@ pub async fn a_replay_is_found_by_the_next_read(fixture: &dyn StoreFixture) {
     assert_eq!(lane.drain_due().await.len(), 1);
 }
 
-/// What dies again behind the last step's place is not sent once more.
+/// Events that die again behind the last step's position are not retried twice.
 pub async fn a_large_replay_goes_in_bounded_steps(fixture: &dyn StoreFixture) {
     const EVENTS: usize = 2 * CHANGE_EVENTS_MAX + 500;
     let (lane, _) = Lane::settled(fixture, numbered(EVENTS).into_iter().map(|event| (event, dead()))).await;
@@ -241,7 +241,7 @@ pub async fn key_tenant_and_time_narrow_a_change(fixture: &dyn StoreFixture) {
     assert_eq!(listed(&lane.store, State::Discarded).await, ["2", "3"]);
 }
 
-/// It says what the run right after it does, and does nothing itself.
+/// A dry run reports what a run right after it does, and does nothing itself.
 pub async fn a_dry_run_counts_and_changes_nothing(fixture: &dyn StoreFixture) {
     let (lane, mut ids) = Lane::settled(
         fixture,
@@ -280,8 +280,8 @@ pub async fn a_dry_run_counts_and_changes_nothing(fixture: &dyn StoreFixture) {
     assert_eq!(lane.discard(these(&ids)).await, 5);
 }
 
-/// Its age begins with its death. What waits is not meant, and neither is what holds its key: the
-/// others of the key wait for a person.
+/// An event's age counts from its death. Events that only wait do not match, nor does an event that
+/// holds its key, because the others of the key wait for a person.
 pub async fn what_is_dead_for_long_is_given_up(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(
         fixture,

@@ -29,7 +29,7 @@ pub async fn an_append_of_nothing_gives_nothing(fixture: &dyn StoreFixture) {
     assert!(lane.drain().await.is_empty());
 }
 
-/// One call takes more events than a statement has parameters for.
+/// One call takes more events than a statement can have parameters.
 pub async fn one_call_takes_many_events(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::unread(fixture, numbered(7_000)).await;
     assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 7_000);
@@ -76,7 +76,7 @@ pub async fn every_limit_is_refused_with_its_code_and_nothing_is_written(fixture
     assert!(lane.drain().await.is_empty(), "nothing was written");
 }
 
-/// The way to find out whether an append whose answer was lost has happened.
+/// This is how a producer finds out whether an append whose answer was lost has happened.
 pub async fn an_event_that_is_in_the_log_already_is_known(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let full = || NewEvent::new("t", vec![0, 0xff], "a/b").key("k").tenant("acme").id(id(3));
@@ -85,7 +85,7 @@ pub async fn an_event_that_is_in_the_log_already_is_known(fixture: &dyn StoreFix
     let again = lane.store.append(&outbox(), &first()).await.expect("known");
     assert_eq!((again.ids(), again.known(), again.is_new()), (&[id(1), id(2), id(3)][..], 3, false));
     for event in first() {
-        // What it was sent with besides may differ: it is as it was.
+        // Other fields may differ. The stored event stays as it was.
         let alone = event.clone().header("traceparent", "another").version(7);
         let again = lane.store.append(&outbox(), &[alone]).await.expect("known");
         assert_eq!((Some(again.id()), again.known()), (event.id, 1));
@@ -98,7 +98,7 @@ pub async fn an_event_that_is_in_the_log_already_is_known(fixture: &dyn StoreFix
     assert_eq!((read.len(), read[0].event.version, read[0].event.header("traceparent")), (6, None, None));
 }
 
-/// Twice under one id is a mistake of the producer's, and must not be lost in silence.
+/// Two events under one id are a mistake of the producer, which must not be lost silently.
 pub async fn another_event_under_a_taken_id_is_a_conflict_and_nothing_is_written(fixture: &dyn StoreFixture) {
     let first = || keyed("k", "first").tenant("acme").id(id(1));
     let (lane, _) = Lane::unread(fixture, [first()]).await;

@@ -1,4 +1,4 @@
-//! Exactly-once effect: the handler's effect, the position and the delivery rows are one commit.
+//! Exactly-once effect: the handler's effect, the position and the delivery rows commit together.
 
 use std::sync::{Arc, Mutex};
 
@@ -62,7 +62,7 @@ pub async fn without_order_a_failure_blocks_nobody(fixture: &dyn ApplyFixture) {
     assert_eq!(fixture.effects().await, ["2"]);
 }
 
-/// What the relay had decided without running is written with the rest.
+/// Entries the relay had decided without running a handler are written with the rest.
 pub async fn entries_of_the_settlement_are_written_as_they_are(fixture: &dyn ApplyFixture) {
     let lane = Lane::open(fixture).await;
     let batch = read(&lane, vec![keyed("a", "1"), keyed("b", "held back"), keyed("c", "3")]).await;
@@ -107,7 +107,7 @@ pub async fn a_commit_with_a_lost_answer_is_not_done_again(fixture: &dyn ApplyFi
     }
 }
 
-/// It is done after it was asked for again: once is enough.
+/// The call is executed after it was repeated: once is enough.
 pub async fn a_late_commit_is_not_done_beside_the_same(fixture: &dyn ApplyFixture) {
     let faults = fixture.faults().await;
     let place = faults.places(Call::Apply)[0];
@@ -124,7 +124,7 @@ pub async fn a_late_commit_is_not_done_beside_the_same(fixture: &dyn ApplyFixtur
     }
 }
 
-/// A host may vanish before its commit: the lane's lock is given up within a lease.
+/// A host may vanish before its commit. The lane's lock must be released within a lease.
 pub async fn a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease(fixture: &dyn ApplyFixture) {
     let faults = fixture.faults().await;
     let (lane, batch) = waiting(fixture, false).await;
@@ -136,7 +136,7 @@ pub async fn a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease(fix
     late.after(Box::pin(async {})).await;
 }
 
-/// A batch of the stream or of due rows, read through the store whose calls are harmed.
+/// Reads a batch of the stream or of due rows, through the store whose calls can be made to fail.
 async fn waiting(fixture: &dyn ApplyFixture, due: bool) -> (Lane, Batch) {
     let store = fixture.faults().await.store();
     let name = if due { "due" } else { "stream" };
@@ -162,7 +162,7 @@ fn request(apply: Arc<dyn Apply>, lane: &Lane, batch: &Batch) -> Asked {
     })
 }
 
-/// The repeated call may find its lease lost. The next owner does what is left.
+/// The repeated call may find its lease lost. The next owner does the rest.
 async fn asked_again(fixture: &dyn ApplyFixture, error: Option<Error>, lane: &Lane, due: bool) {
     assert!(error.as_ref().is_none_or(Error::is_stale), "{error:?}");
     let name = lane.lease.subscription.as_str();
@@ -189,7 +189,7 @@ async fn apply(fixture: &dyn ApplyFixture, lane: &Lane, batch: &Batch) -> Result
     fixture.apply().apply(&lane.lease, &run, settlement, &decide).await
 }
 
-/// The engine's part, as small as it can be.
+/// The engine's part, as small as possible.
 fn decide(_: &Delivery, outcome: &Outcome) -> Disposition {
     match outcome {
         Outcome::Delivered { .. } => Delivered,

@@ -1,4 +1,4 @@
-//! The cases of each suite by name; a test below fails where one is missing.
+//! The cases of each suite by name. A test below fails if one is missing.
 
 /// Expands to one named test per case of a suite.
 #[doc(hidden)]

@@ -13,14 +13,14 @@ fn alone() -> Disposition {
     Disposition::Alone { after: Duration::ZERO }
 }
 
-/// How many relays ended with each event of a batch.
+/// Returns how many relays ended with each event of a batch.
 fn crashes(batch: &Batch) -> Vec<u32> {
     let of = |delivery: &postbox_core::Delivery| batch.crashes.get(&delivery.seq).copied().unwrap_or_default();
     batch.deliveries.iter().map(of).collect()
 }
 
 impl Lane {
-    /// Its holder vanishes, and somebody else takes it.
+    /// Lets the holder vanish and another one take the lane.
     async fn vanishes(&self, fixture: &dyn StoreFixture, next: &str) -> Self {
         self.store.renew(&self.lease, SHORT).await.expect("still ours");
         fixture.pass(2 * SHORT).await;
@@ -60,7 +60,7 @@ pub async fn who_held_a_lane_for_long_begins_the_count_anew(fixture: &dyn StoreF
     assert_eq!((two.lease.crashes, three.lease.crashes), (1, 1));
 }
 
-/// It lost its lease, or the answer that gave it, and is there.
+/// The relay lost its lease, or the answer that granted it, but is alive.
 pub async fn who_takes_its_own_lane_again_has_not_vanished(fixture: &dyn StoreFixture) {
     let one = Lane::open(fixture).await;
     let two = one.vanishes(fixture, "two").await;

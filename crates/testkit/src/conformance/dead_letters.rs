@@ -1,4 +1,4 @@
-//! Dead letters: every dead event is one until it is handed over.
+//! Dead letters: every dead event is a letter until it is handed over.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use postbox_core::{BatchLimit, DeadLetter, Handover, Prune, State};
 use super::StoreFixture;
 use super::harness::*;
 
-/// The letters of a lane that can be handed over now.
+/// Returns the letters of a lane that can be handed over now.
 pub(super) async fn letters(lane: &Lane) -> Vec<DeadLetter> {
     lane.store.dead_letters(&lane.lease, BatchLimit::default()).await.expect("the letters can be read")
 }
@@ -16,7 +16,7 @@ pub(super) async fn texts(lane: &Lane) -> Vec<String> {
     payloads(&letters(lane).await.into_iter().map(|letter| letter.delivery).collect::<Vec<_>>())
 }
 
-/// Handed over, or to come again.
+/// Reports a letter as handed over, or as coming again after a wait.
 pub(super) fn handover(letter: &DeadLetter, again: Option<Duration>) -> Handover {
     Handover { seq: letter.delivery.seq, replay: letter.delivery.replay, again }
 }
@@ -38,13 +38,13 @@ pub async fn a_dead_event_is_a_letter_until_it_is_handed_over(fixture: &dyn Stor
         (two.code.as_str(), lane.store.dead_letters(&lane.lease, one_at_a_time()).await.expect("read").len()),
         ("poison", 1)
     );
-    // Reading takes nothing away.
+    // Reading changes nothing.
     assert_eq!(texts(&lane).await, ["1", "2"]);
     hand_over(&lane, &read[..1], None).await;
     assert_eq!(texts(&lane).await, ["2"]);
     hand_over(&lane, &read, None).await;
     assert!(letters(&lane).await.is_empty());
-    // They are dead as before.
+    // The events are still dead.
     assert_eq!(listed(&lane.store, State::Dead).await, ["1", "2"]);
     assert!(lane.due(10).await.deliveries.is_empty());
 }
@@ -72,7 +72,7 @@ pub async fn letters_wait_for_their_lane_and_subscription(fixture: &dyn StoreFix
     let (lane, _) = Lane::settled(fixture, [(event("1"), dead())]).await;
     let other = Lane::open_as(fixture, &reader_named("other")).await;
     assert!(letters(&other).await.is_empty());
-    // Nobody handed it over; the next owner finds it.
+    // It was not handed over, so the next owner finds it.
     let next = lane.taken_over().await;
     assert_eq!(texts(&next).await, ["1"]);
 }
@@ -84,7 +84,7 @@ pub async fn a_letter_that_is_put_off_comes_again(fixture: &dyn StoreFixture) {
     hand_over(&lane, &read[1..2], Some(SHORT)).await;
     assert_eq!(texts(&lane).await, ["3"]);
     fixture.pass(SHORT).await;
-    // Those that waited longest come first.
+    // Letters that waited longest come first.
     assert_eq!(texts(&lane).await, ["3", "2"]);
     hand_over(&lane, &read, None).await;
     assert!(letters(&lane).await.is_empty());
@@ -96,7 +96,7 @@ pub async fn a_replay_or_a_discard_takes_the_letter_back(fixture: &dyn StoreFixt
     assert_eq!(lane.replay(these(&ids[..1])).await, 1);
     assert_eq!(lane.discard(these(&ids[1..])).await, 1);
     assert!(letters(&lane).await.is_empty());
-    // Handed over all the same, in the moment between: that changes neither.
+    // A handover that was in flight at that moment changes neither.
     hand_over(&lane, &read, None).await;
     assert_eq!(payloads(&lane.drain_due().await), ["1"]);
     assert_eq!(listed(&lane.store, State::Discarded).await, ["2"]);
@@ -112,7 +112,7 @@ pub async fn an_event_that_dies_again_is_a_letter_again(fixture: &dyn StoreFixtu
         lane.settle_due(&batch, vec![dead()]).await;
         let again = letters(&lane).await;
         assert_eq!((again.len(), again[0].delivery.replay), (1, replay));
-        // What is said of the first death says nothing of this one.
+        // A report on the first death does not apply to this one.
         hand_over(&lane, &first, None).await;
         hand_over(&lane, &first, Some(HOUR)).await;
         assert_eq!(letters(&lane).await, again);

@@ -1,4 +1,4 @@
-//! Events that are not to be delivered from some time on.
+//! Events that expire.
 
 use std::time::Duration;
 
@@ -10,13 +10,13 @@ use super::harness::*;
 
 const EXPIRED: Disposition = Disposition::Expired { at: Timestamp::constant(1_774_000_000, 0) };
 
-/// What the store's clock says.
+/// Returns the time on the store's clock.
 async fn now(lane: &Lane) -> Timestamp {
     append(&lane.store, [event("what time is it")]).await;
     lane.drain().await[0].event.created_at
 }
 
-/// By the store's clock, on every way on which an event reaches a relay.
+/// The remaining time counts by the store's clock, on every path by which an event reaches a relay.
 pub async fn what_has_an_end_comes_with_the_time_it_has_left(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let now = now(&lane).await;
@@ -58,7 +58,7 @@ pub async fn an_expired_event_holds_nobody_back(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.due(10).await.deliveries), ["3"]);
 }
 
-/// It would die of its end, though it was delivered.
+/// If it were sent again, it would become dead by expiry although it was delivered.
 pub async fn what_has_ended_is_not_sent_again(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let now = now(&lane).await;

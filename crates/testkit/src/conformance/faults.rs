@@ -1,17 +1,16 @@
 //! Calls that go wrong between the caller and the store.
 //!
-//! A writing call can end in four ways that its caller cannot tell apart: it was never done; it was
-//! done and the answer is lost ([`lost`](super::lost)); it is done after another owner has taken
-//! the lane over; or it is done twice, because the caller asked again ([`late`](super::late)). A
-//! new writing call gets a [`Call`] and a case in both modules.
+//! A writing call can end in four ways that its caller cannot tell apart. It was never executed. It
+//! was executed and the answer was lost ([`lost`](super::lost)). It is executed after another owner
+//! has taken the lane over. Or it is executed twice, because the caller repeated it
+//! ([`late`](super::late)). A new writing call gets a [`Call`] and a case in both modules.
 //!
-//! A case makes its request as a value ([`Asked`]), gives it to [`CallFaults::lose_answer`] or
-//! [`CallFaults::delay`], and asks again. Then it checks that nothing is lost, phantom, out of
-//! order or sent again, and that what a person did stays done. `world.rs` does that for calls of a
-//! lane.
+//! A case makes its request as a value ([`Asked`]), passes it to [`CallFaults::lose_answer`] or
+//! [`CallFaults::delay`], and repeats it. Then it checks that no event is lost, phantom, out of
+//! order or sent again, and that a person's changes stay. `world.rs` does that for calls of a lane.
 //!
-//! A store says where its calls can be stopped: [`CallFaults::places`]. Postgres uses the fault
-//! proxy. A store whose calls are jobs of a thread stops the thread at the beginning of a job.
+//! A store declares where its calls can be stopped: [`CallFaults::places`]. Postgres uses the fault
+//! proxy. A store whose calls are jobs of a thread stops the thread at the start of a job.
 
 use std::sync::Arc;
 
@@ -73,18 +72,18 @@ pub enum Call {
     Down,
 }
 
-/// How far a call has come when it is stopped.
+/// How far a call has got when it is stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// It has read nothing.
+    /// It has read nothing yet.
     Start,
-    /// It has read, and written nothing.
+    /// It has read, but written nothing.
     Middle,
-    /// It has written all, and committed nothing.
+    /// It has written everything, but committed nothing.
     End,
 }
 
-/// A call, ready to be made; ends with what its caller heard.
+/// A call, ready to be made. Resolves to the error its caller got, if any.
 pub type Asked = BoxFuture<'static, Option<Error>>;
 
 /// Makes calls fail.
@@ -96,30 +95,31 @@ pub trait CallFaults: Send + Sync {
     /// The store through which the same caller goes on meanwhile; often the same one.
     fn again(&self) -> Arc<dyn Store>;
 
-    /// Where this call can be stopped; at least somewhere.
+    /// Returns where this call can be stopped; at least one place.
     fn places(&self, call: Call) -> &'static [Place];
 
-    /// Makes a call on [`Self::store`] whose answer is lost. Returns once it is done.
+    /// Makes a call on [`Self::store`] whose answer is lost. Returns once it is executed.
     async fn lose_answer(&self, call: Call, asked: Asked);
 
-    /// Makes a call on [`Self::store`] and stops it. Returns once it stands and nobody waits.
+    /// Makes a call on [`Self::store`] and stops it. Returns once it is stopped and nobody waits
+    /// for it.
     async fn delay(&self, call: Call, place: Place, asked: Asked) -> Box<dyn Late>;
 }
 
-/// A call that is stopped on its way.
+/// A call that was stopped.
 #[async_trait]
 pub trait Late: Send {
-    /// Does `meanwhile`, then lets the call go on, or earlier if `meanwhile` waits for it.
-    /// Returns once both are done.
+    /// Runs `meanwhile`, then lets the call go on; earlier if `meanwhile` waits for it. Returns
+    /// once both are done.
     async fn after(self: Box<Self>, meanwhile: BoxFuture<'static, ()>);
 }
 
-/// A call as a value; what it gives beside an error does not matter.
+/// Makes a value of a call. Results other than an error do not matter.
 pub(super) fn asked<T: 'static>(call: impl Future<Output = Result<T>> + Send + 'static) -> Asked {
     call.map(Result::err).boxed()
 }
 
-/// A call as a function of the store that it is made on; what it borrows is cloned for each call.
+/// Makes a function of a call, to be run on any store. Borrowed values are cloned for each call.
 macro_rules! call {
     ($store:ident, [$($own:ident),*], $call:expr) => {{
         $(let $own = $own.clone();)*

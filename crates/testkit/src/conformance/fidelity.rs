@@ -1,4 +1,4 @@
-//! What goes in comes out, to the byte: hostile payloads, texts and times.
+//! Events come out as they went in, to the byte: hostile payloads, texts and times.
 
 use jiff::{SignedDuration, Timestamp};
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
@@ -51,7 +51,7 @@ pub async fn inspecting_shows_the_same_bytes(fixture: &dyn StoreFixture) {
 pub async fn payload_bytes_come_back_identical(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let payloads = hostile::payloads();
-    // With the JSON content type, because that is where a store is tempted to understand.
+    // With the JSON content type, because that is where a store is tempted to parse.
     append(&lane.store, payloads.iter().map(|bytes| NewEvent::json("t", bytes.clone())).collect::<Vec<_>>()).await;
     let read = lane.drain().await;
     assert_eq!(read.len(), payloads.len());
@@ -128,7 +128,7 @@ pub async fn times_come_back_to_the_microsecond(fixture: &dyn StoreFixture) {
         "9999-12-30T22:00:00.999999Z",
     ];
     let times = times.map(|time| time.parse::<Timestamp>().expect("a time"));
-    // What happened may be older than any clock; what is to come may not.
+    // Past times may be older than any clock, future times may not.
     let due = |time: Timestamp| Some(time).filter(|time| *time >= Timestamp::UNIX_EPOCH);
     let event_at = |time: Timestamp| event("1").occurred_at(time).version(i64::MIN);
     let due_at = |time| NewEvent { deliver_at: due(time), ..event_at(time) };

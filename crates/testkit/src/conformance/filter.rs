@@ -1,4 +1,4 @@
-//! Filters by what an event is: its kind, its aggregate and its headers.
+//! Filters by an event's kind, aggregate and headers.
 
 use std::borrow::Cow;
 
@@ -22,7 +22,7 @@ fn headers(all: &[(&str, &str)]) -> Filter {
     Filter { headers: headers.collect(), ..Filter::default() }
 }
 
-/// Something of everything.
+/// A filter that uses every field.
 fn narrow() -> Filter {
     let topics = vec![pattern("order.*")];
     let tenant = "acme".parse().ok();
@@ -43,7 +43,7 @@ async fn wants(lane: &Lane, filter: Filter) {
     lane.store.subscribe(&with(filter)).await.expect("another filter");
 }
 
-/// Two that [`narrow`] wants, and between them one for each thing that it asks.
+/// Two events that [`narrow`] wants, and between them one that misses each single condition.
 fn nearly() -> [NewEvent; 7] {
     let full = |payload: &str| event(payload).tenant("acme").kind("k").aggregate("a").header("h", "1").header("x", "y");
     let elsewhere = NewEvent { topic: "refund.paid".into(), ..full("topic") };
@@ -58,7 +58,7 @@ fn nearly() -> [NewEvent; 7] {
     ]
 }
 
-/// Everything that is wanted, two at a time: further pages of a window are asked in another way.
+/// Reads all wanted events, two at a time, because later pages of a window are queried differently.
 async fn read_by_two(lane: &Lane) -> Vec<String> {
     let mut all = Vec::new();
     loop {
@@ -130,7 +130,8 @@ pub async fn what_commits_late_passes_the_same_filter(fixture: &dyn StoreFixture
     assert_eq!(read_by_two(&lane).await, ["1", "2"]);
 }
 
-/// What one filter wanted and the next does not was dispatched, and the other way about.
+/// An event that only the first filter wanted was dispatched; one that only the second wants was
+/// not.
 pub async fn each_is_judged_by_the_filter_of_its_time(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &with(kinds(&["x"]))).await;
     let events = |of: &str| {
@@ -154,7 +155,7 @@ pub async fn each_is_judged_by_the_filter_of_its_time(fixture: &dyn StoreFixture
     assert_eq!(listed(&lane.store, State::Skipped).await, ["a1", "h1", "h2", "k2", "k3", "a3"]);
 }
 
-/// It is handed over by each filter that begins to want it, whatever that goes by.
+/// An unrouted event is handed over by each filter that begins to want it, whichever field it uses.
 pub async fn what_nobody_wanted_comes_to_the_filter_that_does(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &with(kinds(&["x"]))).await;
     let events = [
@@ -182,7 +183,7 @@ pub async fn what_nobody_wanted_comes_to_the_filter_that_does(fixture: &dyn Stor
     assert_eq!(state(&lane.store, "reader", ids[3]).await, State::Unrouted);
 }
 
-/// Where one takes everything nothing is looked at: this one does not.
+/// Checks that events are looked at. They would not be if the filter counted as taking everything.
 async fn is_not_everything(fixture: &dyn StoreFixture, filter: Filter) {
     let lane = Lane::open_as(fixture, &with(filter)).await;
     append(&lane.store, [event("left")]).await;
@@ -202,7 +203,7 @@ pub async fn some_headers_are_not_everything(fixture: &dyn StoreFixture) {
     is_not_everything(fixture, headers(&[("x", "1")])).await;
 }
 
-/// Counts, discards, replays and resets mean what the filter wants.
+/// Counts, discards, replays and resets apply to the events that the filter wants.
 pub async fn operators_mean_what_is_wanted(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &with(narrow())).await;
     let ids = append(&lane.store, nearly()).await;
@@ -221,7 +222,7 @@ pub async fn operators_mean_what_is_wanted(fixture: &dyn StoreFixture) {
     assert_eq!(wanted, [true, false], "the newest first");
 }
 
-/// Skipped by the one that does not want it, read or not.
+/// An event that one subscription does not want is skipped by it, read or not.
 pub async fn what_one_leaves_out_goes_to_another(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &with(narrow())).await;
     let all = Lane::open_as(fixture, &reader_named("all")).await;

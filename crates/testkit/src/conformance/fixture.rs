@@ -1,4 +1,4 @@
-//! What an implementation brings to its suite.
+//! What an implementation provides to its suite.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use postbox_core::{Appended, Apply, LogName, NewEvent, RawMessage, Result, Sink,
 use super::faults::CallFaults;
 use crate::inbox::Inbox;
 
-/// Pairs `('dead', 'blocked'), …` of states that no write may lead from and to, for the trigger on
-/// delivery rows in fixtures of SQL stores. A deleted row is `dispatched`.
+/// Returns pairs `('dead', 'blocked'), …` of states between which no write may lead, for the
+/// trigger on delivery rows in fixtures of SQL stores. A deleted row counts as `dispatched`.
 pub fn forbidden_transitions() -> String {
     let pairs = State::ALL.into_iter().flat_map(|from| State::ALL.map(|to| (from, to)));
-    // Retention deletes what a person took out.
+    // Retention deletes discarded events.
     let swept = (State::Discarded, State::Dispatched);
     let forbidden =
         pairs.filter(|&(from, to)| from.has_row() && from != to && !from.may_become(to) && (from, to) != swept);
@@ -27,22 +27,22 @@ pub struct StoreCapabilities {
     pub concurrent_transactions: bool,
 }
 
-/// A fresh store for one case: migrated, empty, nobody else's. Dropping it cleans up.
+/// A fresh store for one case: migrated, empty, used by nobody else. Dropping it cleans up.
 #[async_trait]
 pub trait StoreFixture: Send + Sync {
-    /// The store under test; the same one at every call.
+    /// Returns the store under test, the same one at every call.
     fn store(&self) -> Arc<dyn Store>;
 
-    /// What it can do.
+    /// Returns what the store can do.
     fn capabilities(&self) -> StoreCapabilities;
 
-    /// Opens a producer's transaction on a connection of its own; it takes its place at once.
+    /// Opens a producer's transaction on a separate connection. It takes its place at once.
     async fn begin(&self) -> Box<dyn OpenTransaction>;
 
-    /// How many conflict records [`postbox_core::Receive`] has left.
+    /// Returns the number of conflict records that [`postbox_core::Receive`] has left.
     async fn conflicts(&self) -> u64;
 
-    /// Makes calls of this store fail; the same one at every call.
+    /// Returns a way to make calls of this store fail, the same one at every call.
     async fn faults(&self) -> Arc<dyn CallFaults>;
 
     /// Lets time pass on the store's clock.
@@ -56,7 +56,7 @@ pub trait StoreFixture: Send + Sync {
 pub trait OpenTransaction: Send {
     /// Appends inside the transaction: [`postbox_core::Postbox::append`].
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Appended>;
-    /// Whether a message is applied for the first time: the driver's `once_in`.
+    /// Returns whether a message is applied for the first time: the driver's `once_in`.
     async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool>;
     /// Sets the savepoint; there is at most one.
     async fn savepoint(&mut self);
@@ -71,41 +71,42 @@ pub trait OpenTransaction: Send {
 /// A store whose handlers share its transaction.
 #[async_trait]
 pub trait ApplyFixture: StoreFixture {
-    /// The handler under test, bound to the store. It writes the payload as an effect in its
-    /// transaction, then fails by what it says: `retry`, `dead`, `panic`, or is delivered.
+    /// Returns the handler under test, bound to the store. It writes the payload as an effect in
+    /// its transaction. Then it fails if the payload says so (`retry`, `dead`, `panic`), or
+    /// delivers.
     fn apply(&self) -> Arc<dyn Apply>;
 
-    /// The same handler, bound to [`CallFaults::store`] and to [`CallFaults::again`].
+    /// Returns the same handler, bound to [`CallFaults::store`] and to [`CallFaults::again`].
     async fn harmed(&self) -> [Arc<dyn Apply>; 2];
 
-    /// The payloads whose effect was committed, in order.
+    /// Returns the payloads whose effect was committed, in order.
     async fn effects(&self) -> Vec<String>;
 }
 
 /// A source and the broker behind it. Fresh for each case, and empty.
 #[async_trait]
 pub trait SourceFixture: Send + Sync {
-    /// The source under test; the same one at every call.
+    /// Returns the source under test, the same one at every call.
     fn source(&self) -> Arc<dyn Source>;
 
-    /// Puts a message at the end of what the source gives.
+    /// Puts a message at the end of the source's queue.
     async fn publish(&self, message: RawMessage);
 
     /// Breaks the source's connection. The next call may fail once.
     async fn disconnect(&self);
 
-    /// Whether the broker carries payloads only that are [text](is_text).
+    /// Returns whether the broker only carries payloads that are [text](is_text).
     fn text_only(&self) -> bool {
         false
     }
 
-    /// Whether a lost connection gives back what it had given out. Without, the broker knows no
-    /// connections: a token is good until its message comes again.
+    /// Returns whether a lost connection gives back what it had delivered. Otherwise the broker
+    /// knows no connections, and a token is good until its message comes again.
     fn has_sessions(&self) -> bool {
         true
     }
 
-    /// What the broker keeps of rejected messages.
+    /// Returns the rejected messages that the broker keeps.
     async fn dead_letters(&self) -> Vec<RawMessage>;
 
     /// Lets time pass for the delays of messages that were given back.
@@ -114,7 +115,7 @@ pub trait SourceFixture: Send + Sync {
     }
 }
 
-/// What becomes of a message that cannot be decoded or stored.
+/// What happens to a message that cannot be decoded or stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Poison {
     /// It is kept in the inbox, as an event that is dead on arrival.
@@ -123,73 +124,73 @@ pub enum Poison {
     Refused,
 }
 
-/// Where ways of receiving differ, as data.
+/// How ways of receiving differ, as data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceivingTraits {
-    /// Most messages on their way into the store at once.
+    /// Maximum messages being stored at once.
     pub in_flight_max: usize,
     /// Messages are stored in the order of publishing.
     pub ordered: bool,
-    /// What becomes of poison.
+    /// What happens to poison.
     pub poison: Poison,
 }
 
-/// The whole way from producers into an inbox: a receiver and what feeds it. Fresh for each case,
-/// and not started.
+/// The whole way from producers into an inbox: a receiver and its feed. Fresh for each case, and
+/// not started.
 #[async_trait]
 pub trait ReceivingFixture: Send + Sync {
-    /// What it can do.
+    /// Returns what it can do.
     fn traits(&self) -> ReceivingTraits;
 
-    /// Where messages are stored.
+    /// Returns the inbox where messages are stored.
     fn inbox(&self) -> Arc<Inbox>;
 
-    /// Receives from now on.
+    /// Starts receiving.
     async fn start(&self);
 
-    /// Stops receiving, and returns once it has ended. What is on its way into a store that does
-    /// not answer is waited for briefly.
+    /// Stops receiving, and returns once it has ended. It waits only briefly for messages being
+    /// stored by a store that does not answer.
     async fn stop(&self);
 
     /// A producer sends a message until it is settled. Its digest is a function of the body.
     fn publish(&self, id: &str, body: &str);
 
-    /// The same of a message that cannot be decoded.
+    /// Does the same with a message that cannot be decoded.
     fn publish_poison(&self, id: &str, body: &str);
 
-    /// Breaks the connections of whoever sends or is asked; what is not settled is sent again.
+    /// Breaks the connections of senders or of the source. Unsettled messages are sent again.
     async fn disconnect(&self);
 
     /// From now on settlements get lost on their way to the producer's side, or arrive again.
     fn lose_settlements(&self, lost: bool);
 
-    /// How many messages are settled.
+    /// Returns the number of settled messages.
     fn settled(&self) -> usize;
 
-    /// How many of the settled ones were refused to their producer.
+    /// Returns how many of the settled ones were refused to their producer.
     fn refused(&self) -> usize;
 }
 
-/// What a destination does with what reaches it.
+/// How a destination treats deliveries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Destination {
-    /// Takes everything but poison.
+    /// Accepts everything but poison.
     Works,
     /// Fails every delivery in a way that may pass.
     Fails,
-    /// Asks to be sent less.
+    /// Asks for fewer requests.
     Throttles,
-    /// Takes a delivery and never answers.
+    /// Accepts a delivery and never answers.
     Hangs,
-    /// Nobody is there.
+    /// Does not exist.
     Down,
 }
 
-/// Which cases a destination can be put to, as data. Each claim is a case that runs; what is not
-/// claimed stands in the fixture for a reader to see.
+/// Which cases a destination can be put through, as data. Each claim runs a case. What is not
+/// claimed is visible in the fixture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SinkTraits {
-    /// It refuses single events for good.
+    /// It can refuse single events for good.
     pub refuses: bool,
     /// It can be [`Destination::Fails`].
     pub fails: bool,
@@ -199,16 +200,16 @@ pub struct SinkTraits {
     pub hangs: bool,
     /// It can be [`Destination::Down`], and work again.
     pub goes_down: bool,
-    /// It is sent the id by which it may deduplicate.
+    /// It receives the id by which it may deduplicate.
     pub dedupe_ids: bool,
     /// Larger payloads are refused for good.
     pub payload_bytes_max: Option<usize>,
-    /// So are payloads that are empty or not [text](is_text).
+    /// Payloads that are empty or not [text](is_text) are refused for good.
     pub text_only: bool,
 }
 
-/// Whether what carries text only carries this: UTF-8 without control characters of ASCII (but tab,
-/// line ends and DEL) and without noncharacters.
+/// Returns whether a transport for text only can carry the payload: UTF-8 without ASCII control
+/// characters (except tab, line ends and DEL) and without noncharacters.
 pub fn is_text(payload: &[u8]) -> bool {
     let allowed = |c: char| (!c.is_ascii_control() || "\t\r\n\u{7f}".contains(c)) && c != '\u{fffe}' && c != '\u{ffff}';
     str::from_utf8(payload).is_ok_and(|text| text.chars().all(allowed))
@@ -231,7 +232,7 @@ impl SinkTraits {
 /// A delivery as the destination saw it, accepted or not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
-    /// The id by which it may deduplicate, if it was sent one.
+    /// The id by which it may deduplicate, if it received one.
     pub dedupe_id: Option<String>,
     /// The payload.
     pub payload: Vec<u8>,
@@ -239,26 +240,27 @@ pub struct Attempt {
     pub accepted: bool,
 }
 
-/// A sink and a destination that records what reached it. Fresh for each case.
+/// A sink and a destination that records deliveries. Fresh for each case.
 #[async_trait]
 pub trait SinkFixture: Send + Sync {
-    /// The sink under test; the same one at every call.
+    /// Returns the sink under test, the same one at every call.
     fn sink(&self) -> Arc<dyn Sink>;
 
-    /// What the destination can do.
+    /// Returns what the destination can do.
     fn traits(&self) -> SinkTraits;
 
-    /// What reached the destination, in order of arrival, also what it did not accept.
+    /// Returns deliveries that reached the destination, in order of arrival, including refused
+    /// ones.
     async fn attempts(&self) -> Vec<Attempt>;
 
     /// Changes an event so that the destination refuses this one (and only this one) for good.
-    /// Asked only where [`SinkTraits::refuses`] is claimed.
+    /// Called only if [`SinkTraits::refuses`] is claimed.
     fn poison(&self, event: NewEvent) -> NewEvent;
 
-    /// From now on. Asked only for what is claimed.
+    /// Changes the destination from now on. Called only for what is claimed.
     async fn set(&self, destination: Destination);
 
-    /// Payloads that were accepted, in order of arrival.
+    /// Returns accepted payloads, in order of arrival.
     async fn arrived(&self) -> Vec<Vec<u8>> {
         let attempts = self.attempts().await.into_iter();
         attempts.filter(|attempt| attempt.accepted).map(|attempt| attempt.payload).collect()

@@ -1,4 +1,4 @@
-//! What the cases are written with.
+//! The harness that cases are written with.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,17 +12,17 @@ use postbox_core::{
 
 use super::{OpenTransaction, StoreFixture};
 
-/// The lanes of a relay that asks for all it may hold.
+/// The lanes of a relay that asks for as many as it may hold.
 const LANES: [u16; 4] = [0, 1, 2, 3];
 /// A lease that outlives every case.
 pub(super) const LONG: Duration = Duration::from_secs(600);
-/// How long a lease lasts by default: nothing may be locked for longer.
+/// Default length of a lease: nothing may be locked for longer.
 pub(super) const LEASE: Duration = Duration::from_secs(10);
 /// A lease or wait that a case lets run out. Nothing has to happen within it.
 pub(super) const SHORT: Duration = Duration::from_millis(300);
 /// A wait that never ends within a case.
 pub(super) const HOUR: Duration = Duration::from_secs(3_600);
-/// The deadline of things that happen by themselves.
+/// The deadline of things that must happen by themselves.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(super) fn outbox() -> LogName {
@@ -42,12 +42,12 @@ pub(super) fn reader() -> Subscription {
     Subscription { lanes: 1, ..Subscription::new(named("reader"), outbox()) }
 }
 
-/// The same under another name.
+/// The same subscription with another name.
 pub(super) fn reader_named(name: &str) -> Subscription {
     Subscription { lanes: 1, ..Subscription::new(named(name), outbox()) }
 }
 
-/// The same with a filter on the topic.
+/// The same subscription with a filter on the topic.
 pub(super) fn reader_of(topic: &str) -> Subscription {
     let filter = Filter { topics: vec![pattern(topic)], ..Filter::default() };
     Subscription { filter, ..reader() }
@@ -61,7 +61,7 @@ pub(super) fn nowhere() -> LogName {
     LogName::new("nowhere").expect("a name")
 }
 
-/// Events by their ids.
+/// Selects events by their ids.
 pub(super) fn these(ids: &[EventId]) -> Selection {
     Selection { ids: Some(ids.to_vec()), ..Selection::default() }
 }
@@ -74,7 +74,7 @@ pub(super) fn keyed(key: &str, payload: &str) -> NewEvent {
     event(payload).key(key)
 }
 
-/// Events with the payloads `1..=count`, each with a key of its own.
+/// Returns events with the payloads `1..=count`, each with a separate key.
 pub(super) fn numbered(count: usize) -> Vec<NewEvent> {
     (1..=count).map(|n| keyed(&format!("key-{n}"), &n.to_string())).collect()
 }
@@ -95,24 +95,24 @@ pub(super) async fn record(store: &Arc<dyn Store>, id: EventId) -> Record {
     store.get(&named("reader"), id).await.expect("the log can be asked").expect("the log has the event")
 }
 
-/// The payloads of the records in one state.
+/// Returns the payloads of the records in one state.
 pub(super) async fn listed(store: &Arc<dyn Store>, state: State) -> Vec<String> {
     let records = store.list(&query(state)).await.expect("the records can be listed");
     records.iter().map(|record| text(&record.event.payload)).collect()
 }
 
-/// A subscription as it is listed.
+/// Returns a subscription as it is listed.
 pub(super) async fn info(store: &Arc<dyn Store>, name: &str) -> SubscriptionInfo {
     let known = store.subscriptions().await.expect("listed");
     known.into_iter().find(|info| info.name == named(name)).unwrap_or_else(|| panic!("there is no {name}"))
 }
 
-/// What a reset would do.
+/// Returns the effect a reset would have.
 pub(super) async fn plan(store: &Arc<dyn Store>, to: ResetTo) -> ResetPlan {
     store.reset(&named("reader"), to, None).await.expect("counted")
 }
 
-/// Looks and resets; how many events go out again, and how many are skipped.
+/// Counts and resets. Returns how many events go out again, and how many are skipped.
 pub(super) async fn reset(store: &Arc<dyn Store>, to: ResetTo) -> (u64, u64) {
     let plan = plan(store, to).await;
     store.reset(&named("reader"), to, Some(&plan.stamp)).await.expect("reset");
@@ -147,7 +147,7 @@ pub(super) fn retry_now() -> Disposition {
     retry(Duration::ZERO)
 }
 
-/// Far in the future.
+/// A delivery time far in the future.
 pub(super) fn scheduled() -> Disposition {
     Schedule { at: jiff::Timestamp::UNIX_EPOCH + 400 * 365 * 24 * HOUR }
 }
@@ -164,21 +164,21 @@ pub(super) fn halted() -> Disposition {
     Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: true, took: None }
 }
 
-/// Checks that a call was refused with this kind and code.
+/// Asserts that a call was refused with this kind and code.
 #[track_caller]
 pub(super) fn refused<T: std::fmt::Debug>(result: Result<T>, kind: ErrorKind, code: &str) {
     let error = result.expect_err("the call is refused");
     assert_eq!((error.kind(), error.code()), (kind, code), "{error}");
 }
 
-/// Checks that a call said that the lease is lost.
+/// Asserts that a call failed because the lease is lost.
 #[track_caller]
 pub(super) fn stale<T: std::fmt::Debug>(result: Result<T>) {
     let error = result.expect_err("the lease is lost");
     assert!(error.is_stale(), "{error}");
 }
 
-/// Runs the calls as tasks, all at once; gives what each returned.
+/// Runs the calls as concurrent tasks. Returns what each returned.
 pub(super) async fn at_once<T: Send + 'static>(
     calls: impl IntoIterator<Item = impl Future<Output = T> + Send + 'static>,
 ) -> Vec<T> {
@@ -186,26 +186,26 @@ pub(super) async fn at_once<T: Send + 'static>(
     futures::future::join_all(tasks).await.into_iter().map(|task| task.expect("no panic")).collect()
 }
 
-/// A producer's transaction that has appended these.
+/// Begins a producer's transaction that has appended these events.
 pub(super) async fn begin_with(fixture: &dyn StoreFixture, events: impl AsRef<[NewEvent]>) -> Box<dyn OpenTransaction> {
     let mut transaction = fixture.begin().await;
     transaction.append(&outbox(), events.as_ref()).await.expect("appended");
     transaction
 }
 
-/// A store with this subscription.
+/// Returns a store with this subscription.
 pub(super) async fn subscribed(fixture: &dyn StoreFixture, subscription: &Subscription) -> Arc<dyn Store> {
     let store = fixture.store();
     store.subscribe(subscription).await.expect("new");
     store
 }
 
-/// A transaction beside others, where a store can have several open.
+/// Begins a transaction beside others, if a store can have several open.
 pub(super) async fn begin_beside_others(fixture: &dyn StoreFixture) -> Option<Box<dyn OpenTransaction>> {
     if fixture.capabilities().concurrent_transactions { Some(fixture.begin().await) } else { None }
 }
 
-/// A leased lane of the subscription `reader` in key order: the test's own small relay.
+/// A leased lane of the subscription `reader` in key order: a small relay for tests.
 pub(super) struct Lane {
     pub(super) store: Arc<dyn Store>,
     pub(super) lease: Lease,
@@ -224,7 +224,7 @@ impl Lane {
         Self::take(&store, subscription.name.as_str(), "one").await
     }
 
-    /// With events that were read as one batch and settled so.
+    /// Opens a lane with events that were read as one batch and settled as given.
     pub(super) async fn settled(
         fixture: &dyn StoreFixture,
         events: impl IntoIterator<Item = (NewEvent, Disposition)>,
@@ -234,14 +234,14 @@ impl Lane {
         (lane, ids)
     }
 
-    /// With events that nobody has read.
+    /// Opens a lane with events that nobody has read.
     pub(super) async fn unread(fixture: &dyn StoreFixture, events: impl AsRef<[NewEvent]>) -> (Self, Vec<EventId>) {
         let lane = Self::open(fixture).await;
         let ids = append(&lane.store, events).await;
         (lane, ids)
     }
 
-    /// Two lanes of one relay, and events in both that were read and settled so.
+    /// Opens two lanes of one relay, with events in both that were read and settled as given.
     pub(super) async fn two_settled(fixture: &dyn StoreFixture, disposition: Disposition) -> [Self; 2] {
         let store = subscribed(fixture, &Subscription { lanes: 2, ..reader() }).await;
         let lanes = [Self::take(&store, "reader", "one").await, Self::take(&store, "reader", "one").await];
@@ -264,7 +264,7 @@ impl Lane {
         Self::of(store.clone(), lease)
     }
 
-    /// Gives the lane back and takes it again as somebody else, as after a crash.
+    /// Releases the lane and takes it again as another owner, as after a crash.
     pub(super) async fn taken_over(&self) -> Self {
         self.store.release(&self.lease).await.expect("the lane is given back");
         Self::take(&self.store, self.lease.subscription.as_str(), "another").await
@@ -280,14 +280,14 @@ impl Lane {
         self.store.due(&self.lease, limit).await.expect("the due rows can be read")
     }
 
-    /// Settles a batch of the stream: delivered, but for the exceptions by their index.
+    /// Settles a batch of the stream: all delivered, except the exceptions given by index.
     pub(super) async fn settle(&self, batch: &Batch, exceptions: Vec<(usize, Disposition)>) {
         let entry = |(index, disposition)| Entry { delivery: &batch.deliveries[index], disposition };
         let entries = exceptions.into_iter().map(entry).collect();
         self.write(Settlement { position: batch.end, entries, rewind: false, hold_keys: self.hold_keys }).await;
     }
 
-    /// Settles a due batch: one disposition for each delivery.
+    /// Settles a due batch, with one disposition for each delivery.
     pub(super) async fn settle_due(&self, batch: &Batch, dispositions: Vec<Disposition>) {
         assert_eq!(dispositions.len(), batch.deliveries.len(), "a due batch settles every delivery");
         let entry = |(delivery, disposition)| Entry { delivery, disposition };
@@ -295,7 +295,7 @@ impl Lane {
         self.write(Settlement { position: None, entries, rewind: false, hold_keys: self.hold_keys }).await;
     }
 
-    /// Moves the position short of what was read and reads on from there.
+    /// Moves the position short of what was read, and reads on from there.
     pub(super) async fn rewind(&self, position: Option<Seq>) {
         self.write(Settlement { position, entries: Vec::new(), rewind: true, hold_keys: self.hold_keys }).await;
     }
@@ -310,7 +310,7 @@ impl Lane {
         let ids = append(&self.store, &events).await;
         let mut dispositions = dispositions.into_iter();
         while dispositions.len() > 0 {
-            // A store may give fewer at once than it is asked for.
+            // A store may return fewer at once than it is asked for.
             let batch = self.next(dispositions.len()).await;
             assert!(!batch.deliveries.is_empty(), "all of them are read");
             let of_batch = dispositions.by_ref().take(batch.deliveries.len()).enumerate();
@@ -338,14 +338,14 @@ impl Lane {
         }
     }
 
-    /// Gives the lane back.
+    /// Releases the lane.
     pub(super) async fn release(self) -> Arc<dyn Store> {
         self.store.release(&self.lease).await.expect("given back");
         self.store
     }
 
-    /// Reads and delivers what may be, of the stream and what is due, a few at a time, until there
-    /// is nothing; what is held back by its key is blocked.
+    /// Reads and delivers from the stream and from due rows, a few at a time, until nothing is
+    /// left. Events whose key is held are blocked.
     pub(super) async fn run_all(lanes: &[Self]) -> Vec<Delivery> {
         let mut all: Vec<Delivery> = Vec::new();
         loop {
@@ -370,7 +370,7 @@ impl Lane {
         }
     }
 
-    /// Reads and settles until the stream is empty; everything is delivered.
+    /// Reads and settles until the stream is empty. Everything is delivered.
     pub(super) async fn drain(&self) -> Vec<Delivery> {
         let mut all = Vec::new();
         loop {

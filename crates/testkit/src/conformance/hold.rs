@@ -1,4 +1,4 @@
-//! Held keys: nobody overtakes an unfinished event of its own key, and nobody else waits.
+//! Held keys: nothing overtakes an unfinished event of its own key, and no other key waits.
 
 use postbox_core::{Disposition, Key, Ordering, State, Subscription};
 use std::collections::HashSet;
@@ -145,7 +145,7 @@ pub async fn a_halting_dead_event_holds_its_key_until_a_person_acts(fixture: &dy
     assert_eq!(payloads(&lane.drain_due().await), ["1", "2", "5"]);
 }
 
-/// The earlier event was finished meanwhile: nothing else would ever release the blocked one.
+/// The earlier event was finished meanwhile, so nothing else would ever release the blocked one.
 pub async fn a_block_with_nothing_ahead_is_due_at_once(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::settled(fixture, [(keyed("a", "1"), retry_now())]).await;
     append(&lane.store, [keyed("a", "2"), keyed("a", "3")]).await;
@@ -177,7 +177,7 @@ pub async fn a_scheduled_event_waits_and_holds_nothing(fixture: &dyn StoreFixtur
     assert_eq!(listed(&lane.store, State::Scheduled).await, ["late"]);
 }
 
-/// The key's head waits for its retry; what was scheduled goes out at its time all the same.
+/// The key's head waits for its retry. The scheduled event still goes out at its time.
 pub async fn a_scheduled_event_does_not_wait_for_its_key(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let past = jiff::Timestamp::UNIX_EPOCH;
@@ -197,8 +197,8 @@ pub async fn without_order_a_retry_holds_nothing(fixture: &dyn StoreFixture) {
     assert!(lane.next(10).await.held.is_empty());
 }
 
-/// An operator who takes the order away frees what waited behind another event, one that halts its
-/// key too.
+/// If an operator removes the order, events that waited behind another are released, even behind
+/// one that halts its key.
 pub async fn once_there_is_no_order_nobody_waits_for_a_turn(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     blocked_pair(&lane, retry(HOUR)).await;
@@ -209,12 +209,12 @@ pub async fn once_there_is_no_order_nobody_waits_for_a_turn(fixture: &dyn StoreF
     assert_eq!(payloads(&lane.drain_due().await), ["2", "3", "5"]);
 }
 
-/// A replica that has not heard of it still writes turns.
+/// A replica that has not noticed the change still writes blocked rows.
 pub async fn without_order_the_next_of_a_key_is_due_too(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     blocked_pair(&lane, retry_now()).await;
     let lane = Lane { hold_keys: false, ..lane };
-    // Only the head: the others are behind it, and the limit.
+    // Only the head: the others are behind it, and beyond the limit.
     let head = lane.due(1).await;
     assert_eq!(payloads(&head.deliveries), ["1"]);
     lane.settle_due(&head, vec![Delivered]).await;
@@ -232,7 +232,7 @@ pub async fn a_failure_in_one_subscription_holds_nobody_elses_key(fixture: &dyn 
     assert!(other.due(10).await.deliveries.is_empty());
 }
 
-/// `1` with the given disposition, `2` and `3` of the same key blocked behind it.
+/// Settles `1` with the given disposition, and `2` and `3` of the same key as blocked behind it.
 async fn blocked_pair(lane: &Lane, head: Disposition) -> Vec<postbox_core::EventId> {
     lane.past([(keyed("a", "1"), head), (keyed("a", "2"), Block), (keyed("a", "3"), Block)]).await
 }

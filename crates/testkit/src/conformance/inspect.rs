@@ -1,4 +1,4 @@
-//! What an operator sees.
+//! What an operator can see.
 
 use std::time::Duration;
 
@@ -106,7 +106,7 @@ pub async fn pending_topics_are_counted_deepest_first_with_their_age(fixture: &d
     assert!(stats.topics[0].oldest_pending <= stats.topics[1].oldest_pending);
 }
 
-/// Whoever delivers late what was never to be delivered earlier is not late.
+/// An event that must not be delivered earlier is not late before its time.
 pub async fn delayed_events_do_not_age_before_their_time(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let at = jiff::Timestamp::now() + 24 * HOUR;
@@ -122,7 +122,7 @@ pub async fn delayed_events_do_not_age_before_their_time(fixture: &dyn StoreFixt
     assert_eq!(waiting.topics[0].oldest_pending, Some(Duration::ZERO));
 }
 
-/// From which the doctor knows how many come, and of which keys.
+/// From this the doctor knows how many events arrive, and of which keys.
 pub async fn the_newest_events_are_known_with_their_age(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     assert!(store.arrivals(&outbox(), 10).await.expect("looked").is_empty());
@@ -140,7 +140,7 @@ pub async fn the_newest_events_are_known_with_their_age(fixture: &dyn StoreFixtu
     assert!(store.blockers().await.expect("looked").iter().all(|it| it.waiting > 0));
 }
 
-/// Dispatched is what went out, and each event once: not what nobody wants, not what died.
+/// Dispatched counts each delivered event once, but not unwanted or dead events.
 pub async fn dispatched_counts_each_delivered_event_once(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("wanted")).await;
     let wanted = |payload: &str| NewEvent::json("wanted", payload.to_owned());
@@ -165,7 +165,7 @@ pub async fn dispatched_counts_each_delivered_event_once(fixture: &dyn StoreFixt
     assert_eq!(dispatched().await, 5);
 }
 
-/// Too many to count are estimated, and said to be.
+/// Counts that are too large are estimated and marked as such.
 pub async fn a_deep_backlog_is_near_the_truth(fixture: &dyn StoreFixture) {
     const DEPTH: u64 = LOOK_EVENTS_MAX + 5_000;
     let lane = Lane::open(fixture).await;
@@ -184,7 +184,7 @@ pub async fn a_deep_backlog_is_near_the_truth(fixture: &dyn StoreFixture) {
     assert!(near(filtered.pending, DEPTH / 4) && filtered.topics.len() == 1, "{filtered:?}");
     let count = lane.store.count(&outbox()).await.expect("counted");
     assert!(near(count.events, DEPTH), "{count:?}");
-    // What is left is few enough to count again.
+    // The rest is few enough to be counted again.
     while stats(&lane.store).await.is_estimate {
         let batch = lane.next(1_000).await;
         lane.settle(&batch, vec![]).await;
@@ -193,7 +193,7 @@ pub async fn a_deep_backlog_is_near_the_truth(fixture: &dyn StoreFixture) {
     assert_eq!(left.pending + left.dispatched, DEPTH);
 }
 
-/// Each of several has a part of what one has; one that is not there leaves the others alone.
+/// Several subscriptions share what one would have. A missing one does not affect the others.
 pub async fn several_share_what_is_looked_at(fixture: &dyn StoreFixture) {
     const DEPTH: u64 = LOOK_EVENTS_MAX * 2 / 5;
     let lane = Lane::open(fixture).await;
@@ -380,7 +380,7 @@ pub async fn an_unknown_event_is_none(fixture: &dyn StoreFixture) {
     assert_eq!(store.get(&named("reader"), id).await.expect("asked"), None);
 }
 
-/// One event in each state, two pending.
+/// Opens a lane with one event in each state, and two pending.
 async fn in_every_state(fixture: &dyn StoreFixture) -> Lane {
     let (lane, ids) = Lane::settled(
         fixture,

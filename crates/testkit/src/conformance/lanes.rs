@@ -1,4 +1,4 @@
-//! Another number of lanes.
+//! Changing the number of lanes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,12 +17,12 @@ async fn set(store: &Arc<dyn Store>, lanes: u16) {
     store.set_lanes(&named("reader"), lanes).await.expect("changed");
 }
 
-/// Events `1..=count` of some keys, in turns.
+/// Returns events `1..=count`, round robin over some keys.
 fn in_turns(count: usize, keys: usize) -> Vec<NewEvent> {
     (1..=count).map(|n| keyed(&format!("key-{}", n % keys), &format!("{n:03}"))).collect()
 }
 
-/// Each event once, and those of a key in their order.
+/// Asserts that each event came once, and those of each key in order.
 #[track_caller]
 fn assert_whole(all: &[Delivery], count: usize) {
     let mut sorted = payloads(all);
@@ -75,7 +75,7 @@ pub async fn fewer_lanes_lose_nothing_and_repeat_nothing(fixture: &dyn StoreFixt
     assert_whole(&all, 60);
 }
 
-/// One is far ahead, another has rows, a third has read nothing at all.
+/// One lane is far ahead, another has rows, a third has read nothing at all.
 pub async fn lanes_that_stand_apart_keep_the_order_of_each_key(fixture: &dyn StoreFixture) {
     for (from, to) in [(3, 2), (3, 1), (2, 4), (3, 7)] {
         let name = format!("reader-{from}-{to}");
@@ -104,7 +104,7 @@ pub async fn lanes_that_stand_apart_keep_the_order_of_each_key(fixture: &dyn Sto
     }
 }
 
-/// A replica that stops leaves its share to the others at once; one that vanishes keeps it until
+/// A replica that stops leaves its share to the others at once. One that vanishes keeps it until
 /// its lease would be over.
 pub async fn who_leaves_counts_no_longer_as_a_replica(fixture: &dyn StoreFixture) {
     let store = subscribed(fixture, &reader_with(2)).await;
@@ -162,7 +162,7 @@ pub async fn bad_numbers_of_lanes_are_refused(fixture: &dyn StoreFixture) {
 pub async fn lanes_too_far_apart_are_refused(fixture: &dyn StoreFixture) {
     let store = subscribed(fixture, &reader_with(2)).await;
     let key = |lane: &str| format!("of-{lane}");
-    // Two keys of different lanes, found by asking.
+    // Two keys of different lanes, found by trying.
     append(&store, (0..16).map(|n| keyed(&key(&n.to_string()), "probe")).collect::<Vec<_>>()).await;
     let lanes = Lane::take_all(&store, "reader").await;
     let first = lanes[0].drain().await[0].event.key.clone().expect("a key");
@@ -186,7 +186,7 @@ fn names(topic: &str, numbers: std::ops::Range<usize>) -> Vec<String> {
     numbers.map(|n| format!("{topic}{n}")).collect()
 }
 
-/// Who wanted what is a fact, whoever reads it.
+/// Which filter an event was passed by stays a fact, whichever lane reads it.
 pub async fn other_lanes_judge_by_the_filters_of_before(fixture: &dyn StoreFixture) {
     let of = |topic: &str, n: usize| NewEvent::json(topic, format!("{topic}{n}")).key(format!("key-{n}"));
     let store = fixture.store();
@@ -195,7 +195,7 @@ pub async fn other_lanes_judge_by_the_filters_of_before(fixture: &dyn StoreFixtu
     assert_eq!(run_as(&store, 3).await.len(), 12);
     append(&store, (22..34).map(|n| of("a", n)).collect::<Vec<_>>()).await;
     assert_eq!(run_as(&store, 3).await.len(), 12, "and with them the others are passed");
-    // Only one lane takes the next filter before the lanes are others.
+    // Only one lane takes the next filter before the number of lanes changes.
     store.subscribe(&Subscription { lanes: 3, ..reader_of("b") }).await.expect("another filter");
     let lane = Lane::take(&store, "reader", "one").await;
     lane.drain().await;
@@ -215,7 +215,7 @@ pub async fn other_lanes_judge_by_the_filters_of_before(fixture: &dyn StoreFixtu
     assert_eq!(skipped, expected);
 }
 
-/// Dead ones too: their letters are handed over by whoever has their lane.
+/// This includes dead rows: their letters are handed over by the holder of their new lane.
 pub async fn rows_go_with_their_key(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let dispositions = (0..20).map(|n| match n % 3 {

@@ -1,4 +1,5 @@
-//! The store does it late: after its caller has asked again, or after another owner has taken over.
+//! The store executes a call late: after its caller has repeated it, or after another owner took
+//! over.
 
 use std::time::Duration;
 
@@ -15,10 +16,10 @@ use super::harness::*;
 use super::receive::inbound;
 use super::world::{Step, World};
 
-/// A grant this much younger than a question is no mistake of a clock.
+/// A grant that is younger than a request by this much cannot be a clock error.
 const CLOCK_MISTAKE: Duration = Duration::from_millis(1_100);
 
-/// The call is done after it was asked for again, and after what came of that.
+/// Executes the call after it was repeated, and after the consequences of the repetition.
 async fn repeated(fixture: &dyn StoreFixture, step: Step) {
     let faults = fixture.faults().await;
     for (n, place) in faults.places(step.call()).iter().enumerate() {
@@ -34,7 +35,7 @@ async fn repeated(fixture: &dyn StoreFixture, step: Step) {
     }
 }
 
-/// The call is done after another owner has begun, unless it holds the lane's lock.
+/// Executes the call after another owner has begun, unless the call holds the lane's lock.
 async fn overtaken(fixture: &dyn StoreFixture, step: Step) {
     let faults = fixture.faults().await;
     for (n, place) in faults.places(step.call()).iter().filter(|place| **place != Place::End).enumerate() {
@@ -62,7 +63,7 @@ pub async fn a_late_renewal_or_release_concerns_no_other_lease(fixture: &dyn Sto
     }
 }
 
-/// Of two reads either may be written last. The relay ends before it settles.
+/// Either of two reads may be written last. The relay ends before it settles.
 pub async fn a_late_window_loses_nothing_of_a_relay_that_ends(fixture: &dyn StoreFixture) {
     repeated(fixture, Step::Next).await;
 }
@@ -73,7 +74,7 @@ pub async fn a_late_window_loses_nothing_of_a_relay_that_goes_on(fixture: &dyn S
     overtaken(fixture, Step::Next).await;
 }
 
-/// A position passes what it was given for; a rewind starts at a settled place.
+/// A position passes only what it was given for. A rewind starts at a settled position.
 pub async fn a_late_position_or_rewind_passes_nothing_else(fixture: &dyn StoreFixture) {
     for step in [Step::Position, Step::Rewind] {
         repeated(fixture, step).await;
@@ -91,7 +92,7 @@ pub async fn a_late_settlement_of_due_rows_undoes_no_replay(fixture: &dyn StoreF
     overtaken(fixture, Step::Due).await;
 }
 
-/// A host may vanish before its commit: what it locked is given up within a lease.
+/// A host may vanish before its commit. Its locks must be released within a lease.
 pub async fn a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_lease(fixture: &dyn StoreFixture) {
     let faults = fixture.faults().await;
     let world = World::new(fixture, "reader").await;
@@ -103,7 +104,7 @@ pub async fn a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_le
     late.after(nothing(faults.again())).await;
 }
 
-/// Makes a call late, at each place, beside the same call made again; the latter's error, if any.
+/// Delays a call at each place, repeats it meanwhile, and lets it go on.
 async fn twice(
     fixture: &dyn StoreFixture,
     call: Call,
@@ -214,7 +215,7 @@ pub async fn a_late_mark_takes_back_nothing_delivered(fixture: &dyn StoreFixture
     assert_eq!((stats.dead, stats.dispatched, stats.pending), (0, 2, 0));
 }
 
-/// As a click at that moment would: what was delivered meanwhile goes out once more, under another
+/// Like a click at that moment: events delivered meanwhile go out once more, with another replay
 /// number.
 pub async fn a_late_replay_of_the_delivered_is_another_replay(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(fixture, [(event("1"), Delivered)]).await;
@@ -264,7 +265,7 @@ pub async fn a_late_pause_is_the_same_pause(fixture: &dyn StoreFixture) {
     assert_eq!(lane.store.subscriptions().await.expect("listed")[0].paused, None);
 }
 
-/// The event is replayed and dies again before the call is done, or another owner has the lane.
+/// The event is replayed and dies again before the call is executed, or another owner has the lane.
 pub async fn a_late_handover_concerns_no_later_death(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(fixture, [(event("1"), dead())]).await;
     for again in [None, Some(HOUR)] {
@@ -297,7 +298,7 @@ pub async fn a_late_handover_concerns_no_later_death(fixture: &dyn StoreFixture)
     assert_eq!(texts(&next).await, ["1"]);
 }
 
-/// The former name is another's by now.
+/// The former name belongs to another subscription by then.
 pub async fn a_late_rename_renames_no_other(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::settled(fixture, [(event("1"), dead())]).await;
     let store = lane.release().await;
@@ -417,7 +418,7 @@ pub async fn a_late_migration_up_changes_nothing(fixture: &dyn StoreFixture) {
     assert_eq!(Lane::open(fixture).await.drain().await.len(), 1);
 }
 
-/// A command that was stopped while it waited for a lock does nothing when the lock comes free.
+/// A command that was stopped while it waited for a lock does nothing when it gets the lock.
 pub async fn a_migration_down_whose_caller_has_gone_destroys_nothing_later(fixture: &dyn StoreFixture) {
     let (faults, store) = (fixture.faults().await, fixture.store());
     append(&store, [event("1")]).await;
@@ -425,13 +426,13 @@ pub async fn a_migration_down_whose_caller_has_gone_destroys_nothing_later(fixtu
     open.append(&outbox(), &[event("2")]).await.expect("appended, and not committed");
     let through = faults.store();
     match tokio::time::timeout(SHORT, through.down(true)).await {
-        // It did not have to wait, and said so.
+        // It did not have to wait, and reported that.
         Ok(Ok(_)) => return,
         Ok(Err(refused)) => assert!(!refused.message().is_empty()),
         Err(_gone) => {}
     }
     open.commit().await;
-    // It queues for the same lock, behind whatever waited for it.
+    // It queues for the same lock, behind any earlier waiters.
     append(&through, [event("3")]).await;
     assert_eq!(payloads(&Lane::open(fixture).await.drain().await), ["1", "2", "3"]);
 }

@@ -25,7 +25,7 @@ pub async fn subscribing_to_an_unknown_log_is_not_found(fixture: &dyn StoreFixtu
     refused(fixture.store().subscribe(&unknown).await, ErrorKind::NotFound, "log_unknown");
 }
 
-/// Replicas with different configurations would undo each other's word: only a person changes
+/// Replicas with different configurations would undo each other's changes, so only a person changes
 /// lanes.
 pub async fn another_number_of_lanes_changes_nothing(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
@@ -132,7 +132,7 @@ pub async fn a_takeover_makes_calls_in_flight_due_at_once(fixture: &dyn StoreFix
 
 pub async fn a_takeover_leaves_calls_of_other_lanes_alone(fixture: &dyn StoreFixture) {
     let [one, two] = Lane::two_settled(fixture, in_flight()).await;
-    // By the same relay, which still has calls of its other lane.
+    // Taken by the same relay, which still has calls of its other lane.
     two.store.release(&two.lease).await.expect("given back");
     let two = Lane::take(&one.store, "reader", "one").await;
     assert!(!two.due(100).await.deliveries.is_empty());
@@ -180,7 +180,7 @@ pub async fn concurrent_acquires_never_share_a_lane(fixture: &dyn StoreFixture) 
     let lanes: Vec<u16> = at_once(calls).await.into_iter().filter_map(|lease| Some(lease?.lane)).collect();
     assert!(lanes.len() <= 3, "given twice: {lanes:?}");
     assert_eq!(lanes.iter().collect::<BTreeSet<_>>().len(), lanes.len(), "given twice: {lanes:?}");
-    // A racing call may come away with nothing, but no lane is lost by it.
+    // A racing call may get nothing, but no lane is lost by that.
     for _ in lanes.len()..3 {
         acquire(&store, "reader", "late", LONG).await.lease.expect("the rest is free");
     }
@@ -219,7 +219,7 @@ pub async fn a_pause_with_an_end_ends_by_itself(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let id = append(&lane.store, [event("1")]).await[0];
     lane.store.release(&lane.lease).await.expect("given back");
-    // The store's own clock, as it stamped the event.
+    // The time on the store's own clock, taken from the event.
     let now = record(&lane.store, id).await.event.created_at;
     let until = Some(now + Duration::from_secs(3_600));
     let pause = Pause { until, by: "ada".into(), why: "lunch".into() };

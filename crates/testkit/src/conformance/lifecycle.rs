@@ -1,4 +1,4 @@
-//! The life of a subscription: another name, and its end.
+//! The life of a subscription: renaming and removal.
 
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ pub async fn a_renamed_subscription_keeps_everything_but_its_name(fixture: &dyn 
     assert_eq!(dead, ["dead"]);
 }
 
-/// The holder does not know: until its lease would have ended, it may still send.
+/// The holder does not know of it, so it may still send until its lease would have ended.
 pub async fn a_renamed_one_is_fenced_and_its_holder_has_its_time(fixture: &dyn StoreFixture) {
     let store = subscribed(fixture, &reader()).await;
     append(&store, [event("1")]).await;
@@ -80,7 +80,7 @@ pub async fn a_name_that_is_taken_is_refused(fixture: &dyn StoreFixture) {
     refused(nobody, ErrorKind::NotFound, "subscription_unknown");
 }
 
-/// A lease of before is of no use, whoever holds it under whichever name.
+/// An earlier lease is invalid, whoever holds it and under whichever name.
 pub async fn the_former_name_begins_like_a_new_one(fixture: &dyn StoreFixture) {
     let old = Lane::open(fixture).await;
     old.past([(event("1"), Delivered), (event("2"), dead())]).await;
@@ -144,7 +144,7 @@ pub async fn a_name_made_again_begins_like_a_new_one(fixture: &dyn StoreFixture)
     assert_eq!(all, ["1", "2", "3"]);
 }
 
-/// It had a reader when it was there.
+/// The event had a reader while the subscription existed.
 pub async fn what_a_removed_one_took_is_not_unrouted(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let store = lane.store.clone();

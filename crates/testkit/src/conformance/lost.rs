@@ -1,4 +1,4 @@
-//! The store did it and the answer is lost: the caller asks again, and that changes nothing.
+//! The store executed a call and the answer is lost. The caller repeats it, which changes nothing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -53,12 +53,12 @@ pub async fn a_settlement_repeated_makes_no_row_again(fixture: &dyn StoreFixture
     step(fixture, Step::Settle).await;
 }
 
-/// A row that a person retried in between is another row.
+/// A row that a person retried in between is a different row.
 pub async fn a_settlement_of_due_rows_repeated_undoes_no_replay(fixture: &dyn StoreFixture) {
     step(fixture, Step::Due).await;
 }
 
-/// Makes a call whose answer is lost, and goes on.
+/// Makes a call whose answer is lost. Returns the store through which its caller goes on.
 async fn lost(fixture: &dyn StoreFixture, call: Call, ask: &impl Fn(Arc<dyn Store>) -> Asked) -> Arc<dyn Store> {
     let faults = fixture.faults().await;
     faults.lose_answer(call, ask(faults.store())).await;
@@ -73,7 +73,7 @@ pub async fn an_append_with_own_ids_is_stored_once(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain().await), ["1", "2"]);
 }
 
-/// Without ids nobody can know.
+/// Without ids, a repetition cannot be recognised.
 pub async fn an_append_without_ids_is_stored_whole_each_time(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let ask = call!(store, [], store.append(&outbox(), &[event("1"), event("2")]));
@@ -137,7 +137,7 @@ pub async fn a_mark_repeated_is_one(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain_due().await), ["2"]);
 }
 
-/// What is on its way is passed over.
+/// Events that are being sent already are skipped.
 pub async fn a_replay_of_the_delivered_repeated_is_one(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(fixture, [(event("1"), Delivered)]).await;
     let (reader, replay) = (named("reader"), Replay { ids: Some(ids), ..Replay::default() });
@@ -147,7 +147,7 @@ pub async fn a_replay_of_the_delivered_repeated_is_one(fixture: &dyn StoreFixtur
     assert_eq!(payloads(&lane.drain_due().await), ["1"]);
 }
 
-/// Found once, and handed over once.
+/// Each event is found once and handed over once.
 pub async fn a_look_for_what_nobody_wants_repeated_finds_nothing_twice(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     append(&lane.store, [event("1")]).await;
@@ -163,7 +163,7 @@ pub async fn a_look_for_what_nobody_wants_repeated_finds_nothing_twice(fixture: 
     assert_eq!(listed(&again, State::Unrouted).await, ["1"]);
     lane.store.subscribe(&reader()).await.expect("a wider filter");
     lane.drain().await;
-    // A subscription that takes everything is asked what it wants of them all the same.
+    // Even a subscription that takes everything is asked which of them it wants.
     lost(fixture, Call::NoteUnrouted, &ask).await;
     while again.note_unrouted(&outbox()).await.expect("noted").more {}
     assert_eq!(payloads(&lane.drain_due().await), ["1"]);
@@ -276,7 +276,7 @@ pub async fn a_change_of_lanes_repeated_is_one(fixture: &dyn StoreFixture) {
 pub async fn a_migration_that_was_done_is_done(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     let again = lost(fixture, Call::Down, &call!(store, [], store.down(true))).await;
-    // A store may refuse to remove everything for a caller that has gone.
+    // A store may refuse to remove everything for a caller that is gone.
     again.down(true).await.expect("removed, now or before");
     refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
     let again = lost(fixture, Call::Up, &call!(store, [], store.up())).await;

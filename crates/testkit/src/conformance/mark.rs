@@ -1,4 +1,4 @@
-//! What a person marks dead.
+//! Events that a person marks dead.
 
 use postbox_core::{Change, Criteria, Disposition, OnDead, Selection, State, Subscription};
 
@@ -7,7 +7,7 @@ use super::dead_letters::texts;
 use super::harness::*;
 
 impl Lane {
-    /// Marks events dead, for a reason; how many.
+    /// Marks events dead, with a reason. Returns how many.
     pub(super) async fn mark_dead(&self, selection: Selection) -> u64 {
         let change = Change::MarkDead { why: Some("no such customer".into()) };
         self.store.change(&named("reader"), &change, &selection).await.expect("marked").count
@@ -79,7 +79,7 @@ pub async fn the_key_of_a_marked_event_goes_on(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain_due().await), ["1", "2"]);
 }
 
-/// `on_dead = "halt"`: a person's word holds the key as any death does, until a person acts again.
+/// `on_dead = "halt"`: a marked event holds its key like any dead one, until a person acts again.
 pub async fn the_key_of_a_marked_event_waits_where_dead_ones_hold_theirs(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &halting()).await;
     let ids = lane.past([(keyed("a", "1"), retry(HOUR)), (keyed("a", "2"), Block)]).await;
@@ -97,14 +97,14 @@ pub async fn the_key_of_a_marked_event_waits_where_dead_ones_hold_theirs(fixture
     assert_eq!(payloads(&lane.drain_due().await), ["1", "2", "3"]);
     assert_eq!(lane.discard(these(&[later, unread[0]])).await, 2);
     assert_eq!(payloads(&lane.drain_due().await), ["4", "5"]);
-    // The last word on it counts.
+    // The latest setting applies.
     lane.store.subscribe(&reader()).await.expect("subscribed");
     let ids = lane.past([(keyed("d", "6"), retry(HOUR)), (keyed("d", "7"), Block)]).await;
     assert_eq!(lane.mark_dead(these(&ids[..1])).await, 1);
     assert_eq!(payloads(&lane.drain_due().await), ["7"]);
 }
 
-/// Its call was under way: it may arrive, and what is said of it then changes nothing.
+/// Its call was under way. It may arrive, and its outcome then changes nothing.
 pub async fn an_event_marked_in_flight_stays_dead(fixture: &dyn StoreFixture) {
     let rows = [(keyed("a", "1"), retry_now()), (keyed("b", "2"), retry_now()), (keyed("c", "3"), retry_now())];
     let (lane, mut ids) = Lane::settled(fixture, rows).await;
@@ -125,7 +125,8 @@ pub async fn an_event_marked_in_flight_stays_dead(fixture: &dyn StoreFixture) {
     assert_eq!(stats(&lane.store).await.dead, 0);
 }
 
-/// Revived before its lane has passed it, it would go out with its row and with the stream.
+/// If it were revived before its lane has passed it, it would go out with its row and in the
+/// stream.
 pub async fn an_event_marked_before_it_was_read_is_revived_once_it_is_passed(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::unread(fixture, [keyed("a", "1"), keyed("a", "2")]).await;
     assert_eq!(lane.mark_dead(these(&ids[..1])).await, 1);

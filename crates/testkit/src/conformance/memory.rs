@@ -16,7 +16,7 @@ use super::harness::query;
 use super::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
 use crate::clock::ManualClock;
 
-/// A memory store under a clock of its own.
+/// A memory store with a clock of its own.
 #[derive(Debug)]
 pub struct MemoryFixture {
     /// Moves only by [`ManualClock::advance`].
@@ -108,7 +108,7 @@ fn bound_to(store: &MemoryStore) -> Arc<dyn Apply> {
     })
 }
 
-/// Another client of the store, whose way to the server can be broken.
+/// Another client of the store, whose connection to the server can be broken.
 #[derive(Debug)]
 struct MemoryFaults {
     store: MemoryStore,
@@ -122,7 +122,7 @@ impl MemoryFaults {
     }
 }
 
-/// Breaks in the middle of one operation: it never arrives before it is delivered by hand.
+/// Breaks in the middle of one operation, which then arrives only when it is delivered by hand.
 #[derive(Debug, Default)]
 struct BrokenWire {
     breaks_at: Mutex<Option<&'static str>>,
@@ -184,7 +184,7 @@ impl CallFaults for MemoryFaults {
             Call::Receive => "receive",
             Call::Append => "append",
             Call::Apply => "apply",
-            // They take no client: they are done in one poll, or not yet begun.
+            // These do not go through a client: they are done in one poll, or not yet begun.
             Call::Up | Call::Down => return Box::new(Stopped(asked.map(drop).boxed())),
         };
         *self.wire.breaks_at.lock().expect("no panic while held") = Some(operation);
@@ -195,7 +195,7 @@ impl CallFaults for MemoryFaults {
     }
 }
 
-/// What is left to do of a call.
+/// The rest of a stopped call.
 struct Stopped(BoxFuture<'static, ()>);
 
 #[async_trait]
@@ -206,7 +206,7 @@ impl Late for Stopped {
     }
 }
 
-/// Where the handler under test writes its effects.
+/// The log where the handler under test writes its effects.
 fn effects_log() -> LogName {
     LogName::new("effects").expect("a valid name")
 }

@@ -1,4 +1,4 @@
-//! The schema comes, goes and is checked.
+//! Creating, removing and checking the schema.
 
 use postbox_core::ErrorKind;
 
@@ -28,7 +28,7 @@ pub async fn down_removes_everything_and_up_makes_it_anew(fixture: &dyn StoreFix
     assert!(Lane::open(fixture).await.drain().await.is_empty());
 }
 
-/// Waiting, unread and unsubscribed events stand in the way; no other events do.
+/// Waiting, unread and unsubscribed events make it refuse; other events do not.
 pub async fn down_refuses_where_events_are_undelivered(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     append(&store, [event("1")]).await;

@@ -1,6 +1,6 @@
 //! What every implementation of a contract must pass, one named test per promise.
 //!
-//! Write a fixture and name it to a macro: every case of the suite becomes a `#[tokio::test]`:
+//! Write a fixture and pass it to a macro. Every case of the suite becomes a `#[tokio::test]`:
 //!
 //! ```text
 //! async fn fixture() -> MyFixture { … }       // fresh, migrated and empty for each case
@@ -12,9 +12,9 @@
 //! postbox_testkit::receiving_suite!(fixture); // a `ReceivingFixture`: from the producer into the inbox
 //! ```
 //!
-//! Cases know a store only through the contracts and its fixture. What a store cannot do is said as
-//! data ([`StoreCapabilities`]). A defect in a contract gets a case here first, so that all stores
-//! inherit it. [`faults`] says how calls are made late, and how their answers are lost.
+//! Cases know a store only through the contracts and its fixture. What a store cannot do is
+//! declared as data ([`StoreCapabilities`]). A defect in a contract gets a case here first, so that
+//! all stores inherit it. [`faults`] says how calls are delayed, and how their answers are lost.
 
 mod cases;
 pub mod faults;
@@ -94,7 +94,7 @@ pub use fixture::{
 };
 pub use memory::MemoryFixture;
 
-/// Every suite a store must pass.
+/// All suites that a store must pass.
 #[macro_export]
 macro_rules! store_suite {
     ($fixture:expr) => {
@@ -160,7 +160,7 @@ macro_rules! source_suite {
     };
 }
 
-/// The suite of the way from a producer into the inbox.
+/// The suite of the whole way from a producer into the inbox.
 #[macro_export]
 macro_rules! receiving_suite {
     ($fixture:expr) => {

@@ -1,4 +1,4 @@
-//! Commit order: nothing uncommitted, nothing lost, however late it commits.
+//! Commit order: no uncommitted event is read, and none is lost, however late it commits.
 
 use postbox_core::{StartAt, State, Subscription};
 
@@ -48,7 +48,7 @@ pub async fn a_refused_append_in_a_transaction_writes_nothing(fixture: &dyn Stor
     assert_eq!(payloads(&lane.drain().await), ["kept"]);
 }
 
-/// The trouble every cursor on a sequence has: `seq` was taken early, the commit came late.
+/// The problem of every cursor on a sequence: `seq` was taken early, and the commit came late.
 pub async fn a_late_commit_with_a_low_seq_is_delivered(fixture: &dyn StoreFixture) {
     let Some(mut early) = begin_beside_others(fixture).await else { return };
     let lane = Lane::open(fixture).await;
@@ -99,7 +99,7 @@ pub async fn per_key_order_is_commit_order_not_begin_order(fixture: &dyn StoreFi
     append(&lane.store, [keyed("k", "1")]).await;
     early.append(&outbox(), &[keyed("k", "2")]).await.expect("appended");
     early.commit().await;
-    // In a window of its own.
+    // In a separate window.
     let mut early = begin_with(fixture, [keyed("else", "0")]).await;
     append(&lane.store, [keyed("k", "3")]).await;
     let mut seen = lane.drain().await;

@@ -1,4 +1,4 @@
-//! Retention: only what everybody is done with goes.
+//! Retention: only events that every subscription is done with are deleted.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -72,7 +72,7 @@ pub async fn discarded_events_go_once_they_are_passed(fixture: &dyn StoreFixture
     assert_eq!((stats.pending, stats.discarded), (0, 0));
 }
 
-/// What nobody wants is another matter: `routing`.
+/// Events that nobody wants are tested in `routing`.
 pub async fn events_that_one_does_not_want_go_with_the_others(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("wanted")).await;
     let other = Lane::open_as(fixture, &reader_named("other")).await;
@@ -128,7 +128,7 @@ pub async fn pruning_goes_on_until_nothing_is_left(fixture: &dyn StoreFixture) {
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 3_000);
 }
 
-/// What stays is passed over, and the next run finds it again once it may go.
+/// Events that stay are skipped, and the next run finds them again once they may go.
 pub async fn what_stays_does_not_keep_what_follows(fixture: &dyn StoreFixture) {
     let count = PRUNE_ROWS_MAX + 5;
     let (lane, _) = Lane::unread(fixture, numbered(count)).await;
@@ -146,7 +146,7 @@ pub async fn what_stays_does_not_keep_what_follows(fixture: &dyn StoreFixture) {
     assert_eq!(prune(&lane.store, Duration::ZERO).await as usize, stay.deliveries.len() + 1);
 }
 
-/// What is not meant stays, and what is only counted does too.
+/// Events that do not match stay. A dry run deletes nothing.
 pub async fn a_narrowed_prune_takes_what_is_meant(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let of = |topic: &str, key: &str| NewEvent::json(topic, format!("{topic} {key}")).key(key);
@@ -176,7 +176,7 @@ pub async fn a_narrowed_prune_takes_what_is_meant(fixture: &dyn StoreFixture) {
     assert_eq!(listed(&lane.store, State::Dead).await, ["b.x 2"]);
 }
 
-/// What has to stay does not count, and what is only counted is the same.
+/// Events that must stay do not count towards the limit. A dry run counts the same.
 pub async fn a_limited_prune_takes_the_oldest(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let sent = |payload: &str| (event(payload), Delivered);
@@ -195,8 +195,8 @@ pub async fn a_limited_prune_takes_the_oldest(fixture: &dyn StoreFixture) {
     assert_eq!(listed(&lane.store, State::Dead).await, ["dead"]);
 }
 
-/// It deletes what somebody has decided on, and decides on nothing: what is dead stays, and so does
-/// what another subscription has still to deliver.
+/// It deletes only events that a person has discarded. Dead events stay, and so do events that
+/// another subscription has still to deliver.
 pub async fn a_prune_by_code_takes_what_was_taken_out_with_it(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let slow = Lane::open_as(fixture, &reader_named("slow")).await;
@@ -222,7 +222,7 @@ pub async fn a_prune_by_code_takes_what_was_taken_out_with_it(fixture: &dyn Stor
     assert_eq!(payloads(&slow.drain().await), ["out and unread"]);
 }
 
-/// What is listed in any state.
+/// Returns the events listed in any state.
 async fn everything(store: &Arc<dyn Store>) -> Vec<String> {
     let mut all = Vec::new();
     for state in State::ALL {
@@ -235,7 +235,7 @@ async fn prune(store: &Arc<dyn Store>, older_than: Duration) -> u64 {
     all_steps(store, Prune { older_than, ..Prune::default() }).await
 }
 
-/// Prunes until the store says it is done.
+/// Prunes until the store has no next step.
 async fn all_steps(store: &Arc<dyn Store>, mut prune: Prune) -> u64 {
     let mut all = 0;
     for _ in 0..1_000 {

@@ -95,7 +95,7 @@ pub async fn prefetched_batches_come_again_after_a_crash(fixture: &dyn StoreFixt
     assert_eq!(payloads(&lane.taken_over().await.drain().await), ["3", "4", "5"]);
 }
 
-/// Reading on before the end of a window is settled is not asked for, and must not cost an event.
+/// Reading on before the end of a window is settled is not required, but must not lose an event.
 pub async fn reading_on_before_settling_loses_nothing(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::unread(fixture, numbered(2)).await;
     assert!(!lane.next(10).await.more);

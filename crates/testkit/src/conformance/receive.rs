@@ -1,4 +1,4 @@
-//! The inbox's write side: once.
+//! The inbox's write side: each message is stored once.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -82,7 +82,8 @@ pub async fn of_concurrent_bodies_one_wins_and_the_other_conflicts(fixture: &dyn
     assert_eq!(drain_inbox(fixture).await.len(), 1);
 }
 
-/// Receives messages in concurrent calls; counts the accepted, the duplicates and the conflicts.
+/// Receives messages in concurrent calls. Counts the accepted ones, the duplicates and the
+/// conflicts.
 async fn concurrently(fixture: &dyn StoreFixture, messages: impl Iterator<Item = Inbound>) -> (usize, usize, usize) {
     let store = fixture.store();
     let calls = messages.map(|message| {
@@ -127,7 +128,7 @@ pub async fn a_refused_message_takes_its_call_with_it(fixture: &dyn StoreFixture
     assert_eq!(drain_inbox(fixture).await.len(), 4);
 }
 
-/// Senders repeat everything to several replicas, in another order each time: no deadlock.
+/// Senders repeat everything to several replicas, in another order each time, without deadlock.
 pub async fn calls_with_the_same_messages_do_not_lock_each_other_out(fixture: &dyn StoreFixture) {
     const MESSAGES: usize = 40;
     for round in 0..5 {
@@ -154,7 +155,7 @@ pub async fn calls_with_the_same_conflicts_do_not_lock_each_other_out(fixture: &
     assert!(records.iter().all(|record| record.times == 5 * 4), "{records:?}");
 }
 
-/// Four calls at once with the same messages, each in another order.
+/// Makes four concurrent calls with the same messages, each in another order.
 async fn in_different_orders(fixture: &dyn StoreFixture, messages: &[Inbound]) -> Vec<Vec<Received>> {
     let calls = (0..4).map(|caller| {
         let (store, mut call) = (fixture.store(), messages.to_vec());
@@ -179,7 +180,7 @@ pub async fn message_ids_are_checked_and_kept_exactly(fixture: &dyn StoreFixture
     assert_eq!(drain_inbox(fixture).await.len(), 7);
 }
 
-/// Else a stranger could block a genuine message by sending its id first.
+/// Otherwise a stranger could block a genuine message by sending its id first.
 pub async fn a_refused_message_does_not_use_up_its_id(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     let mut bad = inbound("m1", "body");
@@ -233,7 +234,7 @@ pub async fn a_message_wakes_a_waiting_relay(fixture: &dyn StoreFixture) {
     tokio::time::timeout(PATIENCE, waiting).await.expect("woken").expect("no panic");
 }
 
-/// A consumer's transaction asks whether it applies a message first; receiving does not count.
+/// A consumer's transaction asks whether it applies a message first. Receiving does not count.
 pub async fn what_is_received_is_not_applied(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     accepted(&store, inbound("m1", "body")).await;
@@ -292,7 +293,7 @@ fn of_tenant(tenant: &str, body: &str) -> Inbound {
     message
 }
 
-/// A message whose event has an id that another event of the log has.
+/// Returns a message whose event has the id of another event in the log.
 async fn with_taken_id(store: &Arc<dyn Store>, message_id: &str) -> Inbound {
     let taken = EventId::from_uuid(uuid::Uuid::from_u128(1));
     store.append(&LogName::inbox(), &[event("first").id(taken)]).await.expect("appended");

@@ -1,4 +1,4 @@
-//! From a producer into the inbox: nothing is settled that is not stored, nothing is stored twice.
+//! From a producer into the inbox: only stored messages are settled, and none is stored twice.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use super::harness::PATIENCE;
 use super::{Poison, ReceivingFixture};
 use crate::inbox::{Inbox, Mode};
 
-/// How often a condition is looked at.
+/// How often a condition is checked.
 const LOOK: Duration = Duration::from_millis(2);
 
 pub async fn every_message_is_stored_and_settled(fixture: &dyn ReceivingFixture) {
@@ -99,7 +99,7 @@ pub async fn what_the_store_refuses_is_poison(fixture: &dyn ReceivingFixture) {
     poisoned(fixture, "body 3");
 }
 
-/// Two ordinary messages, and this one as the source says.
+/// Asserts that two ordinary messages are stored, and that this one was kept or refused as poison.
 fn poisoned(fixture: &dyn ReceivingFixture, body: &str) {
     let inbox = fixture.inbox();
     let (poison, plain): (Vec<_>, Vec<_>) =
@@ -139,7 +139,7 @@ pub async fn no_more_are_on_their_way_than_may_be(fixture: &dyn ReceivingFixture
     fixture.start().await;
     publish(fixture, 1..=5 * most);
     until(|| inbox.counts().in_flight > 0).await;
-    // Time for more, if there is no bound.
+    // Time for more to arrive, if there is no limit.
     tokio::time::sleep(100 * LOOK).await;
     inbox.set(Mode::Works);
     until(|| fixture.settled() == 5 * most).await;
@@ -185,12 +185,12 @@ fn publish(fixture: &dyn ReceivingFixture, numbers: std::ops::RangeInclusive<usi
     numbers.for_each(|n| fixture.publish(&n.to_string(), &format!("body {n}")));
 }
 
-/// The bodies of what [`publish`] sent.
+/// Returns the bodies that [`publish`] sent.
 fn published(numbers: std::ops::RangeInclusive<usize>) -> Vec<String> {
     numbers.map(|n| format!("body {n}")).collect()
 }
 
-/// Every body that was stored, by the number in it.
+/// Returns every stored body, sorted by the number in it.
 fn bodies(inbox: &Inbox) -> Vec<String> {
     let mut bodies: Vec<String> =
         inbox.all().into_iter().map(|it| String::from_utf8_lossy(&it.event.payload).into_owned()).collect();

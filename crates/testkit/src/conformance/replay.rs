@@ -1,4 +1,4 @@
-//! Sending events again, beside what is new.
+//! Sending events again, beside new ones.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ async fn step(lane: &Lane, replay: &Replay) -> Replayed {
     lane.store.replay(&named("reader"), replay).await.expect("replayed")
 }
 
-/// All steps of a replay; how many events.
+/// Runs all steps of a replay. Returns the number of events.
 async fn replay(lane: &Lane, mut replay: Replay) -> u64 {
     let mut count = 0;
     for _ in 0..1_000 {
@@ -45,7 +45,7 @@ pub async fn what_was_delivered_goes_out_again(fixture: &dyn StoreFixture) {
     assert!(lane.drain_due().await.is_empty(), "once");
 }
 
-/// A destination remembers dedupe ids, so no replay of an event may have the number of another.
+/// A destination remembers dedupe ids, so no two replays of an event may have the same number.
 pub async fn each_replay_of_an_event_has_its_own_number(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(fixture, [(event("1"), Delivered), (event("2"), dead())]).await;
     let mut seen = BTreeSet::from([0]);
@@ -131,7 +131,7 @@ pub async fn a_replay_keeps_the_order_of_each_key(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain_due().await), ["1", "2", "3", "4"]);
 }
 
-/// What is delivered again while it goes on is beyond its end.
+/// Events delivered again while it runs are beyond its end.
 pub async fn a_large_replay_goes_in_steps_over_a_range_that_stands(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::unread(fixture, numbered(CHANGE_EVENTS_MAX + 500)).await;
     lane.drain().await;

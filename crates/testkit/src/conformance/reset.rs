@@ -1,4 +1,4 @@
-//! Going on from another place.
+//! Continuing from another position.
 
 use postbox_core::{ErrorKind, NewEvent, ResetTo, Seq, State, Subscription};
 
@@ -95,7 +95,8 @@ pub async fn a_reset_to_a_time_begins_with_the_first_since(fixture: &dyn StoreFi
     assert_eq!(listed(&store, State::Skipped).await, ["4"]);
 }
 
-/// It is refused: what is in flight would be of another past. And it is done as it was looked at.
+/// It is refused instead, because events in flight would belong to another past. It is also refused
+/// if a lane was taken since the count.
 pub async fn a_reset_waits_for_no_relay(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::settled(fixture, [(event("1"), Delivered)]).await;
     let store = lane.store.clone();
@@ -170,7 +171,7 @@ pub async fn what_commits_late_is_not_skipped(fixture: &dyn StoreFixture) {
     assert_eq!(both, ["3", "later"]);
 }
 
-/// It was wanted, and a person said no.
+/// It was wanted, and a person decided to skip it.
 pub async fn what_a_reset_skips_is_not_unrouted(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     append(&lane.store, [NewEvent::json("a", "1"), NewEvent::json("b", "2")]).await;
@@ -190,7 +191,7 @@ pub async fn what_a_reset_skips_is_not_unrouted(fixture: &dyn StoreFixture) {
     assert_eq!(listed(&store, State::Skipped).await, ["1", "2"]);
 }
 
-/// What was passed by another filter was never passed: it is judged anew.
+/// Events passed by an earlier filter no longer count as passed, so they are judged again.
 pub async fn a_reset_reads_by_the_present_filter(fixture: &dyn StoreFixture) {
     let of = |topic: &str, payload: &str| NewEvent::json(topic, payload.to_owned());
     let lane = Lane::open_as(fixture, &reader_of("a")).await;

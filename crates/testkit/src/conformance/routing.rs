@@ -1,5 +1,5 @@
-//! What goes out to whom: skipped is what a subscription did not want when it passed it, unrouted
-//! is what nobody wants.
+//! Which events go to which subscription. Skipped events were not wanted by a subscription when it
+//! passed them. Unrouted events are wanted by no subscription.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use postbox_core::{Criteria, ErrorKind, EventId, LogName, NewEvent, Prune, Start
 use super::StoreFixture;
 use super::harness::*;
 
-/// A subscription of the same name with another filter.
+/// Changes the filter of the subscription of this name.
 async fn wants(store: &Arc<dyn Store>, name: &str, topic: &str) {
     store.subscribe(&Subscription { name: named(name), ..reader_of(topic) }).await.expect("another filter");
 }
@@ -22,8 +22,8 @@ pub(super) async fn state(store: &Arc<dyn Store>, name: &str, id: EventId) -> St
     store.get(&named(name), id).await.expect("asked").expect("in the log").state
 }
 
-/// Looks until so many were found: rows are looked at once no transaction is open that began before
-/// them, whoever's it is.
+/// Looks until `expected` events were found. Rows are looked at only once no transaction is open,
+/// in any session, that began before them.
 pub(super) async fn find(store: &Arc<dyn Store>, expected: u64) {
     let mut found = 0;
     let all = async {
@@ -36,8 +36,8 @@ pub(super) async fn find(store: &Arc<dyn Store>, expected: u64) {
     assert_eq!(found, expected);
 }
 
-/// Waits until every open transaction, whoever's it is, began after what was appended so far: until
-/// something in another log that was appended after it is found.
+/// Waits until every open transaction, in any session, began after everything appended so far. It
+/// is known from another log: an event appended to it later is found.
 async fn let_age(store: &Arc<dyn Store>) {
     let log: LogName = "aging".parse().expect("a name");
     store.create_log(&log).await.expect("made");
@@ -52,7 +52,7 @@ async fn let_age(store: &Arc<dyn Store>) {
     tokio::time::timeout(PATIENCE, found).await.expect("found in time");
 }
 
-/// Looks until there is no more to look at; how many were found.
+/// Looks until there is no more to look at. Returns how many were found.
 pub(super) async fn note(store: &Arc<dyn Store>) -> u64 {
     let mut found = 0;
     for _ in 0..1_000 {
@@ -116,7 +116,7 @@ pub async fn a_filter_is_that_of_its_time(fixture: &dyn StoreFixture) {
     assert_eq!(listed(&lane.store, State::Skipped).await, ["b1", "a3"]);
 }
 
-/// What was given out by the former filter is settled before anything is read by the next.
+/// Events read by the former filter are settled before anything is read by the next.
 pub async fn a_new_filter_waits_for_what_was_given_out(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     append(&lane.store, [of_topic("a", "a1"), of_topic("b", "b1"), of_topic("a", "a2"), of_topic("b", "b2")]).await;
@@ -129,8 +129,8 @@ pub async fn a_new_filter_waits_for_what_was_given_out(fixture: &dyn StoreFixtur
     assert_eq!(listed(&lane.store, State::Dispatched).await, ["a1", "b1", "a2", "b2"]);
 }
 
-/// What is passed because nobody wants it is passed by the filter of that time, and the lane stays
-/// with its holder.
+/// Events that are passed because nobody wants them are passed by the filter of that time, and the
+/// lane stays with its holder.
 pub async fn a_new_filter_is_taken_after_nothing_was_wanted(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     append(&lane.store, [of_topic("a", "a")]).await;
@@ -183,7 +183,7 @@ pub async fn nothing_is_unrouted_where_one_wants_everything(fixture: &dyn StoreF
     assert_eq!((note(&lane.store).await, unrouted(&lane.store).await), (0, vec![]));
 }
 
-/// It was nobody's yet when it was passed, and comes to the first that wants it: once.
+/// Nobody wanted it when it was passed. It goes to the first subscription that wants it, once.
 pub async fn a_widened_filter_gets_what_was_unrouted(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     let passed =
@@ -205,7 +205,7 @@ pub async fn a_widened_filter_gets_what_was_unrouted(fixture: &dyn StoreFixture)
     assert_eq!((note(&lane.store).await, lane.drain_due().await.len()), (0, 0));
 }
 
-/// However far the filter between the two was asked about what is unrouted.
+/// This holds however far the filter in between was used to look for unrouted events.
 pub async fn a_filter_that_changes_twice_gets_what_was_unrouted(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     append(&lane.store, [of_topic("b", "b1")]).await;
@@ -240,7 +240,7 @@ pub async fn a_new_subscription_gets_what_was_unrouted(fixture: &dyn StoreFixtur
     assert!(late.drain_due().await.is_empty(), "once");
 }
 
-/// Looked at before it was read: it was wanted then.
+/// The event was looked at before it was read, and was wanted then.
 pub async fn what_a_narrowed_filter_leaves_unread_is_unrouted(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     append(&lane.store, [of_topic("a", "a1")]).await;
@@ -254,7 +254,7 @@ pub async fn what_a_narrowed_filter_leaves_unread_is_unrouted(fixture: &dyn Stor
     assert_eq!(listed(&lane.store, State::Dispatched).await, ["a1"]);
 }
 
-/// The same of a filter that took everything, where nothing was looked at.
+/// The same for a filter that took everything, with which nothing is looked at.
 pub async fn what_is_no_longer_everything_is_looked_at(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     append(&lane.store, [of_topic("a", "a1")]).await;
@@ -268,7 +268,7 @@ pub async fn what_is_no_longer_everything_is_looked_at(fixture: &dyn StoreFixtur
     assert_eq!(listed(&lane.store, State::Dispatched).await, ["a1"]);
 }
 
-/// Until the lane that is held reads by the new filter, nobody knows by which an event is passed.
+/// Until the held lane reads by the new filter, it is unknown by which filter an event is passed.
 pub async fn nothing_is_decided_while_a_lane_has_yet_to_take_its_filter(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     append(&lane.store, [of_topic("a", "a1"), of_topic("b", "b1"), of_topic("a", "a2")]).await;
@@ -285,7 +285,7 @@ pub async fn nothing_is_decided_while_a_lane_has_yet_to_take_its_filter(fixture:
     assert_eq!(unrouted(&lane.store).await, []);
 }
 
-/// A lane that nobody holds has passed `b1` by a filter for `a`, and that was not looked at yet.
+/// Sets up a lane without a holder that has passed `b1` by a filter for `a`, before any look.
 async fn passed_and_given_back(fixture: &dyn StoreFixture) -> (Arc<dyn Store>, EventId) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     let ids = append(&lane.store, [of_topic("b", "b1"), of_topic("a", "a1")]).await;
@@ -293,7 +293,7 @@ async fn passed_and_given_back(fixture: &dyn StoreFixture) -> (Arc<dyn Store>, E
     (lane.release().await, ids[0])
 }
 
-/// `b1` is handed over whether the lane takes the filter or not, and never pruned.
+/// Asserts that `b1` is handed over whether the lane takes the filter or not, and is never pruned.
 async fn comes_to_the_present_filter(store: &Arc<dyn Store>, b1: EventId) {
     let_age(store).await;
     prune_all(store).await;
@@ -310,22 +310,22 @@ async fn comes_to_the_present_filter(store: &Arc<dyn Store>, b1: EventId) {
     assert_eq!(state(store, "reader", b1).await, State::Dispatched);
 }
 
-/// A relay stopped, or its subscription is paused: nobody takes the filter, and it is known by
-/// which one the lane passed what it passed.
+/// A relay stopped, or its subscription is paused. Nobody takes the new filter, but it is known by
+/// which filter the lane passed its events.
 pub async fn what_was_passed_comes_before_the_new_filter_is_taken(fixture: &dyn StoreFixture) {
     let (store, b1) = passed_and_given_back(fixture).await;
     wants(&store, "reader", "b").await;
     comes_to_the_present_filter(&store, b1).await;
 }
 
-/// From its lane's place on it takes everything, and not what lies before.
+/// It takes everything from its lane's position on, but not what lies before.
 pub async fn what_was_passed_comes_to_one_that_takes_everything_now(fixture: &dyn StoreFixture) {
     let (store, b1) = passed_and_given_back(fixture).await;
     store.subscribe(&reader()).await.expect("another filter");
     comes_to_the_present_filter(&store, b1).await;
 }
 
-/// The lane took none of those between.
+/// The lane took none of the filters in between.
 pub async fn what_was_passed_comes_to_the_last_of_several_filters(fixture: &dyn StoreFixture) {
     let (store, b1) = passed_and_given_back(fixture).await;
     for filter in [reader_of("c"), reader(), reader_of("c"), reader_of("b")] {
@@ -335,7 +335,7 @@ pub async fn what_was_passed_comes_to_the_last_of_several_filters(fixture: &dyn 
     comes_to_the_present_filter(&store, b1).await;
 }
 
-/// Its time still counts.
+/// Its delivery time still counts.
 pub async fn what_was_unrouted_waits_for_its_time(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     let at = "2099-01-01T00:00:00Z".parse().expect("a time");
@@ -370,8 +370,8 @@ pub async fn what_is_unrouted_is_kept_until_it_is_given_up(fixture: &dyn StoreFi
     fixture.pass(SHORT).await;
     prune_all(&lane.store).await;
     assert_eq!(listed(&lane.store, State::Skipped).await.len() + listed(&lane.store, State::Unrouted).await.len(), 1);
-    // What nobody looked at yet stays, and a transaction of anybody's keeps it from being looked
-    // at.
+    // Events not looked at yet stay, and an open transaction of any session keeps them from being
+    // looked at.
     while listed(&lane.store, State::Unrouted).await.is_empty()
         || !listed(&lane.store, State::Dispatched).await.is_empty()
     {
@@ -396,14 +396,14 @@ pub async fn what_is_unrouted_is_kept_until_it_is_given_up(fixture: &dyn StoreFi
     assert_eq!(note(&lane.store).await, 0);
 }
 
-/// Somebody wants it since, and was not asked yet: the lane that is held has yet to take its
-/// filter, or the look is still to come. What lies before the beginning of the only one goes.
+/// A subscription wants it by now, but was not asked yet: the held lane has yet to take its filter,
+/// or the look is still to come. Events before the start of the only subscription are deleted.
 pub async fn what_is_wanted_now_is_not_given_up(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     let ids = append(&lane.store, [of_topic("b", "b1"), of_topic("c", "c1"), of_topic("a", "a1")]).await;
     lane.drain().await;
     find(&lane.store, 2).await;
-    // So it is before every window, and known to be looked at.
+    // Then it is before every window, and known to have been looked at.
     for payload in ["a2", "a3"] {
         append(&lane.store, [of_topic("a", payload)]).await;
         lane.drain().await;

@@ -1,4 +1,5 @@
-//! Settling: retries, due rows, what people did meanwhile. Keys and their followers are in `hold`.
+//! Settling: retries, due rows, changes by people meanwhile. Keys and their followers are in
+//! `hold`.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -53,7 +54,7 @@ pub async fn a_delivered_due_row_is_dispatched(fixture: &dyn StoreFixture) {
     assert!(lane.due(10).await.deliveries.is_empty());
 }
 
-/// One read may pass several windows that hold nothing for the lane, while due rows are settled.
+/// One read may pass several windows without events for the lane, while due rows are settled.
 pub async fn due_rows_settle_while_windows_without_anything_pass(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("order.*")).await;
     lane.past([(event("1"), retry_now())]).await;
@@ -135,7 +136,8 @@ pub async fn an_event_discarded_in_flight_is_not_retried(fixture: &dyn StoreFixt
     assert_eq!(record(&lane.store, ids[0]).await.state, State::Discarded);
 }
 
-/// Discarded before it was read: it comes marked, so that the cursor can pass it, and is not sent.
+/// An event discarded before it was read is returned with a mark, so that the cursor passes it
+/// unsent.
 pub async fn an_event_discarded_before_it_was_read_is_marked(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::unread(fixture, numbered(3)).await;
     assert_eq!(lane.discard(these(&[ids[1]])).await, 1);
@@ -212,7 +214,7 @@ pub async fn a_large_due_row_comes_in_spite_of_the_byte_limit(fixture: &dyn Stor
     assert_eq!(due.deliveries[0].event.payload.len(), 500);
 }
 
-/// A call that failed, and took this many milliseconds.
+/// A disposition of a call that failed and took this many milliseconds.
 fn failed(code: &'static str, took_ms: u64) -> Disposition {
     let error = format!("{code}: {}", "é".repeat(1_000));
     let took = Some(Duration::from_millis(took_ms));
@@ -261,7 +263,7 @@ pub async fn what_was_not_called_is_no_attempt(fixture: &dyn StoreFixture) {
     assert_eq!(kept, [0, 0, 1]);
 }
 
-/// Whoever sends it again wants to know why it had died.
+/// A person who sends it again wants to know why it had died.
 pub async fn a_replay_keeps_the_attempts_before_it(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(fixture, [(event("1"), failed("http_500", 1))]).await;
     let due = lane.due(10).await;

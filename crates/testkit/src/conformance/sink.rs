@@ -1,4 +1,4 @@
-//! What every sink keeps: one outcome per delivery, the same bytes, no neighbour harmed.
+//! What every sink guarantees: one outcome per delivery, the same bytes, no neighbour harmed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use super::harness::{PATIENCE, event, keyed};
 use super::{Attempt, Destination, SinkFixture, is_text};
 use crate::hostile;
 
-/// How often it is looked whether something reached a destination that does not answer.
+/// How often to check whether a delivery reached a destination that does not answer.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Most deliveries a case sends in one call, whatever the sink allows.
+/// Maximum deliveries a case sends in one call, whatever the sink allows.
 const BATCH: usize = 20;
 
 pub async fn capabilities_are_usable_and_constant(fixture: &dyn SinkFixture) {
@@ -106,7 +106,7 @@ pub async fn a_key_arrives_in_order_where_prefix_is_claimed(fixture: &dyn SinkFi
     assert!(arrived.len() == count && arrived.is_sorted(), "{arrived:?}");
 }
 
-/// What may pass is not the end of an event, and the sink does not try again by itself: the
+/// A failure that may pass does not end an event, and the sink does not retry by itself: the
 /// destination sees as many attempts as there are calls.
 pub async fn a_failing_destination_is_tried_once_a_call(fixture: &dyn SinkFixture) {
     if !fixture.traits().fails {
@@ -151,7 +151,7 @@ pub async fn a_destination_that_is_down_is_unavailable_until_it_is_back(fixture:
     fixture.set(Destination::Down).await;
     let mut outcomes = deliver(&sink, &sent).await;
     if outcomes.iter().any(|outcome| matches!(outcome, Outcome::Ambiguous { .. })) {
-        // It may have written into a connection of whose end it had not heard; then it has now.
+        // It may have written into a connection that was already closed. Now it has noticed.
         outcomes = deliver(&sink, &sent).await;
     }
     for outcome in outcomes {
@@ -268,8 +268,8 @@ pub async fn closing_twice_is_fine(fixture: &dyn SinkFixture) {
     assert_eq!(fixture.arrived().await.len(), 1, "what was delivered is there");
 }
 
-/// Of a destination that has marks. They are its own, so they move with each event that it has, and
-/// outlive it.
+/// For destinations with marks. The marks belong to the destination, so they move with each event
+/// it has, and outlive the sink.
 pub async fn the_high_water_mark_is_never_behind_what_was_delivered(fixture: &dyn SinkFixture) {
     let sink = fixture.sink();
     let Some(marks) = sink.high_water_marks() else { return };
@@ -305,7 +305,7 @@ fn is_final(outcome: &Outcome) -> bool {
     matches!(outcome, Outcome::Delivered { .. } | Outcome::Dead { .. } | Outcome::Gone { .. })
 }
 
-/// Checks that these arrived, in whatever order, and nothing else.
+/// Asserts that these arrived, in any order, and nothing else.
 async fn all_arrived(fixture: &dyn SinkFixture, sent: &[Delivery]) {
     let mut arrived = fixture.arrived().await;
     let mut expected: Vec<Vec<u8>> = sent.iter().map(|delivery| delivery.event.payload.to_vec()).collect();
@@ -314,7 +314,7 @@ async fn all_arrived(fixture: &dyn SinkFixture, sent: &[Delivery]) {
     assert_eq!(arrived, expected);
 }
 
-/// Delivers in calls the sink allows, and checks that each answers for each.
+/// Delivers in calls the sink allows, and asserts that each returns one outcome per delivery.
 async fn deliver(sink: &Arc<dyn Sink>, deliveries: &[Delivery]) -> Vec<Outcome> {
     let mut outcomes = Vec::new();
     for call in deliveries.chunks(sink.capabilities().batch_max) {
@@ -327,7 +327,7 @@ async fn deliver(sink: &Arc<dyn Sink>, deliveries: &[Delivery]) -> Vec<Outcome> 
     outcomes
 }
 
-/// Each event has an id of its own, also beside those of other calls: a destination that
+/// Returns deliveries with ids that are unique across all calls, so that a destination that
 /// deduplicates takes them for different ones.
 fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
     static IDS: AtomicU64 = AtomicU64::new(1);
@@ -340,7 +340,7 @@ fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
     events.into_iter().zip(1..).map(delivery).collect()
 }
 
-/// A word an operator can filter by.
+/// Returns whether a code is a word an operator can filter by.
 fn is_stable(code: &str) -> bool {
     !code.is_empty() && code.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
 }

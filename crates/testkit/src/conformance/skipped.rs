@@ -1,4 +1,4 @@
-//! How many events a subscription passed and did not want.
+//! The number of events a subscription passed without wanting them.
 
 use std::sync::Arc;
 
@@ -13,15 +13,15 @@ fn of(topics: &[&str]) -> Vec<NewEvent> {
     topics.iter().map(|topic| NewEvent::json(*topic, "1")).collect()
 }
 
-/// Appends events of these topics and reads all. The last has to be wanted: with it everything
-/// before is passed.
+/// Appends events of these topics and reads all. The last one must be wanted: reading it passes
+/// everything before it.
 async fn past(lane: &Lane, topics: &[&str]) -> Vec<EventId> {
     let ids = append(&lane.store, of(topics)).await;
     lane.drain().await;
     ids
 }
 
-/// The count, which is that of the list.
+/// Returns the count, which must match the list.
 async fn skipped(store: &Arc<dyn Store>) -> u64 {
     let Stats { skipped, skipped_is_estimate, is_estimate, .. } = stats(store).await;
     assert!(!skipped_is_estimate && !is_estimate, "few enough to count");
@@ -47,7 +47,7 @@ pub async fn what_was_passed_and_not_wanted_is_counted(fixture: &dyn StoreFixtur
     assert_eq!(lane.store.stats(&named("reader")).await.expect("counted").skipped, 3, "not passed yet");
 }
 
-/// It has a state and a count of its own.
+/// Events that nobody wants have a separate state and count.
 pub async fn what_nobody_wants_is_not_skipped(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     past(&lane, &["b", "b", "a"]).await;
@@ -66,7 +66,7 @@ pub async fn a_skipped_event_that_is_replayed_is_not_skipped_any_more(fixture: &
     assert_eq!(skipped(&lane.store).await, 1, "sent");
 }
 
-/// Each was judged by the filter of its time.
+/// Each event was judged by the filter of its time.
 pub async fn another_filter_changes_nothing_of_the_past(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     past(&lane, &["b", "a"]).await;
@@ -90,7 +90,7 @@ pub async fn what_lies_before_the_beginning_is_counted(fixture: &dyn StoreFixtur
     assert_eq!(skipped(&store).await, 3);
 }
 
-/// Too many to look at are estimated, which is said; what is pending is counted all the same.
+/// If there are too many to count, the number is estimated and marked so. Pending stays exact.
 pub async fn many_are_near_the_truth(fixture: &dyn StoreFixture) {
     const DEPTH: u64 = LOOK_EVENTS_MAX + 5_000;
     let lane = Lane::open_as(fixture, &reader_of("rare")).await;

@@ -1,4 +1,4 @@
-//! What every source keeps: a message comes until it is settled, and then never again.
+//! What every source guarantees: a message comes until it is settled, and then never again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,16 +10,16 @@ use tokio::time::timeout;
 use super::SourceFixture;
 use super::harness::PATIENCE;
 
-/// Longer than a source may take to give out again what it got back.
+/// Longer than a source may take to deliver a message again after it was given back.
 const MOMENT: Duration = Duration::from_millis(200);
-/// Long against a moment; a real broker takes it in earnest.
+/// A `nak` delay, long against a moment. A real broker really waits for it.
 const DELAY: Duration = Duration::from_secs(5);
 /// The SHA-256 of the bytes 0 to 255.
 const DIGEST_OF_ALL_BYTES: [u8; 32] = [
     0x40, 0xaf, 0xf2, 0xe9, 0xd2, 0xd8, 0x92, 0x2e, 0x47, 0xaf, 0xd4, 0x64, 0x8e, 0x69, 0x67, 0x49, 0x71, 0x58, 0x78,
     0x5f, 0xbd, 0x1d, 0xa8, 0x70, 0xe7, 0x11, 0x02, 0x66, 0xbf, 0x94, 0x48, 0x80,
 ];
-/// Text that is easily taken for something else, and its SHA-256.
+/// Text that is easily misread, and its SHA-256.
 const TEXT: &str = "{ \"a\":1.0,\t\"b\": \"é\u{7f}\u{85}\u{202e}🦀\" } %41 \\u0000 &lt;<x/>\r\n ";
 const DIGEST_OF_TEXT: [u8; 32] = [
     0xe1, 0x9c, 0x41, 0x0a, 0x74, 0xdf, 0xcf, 0x93, 0x20, 0x7b, 0x3f, 0x81, 0xd7, 0xa6, 0x17, 0x8a, 0x69, 0xce, 0xa2,
@@ -104,7 +104,7 @@ pub async fn a_lost_connection_loses_no_message(fixture: &dyn SourceFixture) {
     settled(source.ack(&tokens(&given[..1])).await);
     fixture.disconnect().await;
     if !fixture.has_sessions() {
-        // Whoever takes it for lost settles too much or too little.
+        // A source that takes this for lost settles too much or too little.
         settled(source.ack(&tokens(&given[1..2])).await);
         settled(source.nak(&tokens(&given[2..]), Duration::ZERO).await);
         assert_eq!(ids(&gather(&source, 1).await), ids(&given[2..]));
@@ -215,7 +215,7 @@ async fn next(source: &Arc<dyn Source>, max: usize) -> Vec<SourceMessage> {
     timeout(PATIENCE, connected(source, max)).await.expect("an answer in time")
 }
 
-/// The next messages, past the one call that fails because the connection was lost.
+/// Returns the next messages, after the one call that fails because the connection was lost.
 async fn connected(source: &Arc<dyn Source>, max: usize) -> Vec<SourceMessage> {
     match source.next(max).await {
         Ok(given) => given,
@@ -226,7 +226,7 @@ async fn connected(source: &Arc<dyn Source>, max: usize) -> Vec<SourceMessage> {
     }
 }
 
-/// At least so many, in as many calls as it takes.
+/// Returns at least `count` messages, in as many calls as needed.
 async fn gather(source: &Arc<dyn Source>, count: usize) -> Vec<SourceMessage> {
     let mut given = Vec::new();
     while given.len() < count {

@@ -15,7 +15,7 @@ use super::harness::*;
 const KEYS: usize = 8;
 const LANES: u16 = 2;
 const TRANSACTIONS_PER_WRITER: usize = 25;
-/// Steps of the relay after the last commit within which everything must be out.
+/// Maximum steps of the relay after the last commit until everything must be out.
 const STEPS_MAX: usize = 5_000;
 
 /// Savepoints, rollbacks, one long transaction; retries, partial settlements, takeovers.
@@ -47,7 +47,7 @@ pub async fn under_random_writers_nothing_is_lost_and_every_key_stays_in_order(f
         written.store(true, Relaxed);
     };
     let relaying = async {
-        // A step is never dropped half-way, or nobody would know what was settled.
+        // A step is never dropped midway, or it would be unknown what was settled.
         while !written.load(Relaxed) {
             relay.step().await;
             tokio::task::yield_now().await;
@@ -64,7 +64,7 @@ pub async fn under_random_writers_nothing_is_lost_and_every_key_stays_in_order(f
 /// What the writers know for certain.
 #[derive(Default)]
 struct Storm {
-    /// The version of each key, locked over the commit as an aggregate's row would be.
+    /// The version of each key, locked across the commit as an aggregate's row would be.
     versions: [Mutex<u64>; KEYS],
     committed: Mutex<BTreeSet<EventId>>,
 }
@@ -79,7 +79,7 @@ impl Storm {
                 ids.extend(open.append(&outbox(), &[event("early")]).await.expect("appended"));
                 linger(&mut random).await;
             }
-            // In one order, so that writers cannot wait for each other in a ring.
+            // Locked in a fixed order, so that writers cannot deadlock.
             let keys: BTreeSet<usize> = (0..random.random_range(1..4)).map(|_| random.random_range(0..KEYS)).collect();
             let mut held = Vec::new();
             for key in keys {
@@ -127,12 +127,12 @@ impl Storm {
     }
 }
 
-/// A relay as small as it can be, with bad luck.
+/// A minimal relay with bad luck.
 struct Relay {
     lanes: Vec<Lane>,
     arrived: Vec<Delivery>,
     random: SmallRng,
-    /// How often things go wrong.
+    /// Probability of a failure.
     trouble: f64,
 }
 
@@ -164,7 +164,7 @@ impl Relay {
         panic!("the backlog never ends");
     }
 
-    /// One read and one look at what is due, on every lane.
+    /// Reads once and looks once for due rows, on every lane.
     async fn step(&mut self) {
         for index in 0..self.lanes.len() {
             let lane = &self.lanes[index];
@@ -214,7 +214,7 @@ impl Relay {
     }
 }
 
-/// Lets others go first, now and then.
+/// Lets other tasks go first, now and then.
 async fn linger(random: &mut SmallRng) {
     for _ in 0..random.random_range(0..5) {
         tokio::task::yield_now().await;

@@ -1,4 +1,4 @@
-//! A log as it grows, looked at without a subscription.
+//! A log as it grows, watched without a subscription.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use postbox_core::{BatchLimit, Criteria, ErrorKind, NewEvent, Store};
 use super::StoreFixture;
 use super::harness::*;
 
-/// Looks on from a place.
+/// Watches a log from a place on.
 struct Watcher {
     store: Arc<dyn Store>,
     which: Criteria,
@@ -23,7 +23,7 @@ impl Watcher {
         Self { store: store.clone(), which, limit, place: begun.place }
     }
 
-    /// Everything that came, by its payload.
+    /// Returns the payloads of everything that came.
     async fn look(&mut self) -> Vec<String> {
         let mut seen = Vec::new();
         for _ in 0..1_000 {
@@ -52,7 +52,7 @@ pub async fn what_is_appended_is_seen_once(fixture: &dyn StoreFixture) {
     assert_eq!(watcher.look().await, ["4"]);
 }
 
-/// Whatever its place in the log.
+/// Seen whatever its position in the log.
 pub async fn a_transaction_that_commits_late_is_seen(fixture: &dyn StoreFixture) {
     let Some(mut late) = begin_beside_others(fixture).await else { return };
     let store = fixture.store();

@@ -13,10 +13,10 @@ use postbox_engine::{Relay, RelayBuilder, RelaySettings};
 use super::ApplyFixture;
 use super::harness::*;
 
-/// What a handler is to write down.
+/// The event of these tests, with a text that handlers write.
 #[derive(Debug, serde::Deserialize)]
 pub struct Entry {
-    /// Says too how handlers fail.
+    /// The text. It also says how handlers fail.
     pub entry: String,
 }
 
@@ -24,15 +24,15 @@ impl TypedEvent for Entry {
     const TOPIC: &'static str = "entry";
 }
 
-/// The topic of what the first handler appends: the entry as it is.
+/// The topic of events that the first handler appends, with the entry unchanged.
 pub const WRITTEN: &str = "written";
 
 /// A handler's error.
 #[derive(Debug)]
 pub enum Fault {
-    /// Retried.
+    /// The event is retried.
     Later,
-    /// Dead, by a rule of the router.
+    /// The event is dead, by a rule of the router.
     Never,
 }
 
@@ -44,12 +44,12 @@ impl fmt::Display for Fault {
 
 impl std::error::Error for Fault {}
 
-/// The state of the router: whether handlers fail as they are asked to.
+/// The state of the router: whether handlers still fail when the entry asks for it.
 #[derive(Debug, Clone, Default)]
 pub struct Healed(Arc<AtomicBool>);
 
 impl Healed {
-    /// How a handler ends that has done its work.
+    /// Returns how a handler ends after its work.
     pub fn end(&self, handler: &str, entry: &str) -> std::result::Result<(), Fault> {
         match entry.strip_prefix(handler) {
             Some(" dead") => Err(Fault::Never),
@@ -60,7 +60,7 @@ impl Healed {
     }
 }
 
-/// What the router has for a schema: no entry is `"broken"`.
+/// The router's schema: an entry may not be `"broken"`.
 #[derive(Debug)]
 pub struct NotBroken;
 
@@ -73,20 +73,20 @@ impl Schemas for NotBroken {
     }
 }
 
-/// What a handler executes that does not leave the end of its transaction to the store.
+/// Returns the SQL of a handler that ends its transaction itself, if the entry asks for it.
 pub fn sql_of(entry: &str) -> Option<&str> {
     ["COMMIT", "ROLLBACK"].into_iter().find(|end| *end == entry)
 }
 
-/// A store whose transactions handlers of a router work in.
+/// A store with transactions in which handlers of a router work.
 pub trait RouterFixture: ApplyFixture {
     /// Gives the relay a router with two handlers of [`Entry`], a rule that [`Fault::Never`] is
     /// dead, and the schema [`NotBroken`]. `first` writes the entry as an effect and appends it as
-    /// an event [`WRITTEN`]; `second` writes it again, with a `+` behind it. Each ends as
-    /// [`Healed::end`] says; before that, `second` executes what [`sql_of`] gives.
+    /// an event [`WRITTEN`]; `second` writes it again with a `+` after it. Each ends as
+    /// [`Healed::end`] says. Before that, `second` executes the result of [`sql_of`].
     fn route(&self, relay: RelayBuilder, healed: Healed) -> Result<RelayBuilder>;
 
-    /// Whether a handler's commit takes back what was done, as its rollback would.
+    /// Returns whether a handler's commit rolls its work back, like a rollback.
     fn refuses_commit(&self) -> bool {
         false
     }
@@ -100,7 +100,7 @@ struct Case<'f> {
 }
 
 impl<'f> Case<'f> {
-    /// Payloads of the topic `entry`, through the router once.
+    /// Sends payloads of the topic `entry` through the router once.
     async fn drained(fixture: &'f dyn RouterFixture, payloads: &[String]) -> Self {
         let (store, healed) = (fixture.store(), Healed::default());
         let written = Subscription { filter: reader_of(WRITTEN).filter, ..reader_named(WRITTEN) };
@@ -141,13 +141,14 @@ impl<'f> Case<'f> {
         self.store.list(&query).await.expect("listed")
     }
 
-    /// What was appended by handlers.
+    /// Returns the payloads that handlers appended.
     async fn written(&self) -> Vec<String> {
         let text = |it: Record| String::from_utf8_lossy(&it.event.payload).into_owned();
         self.records(WRITTEN, State::Pending).await.into_iter().map(text).collect()
     }
 
-    /// The codes of the events in this state, each with the name of the handler, if it is said.
+    /// Returns the codes of events in this state, each with the name of the handler, if it is
+    /// given.
     async fn codes(&self, state: State) -> Vec<String> {
         let said = |it: Record| {
             let error = it.error.unwrap_or_default();
@@ -229,8 +230,8 @@ pub async fn who_ends_the_transaction_is_dead_and_the_others_are_handled(fixture
     assert_eq!(stats(&case.store).await.dispatched, 2);
 }
 
-/// What is committed stays, but nothing is done once more after that: neither its own work nor that
-/// of others in its transaction.
+/// Committed work stays, but nothing is executed again after that, neither this handler's work nor
+/// that of others in its transaction.
 pub async fn who_commits_the_transaction_is_dead_too(fixture: &dyn RouterFixture) {
     let case = Case::of(fixture, &["1", "second dead", "COMMIT", "2"]).await;
     case.drain_on().await;

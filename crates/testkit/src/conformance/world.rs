@@ -1,4 +1,4 @@
-//! A small relay that meets lost and late answers, and checks at its end what arrived.
+//! A small relay with lost and late answers, which checks at its end what arrived.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,13 +13,13 @@ use super::StoreFixture;
 use super::faults::{Asked, Call, CallFaults};
 use super::harness::*;
 
-/// What a relay asks for in a lane.
+/// A request of a relay for a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     Acquire,
     Renew,
     Release,
-    /// Reads, and ends before it settles.
+    /// Reads, and ends before settling.
     Next,
     /// Reads, and settles what came.
     NextSettled,
@@ -42,14 +42,14 @@ impl Step {
     }
 }
 
-/// A relay's request, which can be made more than once: the same words, whatever became of it.
+/// A relay's request that can be repeated in the same words, whatever happened in between.
 #[derive(Clone)]
 pub(super) struct Request {
     step: Step,
     lease: Lease,
-    /// What it settles.
+    /// The batch it settles.
     batch: Option<Batch>,
-    /// What the latest of its answers brought.
+    /// The content of its latest answer.
     heard: Arc<Mutex<Heard>>,
 }
 
@@ -61,7 +61,7 @@ struct Heard {
 }
 
 impl Request {
-    /// Makes it.
+    /// Makes the request.
     pub(super) fn ask(&self, store: Arc<dyn Store>) -> Asked {
         let request = self.clone();
         async move {
@@ -103,7 +103,7 @@ impl Request {
         Settlement { position, entries, rewind: self.step == Step::Rewind, hold_keys: true }
     }
 
-    /// What of it goes out and is acknowledged before the request is made.
+    /// Returns the events it sends and that are acknowledged before the request is made.
     fn sent(&self) -> Vec<String> {
         let all = self.batch.as_ref().map(|batch| payloads(&batch.deliveries)).unwrap_or_default();
         let sent = match self.step {
@@ -115,7 +115,7 @@ impl Request {
     }
 }
 
-/// A lane with a past: `1` retries and `3` waits behind it, `2` is delivered, `4` is dead; `5`, `6`
+/// A lane with a past: `1` retries and `3` waits behind it, `2` is delivered, `4` is dead. `5`, `6`
 /// and `7` (behind `3`) are unread.
 pub(super) struct World<'a> {
     fixture: &'a dyn StoreFixture,
@@ -123,12 +123,12 @@ pub(super) struct World<'a> {
     name: SubscriptionName,
     lease: Lease,
     ids: Vec<EventId>,
-    /// What was sent and settled, in this order.
+    /// Events sent and settled, in this order.
     sent: Arc<Mutex<Vec<String>>>,
 }
 
 impl<'a> World<'a> {
-    /// A new subscription that knows nothing of earlier events.
+    /// Creates a subscription that starts after all earlier events.
     pub(super) async fn new(fixture: &'a dyn StoreFixture, name: &str) -> Self {
         let faults = fixture.faults().await;
         let name = named(name);
@@ -143,8 +143,8 @@ impl<'a> World<'a> {
         Self { fixture, faults, name, lease: lane.lease, ids, sent }
     }
 
-    /// Does what comes before the request of a step. With `settled` it will be granted, so that
-    /// what is sent before it counts.
+    /// Does what comes before the request of a step. With `settled`, the request will be granted,
+    /// so what is sent before it counts.
     pub(super) async fn prepare(&self, step: Step, settled: bool) -> Request {
         let lane = Lane::of(self.faults.store(), self.lease.clone());
         let batch = match step {
@@ -152,7 +152,7 @@ impl<'a> World<'a> {
                 lane.store.release(&self.lease).await.expect("given back");
                 None
             }
-            // The two that nothing holds back.
+            // The two events that nothing holds back.
             Step::Position => Some(lane.next(2).await),
             Step::Settle | Step::Rewind => Some(lane.next(10).await),
             Step::Due => Some(lane.due(10).await),
@@ -165,22 +165,22 @@ impl<'a> World<'a> {
         request
     }
 
-    /// Another event is committed.
+    /// Commits another event.
     pub(super) async fn one_more(&mut self) {
         let payload = (self.ids.len() + 1).to_string();
         self.ids.extend(append(&self.fixture.store(), [keyed("b", &payload)]).await);
     }
 
-    /// What else happens to the same events before the request is made again or done.
+    /// Changes the same events in other ways before the request is repeated or executed.
     pub(super) fn goes_on(&self, step: Step) -> BoxFuture<'static, ()> {
         let (store, lease, sent) = (self.faults.again(), self.lease.clone(), self.sent.clone());
         let (name, third) = (self.name.clone(), self.ids[2]);
         async move {
             let lane = Lane::of(store, lease);
             match step {
-                // What failed arrives now, and its row goes.
+                // The failed event arrives now, and its row is deleted.
                 Step::Settle => run_due(&lane, &sent).await.expect("still ours"),
-                // A person sends the dead one again.
+                // A person sends the dead event again.
                 Step::Due => drop(lane.store.change(&name, &Change::Retry, &these(&[third])).await.expect("replayed")),
                 _ => {}
             }
@@ -188,7 +188,7 @@ impl<'a> World<'a> {
         .boxed()
     }
 
-    /// Asks again, hears the answer, and goes on.
+    /// Repeats the request, takes the answer, and goes on.
     pub(super) fn asks_again(&self, store: Arc<dyn Store>, request: &Request) -> BoxFuture<'static, ()> {
         let (step, asked, goes_on) = (request.step, request.ask(store), self.goes_on(request.step));
         async move {
@@ -199,7 +199,7 @@ impl<'a> World<'a> {
         .boxed()
     }
 
-    /// The relay does what comes after the answer it heard last; a stale lease ends it.
+    /// Acts on the latest answer as the relay does. A stale lease ends it.
     pub(super) async fn uses_the_answer(&self, request: &Request) {
         let heard = std::mem::take(&mut *request.heard.lock().expect("no panic while held"));
         if let Some(lease) = heard.lease {
@@ -211,12 +211,12 @@ impl<'a> World<'a> {
         }
     }
 
-    /// The same owner, on another connection.
+    /// Renews as the same owner, on another connection.
     pub(super) async fn renews(&self) -> Result<()> {
         self.faults.again().renew(&self.lease, LONG).await
     }
 
-    /// Somebody else takes the lane and reads, while the old owner's call is still on its way.
+    /// Lets another owner take the lane and read, while the old owner's call is still on its way.
     pub(super) async fn taken_over(&self) -> (Lane, Batch) {
         self.faults.again().release(&self.lease).await.expect("given back");
         let lane = Lane::take(&self.fixture.store(), self.name.as_str(), "another").await;
@@ -224,14 +224,14 @@ impl<'a> World<'a> {
         (lane, batch)
     }
 
-    /// The new owner settles what it has read, and goes on to the end.
+    /// Lets the new owner settle what it has read, and go on to the end.
     pub(super) async fn goes_on_as(self, lane: Lane, batch: Batch) {
         lane.store.renew(&lane.lease, LONG).await.expect("the late call took nothing");
         assert!(settle_stream(&lane, &batch, &self.sent).await.is_none(), "still ours");
         self.ends_as(lane).await;
     }
 
-    /// The relay ends. Another one gets the lane, at the latest after a lease, and goes on.
+    /// Ends the relay. Another one gets the lane, after a lease at the latest, and goes on.
     pub(super) async fn ends(self) {
         self.faults.again().release(&self.lease).await.expect("given back, or lost long ago");
         for _ in 0..20 {
@@ -255,7 +255,7 @@ impl<'a> World<'a> {
             }
             run_due(&lane, &self.sent).await.expect("still ours");
         }
-        // Nobody ended between sending and settling, so there is no reason to send anything twice.
+        // No relay ended between sending and settling, so nothing may be sent twice.
         let sent = self.sent.lock().expect("no panic while held").clone();
         let name = &self.name;
         let all: Vec<String> = (1..=self.ids.len()).map(|n| n.to_string()).filter(|payload| payload != "4").collect();
@@ -276,7 +276,7 @@ impl<'a> World<'a> {
     }
 }
 
-/// Sends what may be sent of a stream's batch and settles it; what its key holds back is blocked.
+/// Sends what may be sent of a stream batch and settles it. Events whose key is held are blocked.
 async fn settle_stream(lane: &Lane, batch: &Batch, sent: &Mutex<Vec<String>>) -> Option<Error> {
     let is_held = |delivery: &&Delivery| delivery.event.key.as_ref().is_some_and(|key| batch.held.contains(key));
     let block = |delivery| Entry { delivery, disposition: Block };
@@ -290,7 +290,7 @@ async fn settle_stream(lane: &Lane, batch: &Batch, sent: &Mutex<Vec<String>>) ->
     refused
 }
 
-/// Sends and settles what is due, until nothing is.
+/// Sends and settles due rows until none is due.
 async fn run_due(lane: &Lane, sent: &Mutex<Vec<String>>) -> Result<()> {
     loop {
         let batch = lane.store.due(&lane.lease, BatchLimit::default()).await?;

@@ -1,4 +1,4 @@
-//! What happens to the bytes of one direction of one connection.
+//! Forwards the bytes of one direction of one connection.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,14 +11,14 @@ use super::trap::{Armed, Harm};
 use super::wire::Talk;
 use super::{Direction, Shared};
 
-/// Read at once.
+/// Bytes read at once.
 const CHUNK_BYTES: usize = 16 * 1024;
 
-/// How a connection ends before its time.
+/// How a connection ends early.
 pub(super) enum End {
     /// With RST on both sides.
     Reset,
-    /// With a call that the server shall get later.
+    /// With a call that the server is to get later.
     Held(Arc<Armed>),
 }
 
@@ -28,11 +28,11 @@ impl From<std::io::Error> for End {
     }
 }
 
-/// One connection: what was said on it, and which trap has taken hold of it.
+/// One connection: its conversation, and the trap that affects it.
 #[derive(Debug, Default)]
 pub(super) struct Line {
     pub(super) talk: Talk,
-    /// The answer that this one loses, and the first of the answers it may be.
+    /// The trap that loses an answer here, and the first answer that it may be.
     losing: Option<(Arc<Armed>, u64)>,
 }
 
@@ -41,13 +41,13 @@ pub(super) struct Pump<'a> {
     shared: &'a Shared,
     line: &'a Mutex<Line>,
     direction: Direction,
-    /// Read and not passed on.
+    /// Bytes read and not passed on yet.
     pub(super) kept: Vec<u8>,
-    /// So much of it was looked at.
+    /// How many of these bytes have been parsed.
     seen: usize,
-    /// What is kept belongs to a call that is delayed.
+    /// The trap whose delayed call the kept bytes belong to.
     holding: Option<Arc<Armed>>,
-    /// The other side says no more.
+    /// The sender has closed its side.
     ended: bool,
 }
 
@@ -90,7 +90,8 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// How many kept bytes may go to the server, and what comes after them.
+    /// Returns how many kept bytes may go to the server, and how the connection then ends, if it
+    /// does.
     fn look_at_requests(&mut self) -> (usize, Option<End>) {
         let mut line = lock(self.line);
         let mut free = (self.holding.is_none()).then_some(self.seen);
@@ -123,7 +124,8 @@ impl<'a> Pump<'a> {
         }
     }
 
-    /// How many kept bytes may go to the client, and what comes after them.
+    /// Returns how many kept bytes may go to the client, and how the connection then ends, if it
+    /// does.
     fn look_at_answers(&mut self) -> (usize, Option<End>) {
         let mut line = lock(self.line);
         let mut free = 0;
@@ -134,7 +136,7 @@ impl<'a> Pump<'a> {
             if is_lost && over == Some(true) {
                 return (free, line.lose());
             }
-            // Which answer is the last one is known only at its end.
+            // Whether an answer is the last one is known only at its end.
             if !is_lost || over.is_some() {
                 free = self.seen;
             }
@@ -160,7 +162,7 @@ impl Line {
         Some(End::Reset)
     }
 
-    /// Takes note of answers that nobody waits for; whether they were all.
+    /// Consumes answers that nobody waits for. Returns whether those were all.
     fn is_answered(&mut self, heard: &mut Vec<u8>) -> bool {
         while let Some(length) = self.talk.next_answered(heard) {
             self.talk.hear(&heard.drain(..length).collect::<Vec<_>>());
@@ -169,7 +171,8 @@ impl Line {
     }
 }
 
-/// Gives the server what was held and reads all answers, or it might drop what it did not read yet.
+/// Sends the held bytes to the server and reads all answers. Otherwise the server might discard
+/// requests that it has not read yet.
 pub(super) async fn deliver(server: &mut TcpStream, held: &[u8], mut heard: Vec<u8>, line: &Mutex<Line>) {
     let (mut read, mut write) = server.split();
     let hear = async {

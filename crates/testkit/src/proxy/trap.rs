@@ -7,31 +7,32 @@ use tokio::sync::watch;
 
 use super::wire::{Said, Talk};
 
-/// Where on a connection something happens.
+/// The point at which a call is harmed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Point {
     /// At the n-th message that clients send from now on, counted from 1 over all connections.
     Message(usize),
     /// At the first statement that contains this text.
     Statement(String),
-    /// At the end of the first transaction with such a statement, which holds its locks.
+    /// At the end of the first transaction with such a statement, while it holds its locks.
     CommitOf(String),
 }
 
-/// What happens there.
+/// The kind of harm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Harm {
     /// The connection is reset before the server gets the message.
     Cut,
-    /// The server does the whole call, its last answer is swallowed, the connection is reset.
+    /// The server executes the whole call. Its last answer is swallowed and the connection reset.
     LoseAnswer,
-    /// The call is kept from here to its end and the client reset; [`Trap::release`] lets it go on.
+    /// The call is kept from here to its end and the client is reset. [`Trap::release`] lets it go
+    /// on.
     Delay,
-    /// As [`Self::Delay`], but the client is left waiting.
+    /// Like [`Self::Delay`], but the client is left waiting.
     Hang,
 }
 
-/// A call that will be harmed, once. Dropping it disarms it, and throws away what it holds.
+/// A call that will be harmed, once. Dropping this disarms it and discards what it holds.
 #[derive(Debug)]
 pub struct Trap {
     pub(super) armed: Arc<Armed>,
@@ -45,7 +46,7 @@ struct Progress {
     answer: Option<Vec<String>>,
 }
 
-/// The side of a trap that connections know.
+/// The part of a trap that connections see.
 #[derive(Debug)]
 pub(super) struct Armed {
     point: Point,
@@ -62,17 +63,17 @@ impl Trap {
         Self { armed: Arc::new(Armed { point, harm, messages, progress, released }), release }
     }
 
-    /// Waits until it happened. An answer that is lost was given by the server.
+    /// Waits until it happened. If an answer is lost, the server has given it by then.
     pub async fn sprung(&self) {
         self.wait(|progress| progress.sprung).await;
     }
 
-    /// Whether it happened.
+    /// Returns whether it happened.
     pub fn is_sprung(&self) -> bool {
         self.armed.progress.borrow().sprung
     }
 
-    /// The statements of the call that was harmed, as far as the client had said them.
+    /// Returns the statements of the harmed call, as far as the client had sent them.
     pub fn call(&self) -> Vec<String> {
         self.armed.progress.borrow().call.clone()
     }
@@ -84,7 +85,7 @@ impl Trap {
         self.answer().await
     }
 
-    /// The server's lost answer: command tags, and `ERROR` with its SQLSTATE.
+    /// Returns the server's lost answer: command tags, and `ERROR` with its SQLSTATE.
     pub async fn answer(&self) -> Vec<String> {
         self.wait(|progress| progress.answer.is_some()).await;
         self.armed.progress.borrow().answer.clone().unwrap_or_default()
@@ -97,7 +98,7 @@ impl Trap {
 }
 
 impl Armed {
-    /// Whether this message is the one.
+    /// Returns whether this message springs the trap.
     pub(super) fn springs(&self, said: &Said, call: &[String]) -> bool {
         let has = |text: &str| said.statement.as_ref().is_some_and(|statement| statement.contains(text));
         match &self.point {
@@ -113,7 +114,7 @@ impl Armed {
         self.progress.send_modify(|progress| (progress.sprung, progress.call) = (true, call));
     }
 
-    /// The server has answered, or is gone.
+    /// Notes that the server has answered, or is gone.
     pub(super) fn answered(&self, talk: &Talk) {
         self.progress.send_modify(|progress| progress.answer = Some(talk.answer.clone()));
     }

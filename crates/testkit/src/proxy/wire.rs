@@ -1,48 +1,49 @@
-//! The part of Postgres's protocol that says which call a connection carries and its answer.
+//! The part of the Postgres protocol that shows which call a connection carries and its answer.
 
-/// The first message of a client has no type; this is what it may begin with after its length.
+/// Codes in the first message for requests of security (SSL, GSS). That message has no type byte.
 const SECURITY_REQUESTS: [u32; 2] = [80_877_103, 80_877_104];
-/// What the word after its length begins with: a version, or a request for security or to cancel.
+/// Possible major versions in the first message: a protocol version, or a request for security or
+/// cancellation.
 const FIRST_MAJORS: [u32; 2] = [3, 1_234];
-/// A first message is never longer, so its first byte is zero; that of any other protocol is not.
+/// Longest first message. So its first byte is zero, unlike that of any other protocol.
 const FIRST_BYTES_MAX: usize = 10_000;
 
-/// What one message of a client is.
+/// One message of a client.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Said {
     /// The statement it names.
     pub(super) statement: Option<String>,
-    /// The server answers up to here at once, and ends that with `ReadyForQuery`.
+    /// Whether the server answers everything up to here at once, ending with `ReadyForQuery`.
     pub(super) asks: bool,
-    /// Nothing of the present call follows: it ends its transaction, or there is none.
+    /// Whether the present call ends here: it ends its transaction, or there is none.
     pub(super) last: bool,
 }
 
-/// What client and server of one connection have said so far.
+/// The conversation of client and server on one connection so far.
 ///
-/// A call is a statement that is its own transaction, or all from `BEGIN` to `COMMIT`.
+/// A call is a statement that is its own transaction, or everything from `BEGIN` to `COMMIT`.
 #[derive(Debug, Default)]
 pub(super) struct Talk {
-    /// Not Postgres, or encrypted: bytes without meaning.
+    /// Not Postgres, or encrypted: the bytes cannot be parsed.
     pub(super) raw: bool,
     started: bool,
-    /// Answers of one byte that the server still owes.
+    /// Single-byte answers that the server still owes.
     bare: usize,
-    /// In a transaction, by the client's words.
+    /// Whether a transaction is open, by the client's messages.
     open: bool,
     over: bool,
     /// The statements of the present call.
     pub(super) call: Vec<String>,
-    /// How many answers the client has asked for, and how many have come.
+    /// Number of answers the client has asked for, and number that have come.
     pub(super) asked: u64,
     pub(super) answered: u64,
     answer_over: bool,
-    /// What the server said of the latest call: command tags, and `ERROR` with its SQLSTATE.
+    /// The server's answer to the latest call: command tags, and `ERROR` with its SQLSTATE.
     pub(super) answer: Vec<String>,
 }
 
 impl Talk {
-    /// The length of the client's next message, if all of it is there.
+    /// Returns the length of the client's next message, if it is complete.
     pub(super) fn next_asked(&mut self, bytes: &[u8]) -> Option<usize> {
         if !self.started && bytes.first().is_some_and(|first| *first != 0) {
             self.raw = true;
@@ -58,7 +59,7 @@ impl Talk {
         if self.raw { whole(bytes) } else { (bytes.len() >= length).then_some(length) }
     }
 
-    /// Takes note of a client's message.
+    /// Processes a client's message.
     pub(super) fn ask(&mut self, message: &[u8]) -> Said {
         if self.raw {
             return Said::default();
@@ -72,7 +73,7 @@ impl Talk {
         }
         let statement = match message[0] {
             b'Q' => text(&message[5..]),
-            // Its name comes first.
+            // The statement's name comes first.
             b'P' => message[5..].iter().position(|byte| *byte == 0).and_then(|name| text(&message[5 + name + 1..])),
             _ => None,
         };
@@ -90,9 +91,9 @@ impl Talk {
         Said { statement, asks, last }
     }
 
-    /// The length of the server's next message, if all of it is there.
+    /// Returns the length of the server's next message, if it is complete.
     pub(super) fn next_answered(&mut self, bytes: &[u8]) -> Option<usize> {
-        // A server that speaks first is none of Postgres's.
+        // A server that speaks first is not Postgres.
         self.raw |= !bytes.is_empty() && self.asked == 0 && self.bare == 0;
         if self.raw || self.bare > 0 {
             return if self.raw { whole(bytes) } else { bytes.first().map(|_| 1) };
@@ -100,7 +101,8 @@ impl Talk {
         message_length(bytes, 1).filter(|length| bytes.len() >= *length)
     }
 
-    /// Takes note of a server's message. `Some` ends an answer: whether no transaction is open.
+    /// Processes a server's message. `Some` at the end of an answer: whether no transaction is
+    /// open.
     pub(super) fn hear(&mut self, message: &[u8]) -> Option<bool> {
         if self.raw {
             return None;
@@ -133,7 +135,7 @@ impl Talk {
     }
 }
 
-/// The length of a message whose own word for it comes after `offset` bytes.
+/// Returns the length of a message whose length field is at `offset`.
 fn message_length(bytes: &[u8], offset: usize) -> Option<usize> {
     Some(offset + (word(bytes.get(offset..)?)? as usize).max(4))
 }
@@ -155,7 +157,7 @@ fn begins(statement: &str) -> bool {
     first.eq_ignore_ascii_case("BEGIN") || first.eq_ignore_ascii_case("START")
 }
 
-/// Whether the last of the statements in this text ends the transaction; `ROLLBACK TO` does not.
+/// Returns whether the last statement in this text ends the transaction; `ROLLBACK TO` does not.
 fn ends(statement: &str) -> bool {
     let last = statement.rsplit(';').map(str::trim).find(|part| !part.is_empty()).unwrap_or_default();
     ["COMMIT", "ROLLBACK", "END"].iter().any(|word| last.eq_ignore_ascii_case(word))

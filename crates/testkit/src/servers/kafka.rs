@@ -1,4 +1,4 @@
-//! A server that speaks Kafka's protocol, of one test's own: Tansu.
+//! A server with the Kafka protocol for a single test: Tansu.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use super::private_server::{PrivateServer, Program};
 use super::{install, process};
 
-/// A server with one broker, which keeps everything in memory: killed, it forgets topics and
+/// A server with one broker that keeps everything in memory. If it is killed, it forgets topics and
 /// offsets.
 pub type PrivateKafka = PrivateServer<Tansu>;
 
@@ -17,7 +17,7 @@ pub type PrivateKafka = PrivateServer<Tansu>;
 #[derive(Debug)]
 pub struct Tansu {
     program: PathBuf,
-    /// Where it sends its clients.
+    /// The address it advertises to clients.
     advertised: SocketAddr,
 }
 
@@ -31,8 +31,8 @@ impl PrivateServer<Tansu> {
         Self::launch_behind(async |address| address).await
     }
 
-    /// Starts a server that sends its clients to whatever address is given for its own: a
-    /// proxy's. A Kafka client goes where the broker says, whatever address it was given first.
+    /// Starts a server that advertises the address returned by `advertise`, for example a proxy's.
+    /// A Kafka client connects to the advertised address, whatever address it was given first.
     ///
     /// # Panics
     ///
@@ -44,7 +44,7 @@ impl PrivateServer<Tansu> {
         Self::prepared(program, prepare).await
     }
 
-    /// `127.0.0.1:PORT`, where it sends its clients; the same after a restart.
+    /// Returns `127.0.0.1:PORT`, the advertised address; the same after a restart.
     pub fn brokers(&self) -> String {
         self.program.advertised.to_string()
     }

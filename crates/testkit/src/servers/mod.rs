@@ -1,31 +1,32 @@
-//! Real servers for tests: Postgres 15 and 18, pgbouncer, NATS 2.9 and 2.15, RabbitMQ 3.10, Redis 7
-//! and Valkey 9, Mosquitto 2.0, Tansu (Kafka's protocol), SQS and SNS as moto has them,
-//! Prometheus, stopped when we end.
+//! Real servers for tests, stopped when the tests end: Postgres 15 and 18, pgbouncer, NATS 2.9 and
+//! 2.15, RabbitMQ 3.10, Redis 7 and Valkey 9, Mosquitto 2.0, Tansu (Kafka protocol), SQS and SNS by
+//! moto, and Prometheus.
 //!
 //! | call | cost | for |
 //! |---|---|---|
 //! | [`Postgres::shared`] | ~1 s for the first test of a run, then ~5 ms | nearly every test: one server for all processes of the run |
-//! | [`Postgres::fresh_database`] | ~50 ms | an empty database of the test's own on that server |
-//! | [`Postgres::prepared_database`] | ~50 ms | the same with what every test of a program needs in it |
+//! | [`Postgres::fresh_database`] | ~50 ms | an empty database for one test on that server |
+//! | [`Postgres::prepared_database`] | ~50 ms | the same, with what every test of a program needs in it |
 //! | [`PrivatePostgres::launch`] | ~1 s | tests that stop, kill or configure their server |
 //! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
 //! | [`PrivateRedis::launch`] | ~80 ms | every test with Redis or Valkey |
 //! | [`PrivateSqs::launch`] | ~1 s | every test with SQS or SNS |
 //! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |
-//! | [`PrivateMqtt::launch`] | ~50 ms | a server that speaks MQTT 5 |
-//! | [`PrivatePrometheus::launch`] | ~1 s | what a scrape of `/metrics` becomes |
-//! | [`PrivateKafka::launch`] | ~50 ms | a server that speaks Kafka's protocol |
+//! | [`PrivateMqtt::launch`] | ~50 ms | a server with MQTT 5 |
+//! | [`PrivatePrometheus::launch`] | ~1 s | the result of scraping `/metrics` |
+//! | [`PrivateKafka::launch`] | ~50 ms | a server with the Kafka protocol |
 //! | [`Rabbitmq::shared`] | ~5 s for the first test of a run | a RabbitMQ for all tests that leave it alone |
 //! | [`PrivateRabbitmq::launch`] | ~5 s | tests that stop, kill or configure their RabbitMQ |
 //!
-//! Everything listens on 127.0.0.1 with a data folder of its own, under an unprivileged user when
-//! we are root. Every test is a process of its own, so the shared server belongs to none: each
-//! holds a shared lock on a file, and a guard stops the server and removes its data once nobody has
-//! held the lock for some seconds. A private server's guard waits at the end of a pipe, which
-//! closes with its owner.
+//! Every server listens on 127.0.0.1 with its own data folder, under an unprivileged user if we are
+//! root. Every test is a separate process, so the shared server belongs to none. Each process holds
+//! a shared lock on a file, and a guard stops the server and removes its data once nobody has held
+//! the lock for some seconds. A private server's guard waits at the end of a pipe, which closes
+//! with its owner.
 //!
-//! `POSTBOX_TEST_PG15`, `POSTBOX_TEST_PG18` (superuser URLs) point the shared fixture at servers of
-//! yours. A missing server fails the test; with `POSTBOX_ALLOW_SKIP=1` it is skipped instead.
+//! `POSTBOX_TEST_PG15` and `POSTBOX_TEST_PG18` (superuser URLs) point the shared fixture at other
+//! servers. A missing server fails the test; with `POSTBOX_ALLOW_SKIP=1` the test is skipped
+//! instead.
 
 mod install;
 mod kafka;
@@ -63,7 +64,7 @@ fn unavailable(error: &anyhow::Error) -> ! {
     let missing = error.is::<install::Missing>();
     let allowed = std::env::var_os("POSTBOX_ALLOW_SKIP").is_some_and(|value| value == "1");
     let ci = std::env::var_os("CI").is_some();
-    // Ending the process is a skip only where the runner gives each test its own.
+    // Ending the process is a skip only if the runner gives each test its own process.
     if missing && allowed && !ci && std::env::var_os("NEXTEST").is_some() {
         let _ = writeln!(std::io::stderr(), "SKIPPED: {error:#}");
         std::process::exit(0);

@@ -1,4 +1,4 @@
-//! A Mosquitto of one test's own.
+//! A Mosquitto for a single test.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,11 +10,11 @@ use tokio::net::TcpStream;
 use super::private_server::{PrivateServer, Program};
 use super::{install, process};
 
-/// CONNECT of MQTT 5, from nobody in particular.
+/// An MQTT 5 CONNECT without a client id.
 const CONNECT: &[u8] = b"\x10\x0d\x00\x04MQTT\x05\x02\x00\x0a\x00\x00\x00";
 
-/// A server that speaks MQTT. Killed, it may forget what it confirmed last: it saves sessions and
-/// their messages after each change, and does not wait for it.
+/// A server with MQTT. If it is killed, it may forget what it confirmed last: it saves sessions and
+/// their messages after each change, but does not wait for that.
 pub type PrivateMqtt = PrivateServer<Mosquitto>;
 
 /// How Mosquitto is started.
@@ -25,7 +25,7 @@ pub struct Mosquitto {
 }
 
 impl PrivateServer<Mosquitto> {
-    /// Starts a server that takes everybody.
+    /// Starts a server that accepts everybody.
     ///
     /// # Panics
     ///
@@ -43,7 +43,7 @@ impl PrivateServer<Mosquitto> {
         Self::of(install::mosquitto().map(|program| Mosquitto { program, config: config.to_owned() })).await
     }
 
-    /// `mqtt://127.0.0.1:PORT`; the same after a restart.
+    /// Returns `mqtt://127.0.0.1:PORT`; the same after a restart.
     pub fn url(&self) -> String {
         format!("mqtt://127.0.0.1:{}", self.port())
     }
@@ -65,7 +65,7 @@ impl Program for Mosquitto {
         Ok(command)
     }
 
-    /// Whether it answers to a name, even if it refuses us.
+    /// Returns whether it answers a CONNECT, even with a refusal.
     async fn answers(port: u16) -> bool {
         let asked = async {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;

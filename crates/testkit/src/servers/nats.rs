@@ -1,4 +1,4 @@
-//! A NATS server with JetStream of one test's own.
+//! A NATS server with JetStream for a single test.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -49,7 +49,7 @@ impl PrivateServer<Nats> {
         Self::of(install::nats(version).map(|program| Nats { program, config: config.to_owned() })).await
     }
 
-    /// Starts three servers that are one cluster.
+    /// Starts three servers that form one cluster.
     ///
     /// # Panics
     ///
@@ -70,7 +70,7 @@ impl PrivateServer<Nats> {
         .into()
     }
 
-    /// `nats://127.0.0.1:PORT`; the same after a restart.
+    /// Returns `nats://127.0.0.1:PORT`; the same after a restart.
     pub fn url(&self) -> String {
         format!("nats://127.0.0.1:{}", self.port())
     }
@@ -88,7 +88,7 @@ impl Program for Nats {
         Ok(command)
     }
 
-    /// It says who it is first.
+    /// The server sends its INFO first.
     async fn answers(port: u16) -> bool {
         let asked = async {
             let mut stream = BufReader::new(TcpStream::connect(("127.0.0.1", port)).await?);

@@ -13,10 +13,10 @@ use super::private::tail;
 use super::process::{self, ProcessGuard, ServerProcess};
 use super::{Postgres, install, unavailable};
 
-/// It starts in 50 ms; more than this is a hang.
+/// Longest start. It takes 50 ms, so more than this is a hang.
 const START_SECONDS_MAX: u64 = 20;
 
-/// A pgbouncer in transaction mode. Dropping it, or dying in any way, stops it.
+/// A pgbouncer in transaction mode. Dropping this stops it, and so does any death of this process.
 #[derive(Debug)]
 pub struct PgBouncer {
     base: String,
@@ -27,10 +27,10 @@ pub struct PgBouncer {
 }
 
 impl PgBouncer {
-    /// Connections to the server, which all clients share.
+    /// Number of connections to the server, shared by all clients.
     pub const CONNECTIONS: usize = 4;
 
-    /// Starts one in front of `postgres`, with so few connections that clients take turns on them.
+    /// Starts one in front of `postgres`, with so few connections that clients must take turns.
     ///
     /// # Panics
     ///
@@ -39,7 +39,7 @@ impl PgBouncer {
         Self::start_as(postgres, None).await
     }
 
-    /// The same where all clients share the connections of one role, or of the server's own user.
+    /// The same, if all clients share the connections of one role or of the server's own user.
     ///
     /// # Panics
     ///
@@ -48,7 +48,8 @@ impl PgBouncer {
         Self::try_start(postgres, role).await.unwrap_or_else(|error| unavailable(&error))
     }
 
-    /// The URL through the pooler of a database, given by its name or its own URL.
+    /// Returns the URL of a database through the pooler. The database is given by name or by its
+    /// own URL.
     pub fn url(&self, database: &str) -> String {
         let name = database.rsplit('/').next().unwrap_or(database);
         format!("{}/{name}", self.base)
@@ -95,7 +96,8 @@ impl PgBouncer {
         Ok(Self { base, program, folder, server, guard })
     }
 
-    /// SIGKILL: every connection breaks, while the server behind goes on with what it was asked.
+    /// Kills it (SIGKILL). Every connection breaks, while the server behind it finishes its
+    /// requests.
     pub fn kill(&mut self) {
         let _ = self.server.kill();
         let _ = self.server.wait();

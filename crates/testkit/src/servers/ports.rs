@@ -1,7 +1,8 @@
-//! Loopback ports that no other test is given while this process lives.
+//! Loopback ports that no other test gets while this process lives.
 //!
-//! A server that is stopped for a while leaves its port unbound. So a port is also claimed: by a
-//! name that one socket of the machine can have at a time, and that goes with our process.
+//! A server that is stopped for a while leaves its port unbound. So a port is also claimed by a
+//! name that only one socket of the machine can have at a time, and that disappears with our
+//! process.
 
 use std::net::TcpListener;
 
@@ -9,19 +10,19 @@ use anyhow::Context as _;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 
-/// Below the range Linux takes outgoing ports from.
+/// Below the range from which Linux takes outgoing ports.
 const PORTS: std::ops::Range<u16> = 20_000..32_000;
-/// Many more than can be taken.
+/// Maximum ports tried, many more than can be taken.
 const TRIES: usize = 1_000;
-/// How often a start is tried when somebody else took the port first.
+/// Maximum starts tried if another program took the port first.
 const STARTS: usize = 5;
 
-/// A loopback port that nobody listens on, ours until this process ends.
+/// Returns a loopback port that nobody listens on, reserved until this process ends.
 pub(super) fn free_port() -> anyhow::Result<u16> {
     Ok(listen_anywhere()?.local_addr()?.port())
 }
 
-/// Starts a server on such a port; on another where somebody else took it first.
+/// Starts a server on such a port, or on another one if a program took it first.
 pub(super) async fn on_free_port<T>(mut start: impl AsyncFnMut(u16) -> anyhow::Result<T>) -> anyhow::Result<T> {
     for _ in 1..STARTS {
         match start(free_port()?).await {
@@ -32,7 +33,7 @@ pub(super) async fn on_free_port<T>(mut start: impl AsyncFnMut(u16) -> anyhow::R
     start(free_port()?).await
 }
 
-/// Listens on a loopback port that is ours until this process ends.
+/// Listens on a loopback port that is reserved until this process ends.
 ///
 /// # Errors
 ///
@@ -53,12 +54,12 @@ mod claim {
     use std::os::unix::net::{SocketAddr, UnixDatagram};
     use std::sync::Mutex;
 
-    /// Held until this process ends.
+    /// Claims held until this process ends.
     static CLAIMED: Mutex<Vec<UnixDatagram>> = Mutex::new(Vec::new());
 
-    /// Claims a port, unless somebody has it.
+    /// Claims a port, unless another process has claimed it.
     pub(super) fn is_ours(port: u16) -> bool {
-        // An abstract name: it is seen where the port is seen, and is gone with its socket.
+        // An abstract name is visible wherever the port is, and disappears with its socket.
         let name = SocketAddr::from_abstract_name(format!("postbox-test-port-{port}"));
         let Ok(claim) = name.and_then(|name| UnixDatagram::bind_addr(&name)) else { return false };
         CLAIMED.lock().expect("nobody panics while holding it").push(claim);
@@ -68,7 +69,7 @@ mod claim {
 
 #[cfg(not(target_os = "linux"))]
 mod claim {
-    /// There is no such name elsewhere: two tests may be given one port.
+    /// Other systems have no such names, so two tests may get one port.
     pub(super) fn is_ours(_port: u16) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! A Postgres somebody runs for us, seen from a test.
+//! A running Postgres, as tests see it.
 
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash as _, Hasher as _};
@@ -16,20 +16,20 @@ use tokio_postgres::NoTls;
 
 use super::{shared, unavailable};
 
-/// Databases of dead tests that are dropped per new one; more than one, so that they get fewer.
+/// Databases of ended tests to drop for each new one. More than one, so that their number shrinks.
 const ORPHANS_MAX: usize = 2;
 
-/// Which Postgres.
+/// A major version of Postgres.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Version {
-    /// 15, the oldest we support.
+    /// 15, the oldest supported.
     V15,
     /// 18, the newest.
     V18,
 }
 
 impl Version {
-    /// Both.
+    /// Both versions.
     pub const ALL: [Self; 2] = [Self::V15, Self::V18];
 
     /// The major version.
@@ -40,7 +40,7 @@ impl Version {
         }
     }
 
-    /// As people write it.
+    /// The name, as people write it.
     pub fn name(self) -> &'static str {
         match self {
             Self::V15 => "Postgres 15",
@@ -58,14 +58,14 @@ pub struct Postgres {
 #[derive(Debug)]
 struct Inner {
     version: Version,
-    /// A superuser's URL up to and without the database name.
+    /// The URL of a superuser, up to and without the database name.
     base: String,
-    /// The server is ours: databases whose test process is gone may be dropped.
+    /// The server is ours: databases of ended test processes may be dropped.
     ours: bool,
 }
 
 impl Postgres {
-    /// The server that all tests of a run share; the first to ask starts it.
+    /// Returns the server that all tests of a run share. The first one to ask starts it.
     ///
     /// # Panics
     ///
@@ -76,7 +76,7 @@ impl Postgres {
         shared.unwrap_or_else(|error| unavailable(&error)).clone()
     }
 
-    /// A server under a superuser's URL; `ours` when no other project uses it.
+    /// Uses a server under a superuser's URL. `ours` if no other project uses it.
     pub(super) fn at(version: Version, url: &str, ours: bool) -> anyhow::Result<Self> {
         let (base, _) = url
             .rsplit_once('/')
@@ -90,24 +90,24 @@ impl Postgres {
         Self { inner: Arc::new(Inner { version, base, ours: true }) }
     }
 
-    /// Which one.
+    /// Returns its version.
     pub fn version(&self) -> Version {
         self.inner.version
     }
 
-    /// A superuser's URL of the `postgres` database.
+    /// Returns a superuser's URL of the `postgres` database.
     pub fn url(&self) -> String {
         self.url_of("postgres")
     }
 
-    /// A superuser's URL of a database.
+    /// Returns a superuser's URL of a database.
     pub fn url_of(&self, database: &str) -> String {
         format!("{}/{database}", self.inner.base)
     }
 
-    /// Makes an empty database with a name of its own and gives its URL.
+    /// Creates an empty database with a unique name and returns its URL.
     ///
-    /// It lives as long as the server; once this process is gone, later tests drop it.
+    /// It lives as long as the server. Once this process has ended, later tests drop it.
     ///
     /// # Panics
     ///
@@ -116,8 +116,9 @@ impl Postgres {
         self.created(self.create_database("template0").await)
     }
 
-    /// [`Self::fresh_database`] with what `prepare` made in another, whose URL it is given: once a
-    /// server, for each program that asks. It must leave no connection open.
+    /// Like [`Self::fresh_database`], with everything `prepare` created in a template, whose URL it
+    /// is given. It runs once per server for each program that asks, and must leave no connection
+    /// open.
     ///
     /// # Panics
     ///
@@ -131,14 +132,14 @@ impl Postgres {
         self.url_of(&name)
     }
 
-    /// Runs a script through psql and gives what it printed, columns separated by `|`.
+    /// Runs a script through psql and returns its output, with columns separated by `|`.
     ///
     /// # Panics
     ///
     /// If psql is not installed, or at the first statement that fails.
     pub fn psql(url: &str, script: &str) -> String {
         let program = super::install::psql().unwrap_or_else(|error| unavailable(&error));
-        // By standard input, not --command: that would put everything into one transaction.
+        // By standard input, because --command would put everything into one transaction.
         let mut child = std::process::Command::new(program)
             .args(["--no-psqlrc", "--quiet", "--tuples-only", "--no-align", "--set=ON_ERROR_STOP=1", url])
             .env("PGOPTIONS", "--client-min-messages=warning")
@@ -148,7 +149,7 @@ impl Postgres {
             .spawn()
             .expect("psql is there: we looked");
         let mut stdin = child.stdin.take().expect("it is piped");
-        // A psql that stopped at a fault reads no more; its exit status says so.
+        // A psql that stopped at an error reads no more. Its exit status reports it.
         let _ = stdin.write_all(script.as_bytes());
         drop(stdin);
         let output = child.wait_with_output().expect("our own child");
@@ -164,7 +165,7 @@ impl Postgres {
         let client = connect(&self.url()).await?;
         let there = "SELECT FROM pg_database WHERE datname = $1";
         if client.query_opt(there, &[&name]).await?.is_none() {
-            // One process prepares; it may die over it.
+            // One process prepares at a time. It may die meanwhile.
             client.execute("SELECT pg_advisory_lock($1)", &[&number]).await?;
             if client.query_opt(there, &[&name]).await?.is_none() {
                 client.batch_execute(&format!("DROP DATABASE IF EXISTS {name}_new WITH (FORCE)")).await?;
@@ -182,7 +183,7 @@ impl Postgres {
         let (count, random) = (COUNT.fetch_add(1, Ordering::Relaxed), SmallRng::from_os_rng().random::<u32>());
         let name = format!("t_{}_{count}_{random:08x}", std::process::id());
         let client = connect(&self.url()).await?;
-        // `file_copy` beats `wal_log` where nothing is flushed: no WAL for 7 MB of catalog.
+        // `file_copy` beats `wal_log` if nothing is flushed: no WAL for 7 MB of catalog.
         client.batch_execute(&format!("CREATE DATABASE {name} TEMPLATE {template} STRATEGY file_copy")).await?;
         if self.inner.ours {
             self.drop_orphans(&client).await?;
@@ -190,7 +191,8 @@ impl Postgres {
         Ok(name)
     }
 
-    /// Two tests may pick the same orphan; the slower one's error means nothing.
+    /// Drops databases of ended tests. Two tests may pick the same one; the slower one's error is
+    /// ignored.
     async fn drop_orphans(&self, client: &tokio_postgres::Client) -> anyhow::Result<()> {
         let rows = client.query(r"SELECT datname FROM pg_database WHERE datname LIKE 't\_%'", &[]).await?;
         let names: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
@@ -205,7 +207,7 @@ impl Postgres {
     }
 }
 
-/// A connection whose other half runs in the background.
+/// Connects, and runs the connection in the background.
 pub(super) async fn connect(url: &str) -> anyhow::Result<tokio_postgres::Client> {
     let (client, connection) = tokio_postgres::connect(url, NoTls).await?;
     tokio::spawn(connection);

@@ -1,4 +1,4 @@
-//! A Postgres of one test's own, to be stopped, killed and started again.
+//! A Postgres for a single test, which can be stopped, killed and restarted.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,8 @@ use super::postgres::connect;
 use super::process::{self, ProcessGuard, ServerProcess};
 use super::{Postgres, Version, install, unavailable};
 
-/// A loaded machine takes several seconds over crash recovery; more than this is a hang.
+/// Longest start. A loaded machine takes several seconds for crash recovery; more than this is a
+/// hang.
 pub(super) const START_SECONDS_MAX: u64 = 60;
 
 /// How a server is configured.
@@ -23,12 +24,12 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Nothing is flushed: quick, and correct as long as the *machine* does not crash.
+    /// Flushes nothing: quick, and correct as long as the *machine* does not crash.
     pub fn fast() -> Self {
         Self::durable().with("fsync", "off").with("full_page_writes", "off")
     }
 
-    /// As in production: for crash tests and benchmarks.
+    /// As in production, for crash tests and benchmarks.
     pub fn durable() -> Self {
         Self { lines: Vec::new(), under: None }
             .with("max_connections", "300")
@@ -36,14 +37,14 @@ impl Settings {
             .with("shared_buffers", "128MB")
     }
 
-    /// One more line of `postgresql.conf`; the last of a name wins.
+    /// Adds a line to `postgresql.conf`. The last one of a name wins.
     #[must_use]
     pub fn with(mut self, name: &str, value: &str) -> Self {
         self.lines.push((name.to_owned(), value.to_owned()));
         self
     }
 
-    /// The data lies below this folder, which everybody may pass through.
+    /// Puts the data below this folder, which every user must be able to traverse.
     #[must_use]
     pub fn under(self, folder: &Path) -> Self {
         Self { under: Some(folder.to_owned()), ..self }
@@ -55,7 +56,8 @@ impl Settings {
     }
 }
 
-/// A Postgres of your own. Dropping it, or dying in any way, stops it at once and removes its data.
+/// A private Postgres. Dropping this, or any death of this process, stops it at once and removes
+/// its data.
 #[derive(Debug)]
 pub struct PrivatePostgres {
     postgres: Postgres,
@@ -81,7 +83,7 @@ impl PrivatePostgres {
         let bin = install::postgres_bin(version)?;
         let folder = process::scratch(settings.under.as_deref(), "postbox-pg-")?;
         let cluster = Cluster { bin, folder: folder.clone(), env: Vec::new() };
-        // The guard comes first: from here on whatever we make is removed.
+        // The guard comes first: from here on, everything we create is removed.
         let guard = ProcessGuard::new(&cluster.process(folder))?;
         cluster.create(settings)?;
         let (server, port) = cluster.start_anywhere().await.with_context(|| version.name())?;
@@ -89,22 +91,22 @@ impl PrivatePostgres {
         Ok(Self { postgres, cluster, port, server: Some(server), frozen: None, guard })
     }
 
-    /// The server as everybody else sees it; its URLs stay the same after a restart.
+    /// Returns the server as clients see it. Its URLs stay the same after a restart.
     pub fn postgres(&self) -> &Postgres {
         &self.postgres
     }
 
-    /// The first process's id, for whoever measures it; `None` while it is stopped.
+    /// Returns the first process's id, to measure it; `None` while it is stopped.
     pub fn pid(&self) -> Option<u32> {
         self.server.as_ref().map(Child::id)
     }
 
-    /// A crash as Postgres sees it: nothing is flushed (`pg_ctl stop -m immediate`).
+    /// Crashes it as Postgres sees it: nothing is flushed (`pg_ctl stop -m immediate`).
     pub fn stop_immediate(&mut self) {
         self.stop("QUIT");
     }
 
-    /// Sessions are cut off, everything is flushed (`pg_ctl stop -m fast`).
+    /// Stops it: sessions are cut off, everything is flushed (`pg_ctl stop -m fast`).
     pub fn stop_fast(&mut self) {
         self.stop("INT");
     }
@@ -120,23 +122,24 @@ impl PrivatePostgres {
         self.start().await;
     }
 
-    /// SIGKILL to the first process; the others notice and end.
+    /// Sends SIGKILL to the first process. The others notice and end.
     pub fn kill(&mut self) {
         self.stop("KILL");
     }
 
-    /// The folder with its data, for a copy while it is stopped.
+    /// Returns the folder with its data, to be copied while it is stopped.
     pub fn data(&self) -> PathBuf {
         self.cluster.data()
     }
 
-    /// The environment from the next start on: a library to load, and the clock it shows.
+    /// Sets the environment from the next start on: a library to load, and the clock it shows.
     pub fn set_env(&mut self, env: &[(&str, &str)]) {
         self.cluster.env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
     }
 
-    /// Freezes the process that flushes in the background, so that an immediate stop loses what no
-    /// commit took to disk. (A long `wal_writer_delay` may end at any moment of the test.)
+    /// Freezes the process that flushes in the background, so that an immediate stop loses
+    /// everything that no commit flushed. (A long `wal_writer_delay` may end at any moment of the
+    /// test.)
     ///
     /// # Panics
     ///
@@ -153,14 +156,14 @@ impl PrivatePostgres {
     ///
     /// # Panics
     ///
-    /// If it does not come up.
+    /// If it does not start.
     pub async fn start(&mut self) {
         if let Err(error) = self.try_start().await {
             panic!("{} does not start again: {error:#}", self.postgres.version().name());
         }
     }
 
-    /// [`Self::start`] where it may not come up, as on a full disk.
+    /// Like [`Self::start`], if it may fail to start, as on a full disk.
     pub async fn try_start(&mut self) -> anyhow::Result<()> {
         if self.server.is_none() {
             self.server = Some(self.cluster.start(self.port).await?);
@@ -168,7 +171,7 @@ impl PrivatePostgres {
         Ok(())
     }
 
-    /// Whether the first process runs; a full disk may have stopped it.
+    /// Returns whether the first process runs. A full disk may have stopped it.
     pub fn runs(&mut self) -> bool {
         if self.server.as_mut().is_some_and(|server| server.try_wait().is_ok_and(|ended| ended.is_some())) {
             self.server = None;
@@ -179,7 +182,8 @@ impl PrivatePostgres {
     fn stop(&mut self, signal: &str) {
         self.signal(signal);
         if let Some(pid) = self.frozen.take() {
-            // Frozen, it gets no signal, and every stop waits for it. It may be gone already.
+            // A frozen process gets no other signal, and every stop waits for it. It may be gone
+            // already.
             let _ = process::signal(pid, "KILL");
         }
         if let Some(mut server) = self.server.take() {
@@ -210,13 +214,13 @@ impl Drop for PrivatePostgres {
     }
 }
 
-/// A data folder and the programs that go with it.
+/// A data folder and the programs for it.
 #[derive(Debug)]
 pub(super) struct Cluster {
     pub(super) bin: PathBuf,
-    /// Ours; the server's data is in `data` below it.
+    /// Our folder. The server's data is in `data` below it.
     pub(super) folder: PathBuf,
-    /// Of the server, beside what every program of ours has.
+    /// Environment of the server, in addition to that of all programs.
     pub(super) env: Vec<(String, String)>,
 }
 
@@ -233,7 +237,7 @@ impl Cluster {
         ServerProcess { pid_file: self.data().join("postmaster.pid"), working: self.data(), signal: "QUIT", remove }
     }
 
-    /// `initdb` and configuration.
+    /// Runs `initdb` and writes the configuration.
     pub(super) fn create(&self, settings: &Settings) -> anyhow::Result<()> {
         let data = self.data();
         process::own_folder(&data, 0o700)?;
@@ -287,7 +291,7 @@ impl Cluster {
     }
 }
 
-/// The last lines of a server's log, for a failure's text.
+/// Returns the last lines of a server's log, for the text of a failure.
 pub(super) fn tail(log: &Path) -> String {
     let text = fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
     let lines: Vec<&str> = text.lines().rev().take(8).collect();

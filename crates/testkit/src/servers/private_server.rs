@@ -1,4 +1,4 @@
-//! A server of one test's own, to be killed, frozen, emptied and started again.
+//! A server for a single test, which can be killed, frozen, emptied and restarted.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -12,22 +12,23 @@ use super::private::tail;
 use super::process::{self, ProcessGuard, ServerProcess};
 use super::unavailable;
 
-/// They start in 50 ms to 10 s on a busy machine; more than this is a hang.
+/// Longest start. Servers start in 50 ms to 10 s on a busy machine; more than this is a hang.
 pub(super) const START_TIME_MAX: Duration = Duration::from_secs(120);
 
-/// What is special about a server.
+/// What differs between servers.
 pub trait Program: Send {
-    /// Its name in a failure and in its folder's.
+    /// Its name in failures and in its folder's name.
     const NAME: &'static str;
 
-    /// Starts it on this port. This folder is ours, and `data` below it the server's own.
+    /// Returns the command to start it on this port. `folder` is ours; `data` below it is the
+    /// server's.
     fn command(&self, folder: &Path, port: u16) -> anyhow::Result<Command>;
 
-    /// Whether it serves.
+    /// Returns whether it serves.
     fn answers(port: u16) -> impl Future<Output = bool> + Send;
 }
 
-/// A server. Dropping it, or dying in any way, stops it and removes its data.
+/// A server. Dropping this, or any death of this process, stops it and removes its data.
 #[derive(Debug)]
 pub struct PrivateServer<P> {
     pub(super) program: P,
@@ -38,12 +39,12 @@ pub struct PrivateServer<P> {
 }
 
 impl<P: Program> PrivateServer<P> {
-    /// Starts a server of this program, if that is installed.
+    /// Starts a server of this program, if it is installed.
     pub(super) async fn of(program: anyhow::Result<P>) -> Self {
         Self::prepared(program, async |_, _| ()).await
     }
 
-    /// The same with a program that has to know its port before.
+    /// The same for a program that must know its port first.
     pub(super) async fn prepared(program: anyhow::Result<P>, mut prepare: impl AsyncFnMut(&mut P, u16)) -> Self {
         let started = async {
             let mut server = Self::new(program?)?;
@@ -60,22 +61,22 @@ impl<P: Program> PrivateServer<P> {
 
     fn new(program: P) -> anyhow::Result<Self> {
         let folder = process::scratch(None, &format!("postbox-{}-", P::NAME))?;
-        // The guard comes first: from here on whatever we make is removed.
+        // The guard comes first: from here on, everything we create is removed.
         let guard = ProcessGuard::new(&server_process(&folder, "KILL"))?;
         process::own_folder(&folder.join("data"), 0o700)?;
         Ok(Self { program, folder, port: 0, server: None, guard })
     }
 
-    /// Its port on 127.0.0.1; the same after a restart.
+    /// Returns its port on 127.0.0.1; the same after a restart.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Its process's id, for whoever measures it.
+    /// Returns its process id, to measure it.
     ///
     /// # Panics
     ///
-    /// If it does not run.
+    /// If it is not running.
     pub fn pid(&self) -> u32 {
         self.server.as_ref().expect("the server is running: call start first").id()
     }
@@ -84,7 +85,7 @@ impl<P: Program> PrivateServer<P> {
         &self.folder
     }
 
-    /// SIGKILL. What is in its files is there after the next start, as long as the machine lives.
+    /// Kills it (SIGKILL). Data in its files survives, as long as the machine lives.
     pub fn kill(&mut self) {
         self.signal("KILL");
         if let Some(mut server) = self.server.take() {
@@ -92,7 +93,7 @@ impl<P: Program> PrivateServer<P> {
         }
     }
 
-    /// Whether it was started and not killed.
+    /// Returns whether it was started and not killed.
     pub fn is_running(&self) -> bool {
         self.server.is_some()
     }
@@ -108,7 +109,8 @@ impl<P: Program> PrivateServer<P> {
         process::own_folder(&data, 0o700).expect("our own folder");
     }
 
-    /// Freezes it: connections stay, nobody answers. When it returns, no thread of it runs.
+    /// Freezes it: connections stay, but nothing is answered. When this returns, none of its
+    /// threads runs.
     pub fn freeze(&self) {
         process::freeze(self.pid()).expect("our own child can be frozen");
     }
@@ -122,7 +124,7 @@ impl<P: Program> PrivateServer<P> {
     ///
     /// # Panics
     ///
-    /// If it does not come up.
+    /// If it does not start.
     pub async fn start(&mut self) {
         self.try_start().await.expect("it starts again");
     }
@@ -143,13 +145,13 @@ impl<P> Drop for PrivateServer<P> {
     }
 }
 
-/// A server as [`start`] starts it, for its guard.
+/// Describes a server that [`start`] starts, for its guard.
 pub(super) fn server_process(folder: &Path, signal: &'static str) -> ServerProcess {
     let (pid_file, working) = (folder.join("pid"), folder.join("data"));
     ServerProcess { pid_file, working, signal, remove: folder.to_owned() }
 }
 
-/// Starts a server and waits until it answers. What it prints is in `log`.
+/// Starts a server and waits until it answers. Its output is in `log`.
 pub(super) async fn start<P: Program>(program: &P, folder: &Path, port: u16) -> anyhow::Result<Child> {
     let log = folder.join("log");
     let mut command = program.command(folder, port)?;

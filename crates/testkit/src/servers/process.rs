@@ -1,4 +1,4 @@
-//! Starting programs without privileges, and stopping them whatever happens to us.
+//! Starts programs without privileges, and stops them whatever happens to us.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 
-/// It takes microseconds; more than this is a hang.
+/// Longest wait for a freeze. It takes microseconds, so more than this is a hang.
 const FREEZE_TIME_MAX: Duration = Duration::from_secs(20);
 
 /// Stops the process in the pid file `$1` with signal `$3` if it works in folder `$2` (the pid may
-/// be another process's by now), waits until it is gone (a zombie has no folder), and removes
+/// belong to another process by now). Waits until it is gone (a zombie has no folder). Removes
 /// folder `$4`.
 const STOP: &str = r#"
 stop() {
@@ -30,7 +30,8 @@ stop() {
 }
 "#;
 
-/// The user servers run as: (uid, gid), when we are root; `None` when we may run them ourselves.
+/// Returns the user that servers run as, (uid, gid), if we are root; `None` if we may run them
+/// ourselves.
 pub(super) fn unprivileged() -> anyhow::Result<Option<(u32, u32)>> {
     let ours = fs::metadata("/proc/self").context("this fixture needs /proc")?.uid();
     if ours != 0 {
@@ -48,11 +49,12 @@ pub(super) fn unprivileged() -> anyhow::Result<Option<(u32, u32)>> {
         .context("servers refuse root, and there is no user postgres or nobody")
 }
 
-/// A program that runs unprivileged in `folder`, away from our terminal, pipes and `PG…` variables.
+/// Creates a command that runs unprivileged in `folder`, without our terminal, pipes and `PG…`
+/// variables.
 pub(super) fn command(program: &Path, folder: &Path) -> anyhow::Result<Command> {
     let mut command = Command::new(program);
     command.current_dir(folder).env_clear().env("PATH", "/usr/bin:/bin").env("LC_ALL", "C").env("TZ", "UTC");
-    // A group of its own: Ctrl-C on the test run must not reach the server before its guard does.
+    // A separate process group: Ctrl-C on the test run must not reach the server before its guard.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     if let Some((uid, gid)) = unprivileged()? {
         command.uid(uid).gid(gid);
@@ -60,7 +62,7 @@ pub(super) fn command(program: &Path, folder: &Path) -> anyhow::Result<Command> 
     Ok(command)
 }
 
-/// Makes `folder` for the unprivileged user; everybody may pass through its parents.
+/// Creates `folder` for the unprivileged user. Every user can traverse its parents.
 pub(super) fn own_folder(folder: &Path, mode: u32) -> anyhow::Result<()> {
     fs::create_dir_all(folder)?;
     fs::set_permissions(folder, fs::Permissions::from_mode(mode))?;
@@ -70,16 +72,16 @@ pub(super) fn own_folder(folder: &Path, mode: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A new folder of ours, below the temporary folder if none is named.
+/// Creates a folder for us, below the temporary folder if no parent is given.
 pub(super) fn scratch(parent: Option<&Path>, prefix: &str) -> anyhow::Result<PathBuf> {
     let parent = parent.map_or_else(std::env::temp_dir, Path::to_path_buf);
     let folder = tempfile::Builder::new().prefix(prefix).tempdir_in(parent)?.keep();
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o755))?;
-    // The guard compares it with what the kernel says, which knows no links.
+    // The guard compares it with the kernel's path, which contains no links.
     Ok(folder.canonicalize()?)
 }
 
-/// Sends a signal to a process of ours.
+/// Sends a signal to one of our processes.
 pub(super) fn signal(pid: impl std::fmt::Display, signal: &str) -> anyhow::Result<()> {
     let status = Command::new("sh")
         .args(["-c", "kill \"-$1\" \"$2\"", "sh", signal, &pid.to_string()])
@@ -89,8 +91,8 @@ pub(super) fn signal(pid: impl std::fmt::Display, signal: &str) -> anyhow::Resul
     Ok(())
 }
 
-/// Freezes a process of ours. When it returns, no thread of it runs: on a busy machine SIGSTOP is
-/// obeyed a moment later.
+/// Freezes one of our processes. When this returns, none of its threads runs; on a busy machine
+/// SIGSTOP takes effect a moment later.
 pub(super) fn freeze(pid: impl std::fmt::Display) -> anyhow::Result<()> {
     signal(&pid, "STOP")?;
     let deadline = Instant::now() + FREEZE_TIME_MAX;
@@ -109,29 +111,29 @@ fn is_stopped(pid: impl std::fmt::Display) -> anyhow::Result<bool> {
     }))
 }
 
-/// A server that a guard stops, and what it removes afterwards.
+/// A server that a guard stops, and what is removed afterwards.
 #[derive(Debug, Clone)]
 pub(super) struct ServerProcess {
-    /// File whose first line is the pid.
+    /// The file whose first line is the pid.
     pub(super) pid_file: PathBuf,
     /// The folder that it works in.
     pub(super) working: PathBuf,
     /// The signal that stops it.
     pub(super) signal: &'static str,
-    /// What is removed afterwards.
+    /// The folder removed afterwards.
     pub(super) remove: PathBuf,
 }
 
 impl ServerProcess {
-    /// Whether the process is there: it works in its folder, as [`STOP`] sees it.
+    /// Returns whether the process lives: it works in its folder, as [`STOP`] checks.
     pub(super) fn lives(&self) -> bool {
         let pid = fs::read_to_string(&self.pid_file).unwrap_or_default();
         let pid = pid.lines().next().unwrap_or_default();
         fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|folder| folder == self.working)
     }
 
-    /// A guard that belongs to nobody: it stops the server once no process has held a lock on
-    /// `users` for some seconds. Its own lock on `watch` tells the next one that it is there.
+    /// Starts a guard without an owner. It stops the server once no process has held a lock on
+    /// `users` for some seconds. Its own lock on `watch` shows later guards that it exists.
     pub(super) fn watch(&self, users: &Path, watch: &Path) -> anyhow::Result<()> {
         let wait = r#"
 exec 8>>"$6" 9>>"$5"
@@ -166,7 +168,8 @@ pub(super) struct ProcessGuard {
 
 impl ProcessGuard {
     pub(super) fn new(server: &ServerProcess) -> anyhow::Result<Self> {
-        // Nothing is ever written: reading ends when we, who hold the other end alone, are gone.
+        // Nothing is ever written. Reading ends when this process, the only holder of the other
+        // end, is gone.
         let wait = r#"read -r nothing; stop "$@""#;
         let mut guard = server.guard(wait, &[]).stdin(Stdio::piped()).spawn().context("sh")?;
         let pipe = guard.stdin.take();

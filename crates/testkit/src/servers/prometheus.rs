@@ -1,4 +1,4 @@
-//! A Prometheus of one test's own.
+//! A Prometheus for a single test.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -43,7 +43,7 @@ impl Program for Prometheus {
 
     fn command(&self, folder: &Path, port: u16) -> anyhow::Result<Command> {
         let (data, file) = (folder.join("data"), folder.join("prometheus.yml"));
-        // Run as another user, it may not come to where the rules are.
+        // It runs as another user, which may not be able to read the rules where they are.
         fs::copy(&self.rules, folder.join("rules.yml"))?;
         let config = format!(
             "global: {{ scrape_interval: 1s, evaluation_interval: 1s }}\nrule_files: [rules.yml]\nscrape_configs:\n  \
@@ -69,11 +69,11 @@ impl Program for Prometheus {
     }
 }
 
-/// Runs `promtool` with these arguments in this folder; its output if it ended with 0.
+/// Runs `promtool` with these arguments in this folder. Returns its output if it exited with 0.
 ///
 /// # Errors
 ///
-/// If it said that something is wrong.
+/// If it reported a problem.
 ///
 /// # Panics
 ///

@@ -1,4 +1,4 @@
-//! A RabbitMQ, of one test's own or shared by all of a run.
+//! A RabbitMQ, for a single test or shared by all tests of a run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ use super::ports::{free_port, on_free_port};
 use super::private_server::{self, PrivateServer, Program, START_TIME_MAX};
 use super::{install, process, shared, unavailable};
 
-/// Its program runs in the shell's process. The port mapper of the node, which would stay behind as
-/// a daemon, ends with the folder.
+/// Runs the server in the shell's process. The node's port mapper would stay behind as a daemon; it
+/// ends when the folder is removed.
 const START: &str = r#"
 if [ "$2" = first ]; then
   (epmd -address 127.0.0.1 -port "$ERL_EPMD_PORT" & while [ -d "$1" ]; do sleep 0.2; done; kill $!) &
@@ -22,7 +22,7 @@ fi
 exec "$0"
 "#;
 
-/// A server. For what a kill leaves of a queue that is new see [`PrivateServer::sync`].
+/// A server. See [`PrivateServer::sync`] for what a kill leaves of a new queue.
 pub type PrivateRabbitmq = PrivateServer<Rabbit>;
 
 /// How RabbitMQ is started.
@@ -33,7 +33,7 @@ pub struct Rabbit {
     epmd_port: u16,
 }
 
-/// The server that all tests of a run share. They differ in the names of their queues.
+/// The server that all tests of a run share. Each test uses other queue names.
 #[derive(Debug, Clone)]
 pub struct Rabbitmq {
     rabbit: Rabbit,
@@ -42,7 +42,7 @@ pub struct Rabbitmq {
 }
 
 impl Rabbitmq {
-    /// The shared server; the first to ask starts it.
+    /// Returns the shared server. The first one to ask starts it.
     ///
     /// # Panics
     ///
@@ -90,7 +90,7 @@ impl Rabbitmq {
         format!("amqp://127.0.0.1:{}", self.port)
     }
 
-    /// Runs `rabbitmqctl`, which takes a second or two; what it printed.
+    /// Runs `rabbitmqctl`, which takes a second or two. Returns its output.
     ///
     /// # Panics
     ///
@@ -119,14 +119,14 @@ impl PrivateServer<Rabbit> {
         Self::of(Rabbit::installed(config)).await
     }
 
-    /// `amqp://127.0.0.1:PORT`; the same after a restart.
+    /// Returns `amqp://127.0.0.1:PORT`; the same after a restart.
     pub fn url(&self) -> String {
         format!("amqp://127.0.0.1:{}", self.port())
     }
 
-    /// What the node knows of its queues and bindings is in its files from here on. It writes them,
-    /// and the name of a new quorum queue, some seconds later; killed before, it has no binding
-    /// afterwards, or has the queue and nothing of what was in it, and nobody leads it.
+    /// Makes the node write its queues and bindings to its files now. By itself it writes them, and
+    /// the name of a new quorum queue, some seconds later. If it is killed before that, it has lost
+    /// the binding, or has the queue without its messages and without a leader.
     pub fn sync(&self) {
         self.ctl(&[
             "eval",
@@ -134,7 +134,7 @@ impl PrivateServer<Rabbit> {
         ]);
     }
 
-    /// Runs `rabbitmqctl`, which takes a second or two; what it printed.
+    /// Runs `rabbitmqctl`, which takes a second or two. Returns its output.
     ///
     /// # Panics
     ///
@@ -171,7 +171,7 @@ impl Rabbit {
         command.env("ERL_EPMD_PORT", self.epmd_port.to_string()).env("ERL_EPMD_ADDRESS", "127.0.0.1");
         // Without it a script stays in between, and a signal would not reach the server.
         command.env("RABBITMQ_ALLOW_INPUT", "1");
-        // How long a consumer keeps a message is looked at every second instead of every minute.
+        // Check every second, instead of every minute, how long a consumer has kept a message.
         let arguments = "-noinput -setcookie postbox +S 2:2 -rabbit channel_tick_interval 1000";
         command.env("RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS", arguments);
         Ok(command)
@@ -195,7 +195,7 @@ impl Program for Rabbit {
         Ok(command)
     }
 
-    /// It says who it is once it is asked for this protocol.
+    /// The server sends its protocol header once it is asked for this protocol.
     async fn answers(port: u16) -> bool {
         let asked = async {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;

@@ -1,4 +1,4 @@
-//! A Redis or Valkey of one test's own.
+//! A Redis or Valkey for a single test.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -38,8 +38,8 @@ impl PrivateServer<Redis> {
         Self::launch_with(kind, &[]).await
     }
 
-    /// Starts a server with more arguments, e.g. `["--replicaof", "127.0.0.1 6379"]`. The last of a
-    /// name wins.
+    /// Starts a server with more arguments, e.g. `["--replicaof", "127.0.0.1 6379"]`. The last one
+    /// of a name wins.
     ///
     /// # Panics
     ///
@@ -49,7 +49,7 @@ impl PrivateServer<Redis> {
         Self::of(install::redis(kind).map(|program| Redis { program, arguments })).await
     }
 
-    /// `redis://127.0.0.1:PORT`; the same after a restart.
+    /// Returns `redis://127.0.0.1:PORT`; the same after a restart.
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}", self.port())
     }
@@ -66,8 +66,8 @@ impl Program for Redis {
         Ok(command)
     }
 
-    /// Whether it has read its data and takes commands; a password that we do not have is an
-    /// answer, too.
+    /// Returns whether it has read its data and accepts commands. A request for a password also
+    /// counts as an answer.
     async fn answers(port: u16) -> bool {
         let asked = async {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;

@@ -15,10 +15,10 @@ use super::private::{Cluster, START_SECONDS_MAX, Settings};
 use super::process::ServerProcess;
 use super::{Postgres, Version, install};
 
-/// Locks held until this process ends, whichever way: a URL outlives the handle it came from.
+/// Locks held until this process ends in any way, because a URL outlives the handle it came from.
 static HELD: Mutex<Vec<File>> = Mutex::new(Vec::new());
 
-/// The server named by the environment, the one that runs already, or a new one.
+/// Returns the server named by the environment, the one already running, or a new one.
 pub(super) async fn find_or_start(version: Version) -> anyhow::Result<Postgres> {
     let variable = format!("POSTBOX_TEST_PG{}", version.number());
     if let Ok(url) = std::env::var(&variable) {
@@ -34,7 +34,7 @@ pub(super) async fn find_or_start(version: Version) -> anyhow::Result<Postgres> 
     Ok(Postgres::on_port(version, port.with_context(|| version.name())?))
 }
 
-/// The port of the server that runs below this folder, or of a new one. It lives as long as
+/// Returns the port of the server that runs below this folder, or of a new one. It lives as long as
 /// somebody uses it.
 pub(super) async fn share(
     folder: &Path,
@@ -46,19 +46,19 @@ pub(super) async fn share(
     // Waits while the guard is removing an idle server, then keeps the next one from being removed.
     users.lock_shared()?;
     HELD.lock().expect("nobody panics while holding it").push(users);
-    // One process at a time looks and starts; the others wait here and then find it.
+    // One process at a time looks and starts. The others wait here and then find the server.
     let starter = lock_file(&folder.join("starter"))?;
     starter.lock()?;
     let port = match running().await? {
         Some(port) => port,
         None => start().await?,
     };
-    // Another guard that is there already has the lock, and this one ends.
+    // If another guard has the lock already, this one ends.
     process.watch(&folder.join("users"), &folder.join("guard"))?;
     Ok(port)
 }
 
-/// The same for every process that would start the same server.
+/// Returns a folder that is the same for every process that would start the same server.
 pub(super) fn folder(name: &str, what: impl Hash) -> anyhow::Result<PathBuf> {
     let mut hasher = DefaultHasher::new();
     what.hash(&mut hasher);
@@ -74,8 +74,8 @@ fn lock_file(path: &Path) -> anyhow::Result<File> {
     File::options().create(true).append(true).open(path).with_context(|| format!("{}", path.display()))
 }
 
-/// The port of the server that runs already. A slow answer on a busy machine does not count as
-/// none: a missing server's folder is removed.
+/// Returns the port of a server that is already running. A slow answer on a busy machine does not
+/// count as none, because the folder of a missing server is removed.
 async fn running(cluster: &Cluster) -> anyhow::Result<Option<u16>> {
     let run = cluster.folder.join("run");
     let Ok(port) = fs::read_to_string(run.join("port")) else { return Ok(None) };

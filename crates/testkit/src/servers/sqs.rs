@@ -1,4 +1,4 @@
-//! SQS and SNS of one test's own: moto, which keeps everything in memory.
+//! SQS and SNS for a single test: moto, which keeps everything in memory.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use super::private_server::{PrivateServer, Program};
 use super::{install, process};
 
-/// A server. Killed, it forgets all queues, topics and messages.
+/// A server. If it is killed, it forgets all queues, topics and messages.
 pub type PrivateSqs = PrivateServer<Moto>;
 
 /// How moto is started.
@@ -29,7 +29,7 @@ impl PrivateServer<Moto> {
         Self::of(install::moto().map(|(libraries, python)| Moto { libraries, python })).await
     }
 
-    /// `http://127.0.0.1:PORT`; the same after a restart.
+    /// Returns `http://127.0.0.1:PORT`; the same after a restart.
     pub fn url(&self) -> String {
         format!("http://127.0.0.1:{}", self.port())
     }
