@@ -1,4 +1,4 @@
-//! Runs a plan: writers, relays, a person; then the faults end, and everything must drain.
+//! Runs a plan: writers, relays and a person act. Then the faults end, and everything must drain.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,13 +18,13 @@ use crate::sink::SimSink;
 use crate::world::{LEASE, RelayClock, World};
 
 const MS: Duration = Duration::from_millis(1);
-/// Everything is delivered so long after the last fault at the latest: a lease, the retries and the
-/// waits for calls of their own time limit.
+/// Longest time after the last fault until everything is delivered: a lease, the retries, and the
+/// waits until calls reach their time limit.
 const DRAINS_WITHIN: Duration = Duration::from_secs(60);
-/// A stop takes no longer: the drain time, and one settlement.
+/// Longest stop: the drain time and one settlement.
 const STOPS_WITHIN: Duration = Duration::from_secs(20);
 
-/// What a moment of the timeline does.
+/// What happens at one moment of the timeline.
 enum Moment {
     Do(Step),
     /// The transaction of this step ends.
@@ -32,13 +32,13 @@ enum Moment {
     Snapshot,
 }
 
-/// A relay that runs.
+/// A running relay.
 struct Running {
     stop: CancellationToken,
     task: JoinHandle<postbox_core::Result<()>>,
 }
 
-/// A transaction that is open.
+/// An open transaction.
 struct Open {
     transaction: Transaction,
     numbers: Vec<usize>,
@@ -51,16 +51,16 @@ struct Director {
     running: BTreeMap<u8, Running>,
     lives: [u32; RELAYS_MAX as usize + 1],
     open: BTreeMap<usize, Open>,
-    /// Of these: what waits for another one to end.
+    /// Those of `open` that wait for another one to end.
     waiting: Vec<usize>,
     snapshots: Vec<(At, Snapshot)>,
     operator: Client,
     stopping: Vec<JoinHandle<()>>,
-    /// A person's commands.
+    /// Commands of a person.
     acting: Vec<JoinHandle<()>>,
 }
 
-/// Lets the world of a plan happen. What does not hold is in the world's ledger.
+/// Runs the world of a plan. Violations are recorded in the world's ledger.
 pub(crate) async fn direct(world: Arc<World>) {
     let operator = Client::new(&world, (OPERATOR, 0));
     let mut director = Director {
@@ -77,7 +77,7 @@ pub(crate) async fn direct(world: Arc<World>) {
     director.run().await;
 }
 
-/// The moments of a plan, in order.
+/// Returns the moments of a plan, in order.
 fn timeline(plan: &Plan) -> Vec<(At, Moment)> {
     let mut moments = Vec::with_capacity(2 * plan.steps.len());
     for (index, step) in plan.steps.iter().enumerate() {
@@ -100,7 +100,7 @@ fn timeline(plan: &Plan) -> Vec<(At, Moment)> {
         };
         moments.push((at, Moment::Do(*step)));
     }
-    // A write's beginning comes before its end: the sort is stable, and its end was put first.
+    // A write must begin before it ends. The sort is stable, and its end was put first.
     moments.sort_by_key(|(at, moment)| (*at, matches!(moment, Moment::End(_))));
     moments
 }
@@ -128,7 +128,7 @@ impl Director {
         self.drain().await;
     }
 
-    /// Lets time pass. Relays that an event ends are started again, as new processes.
+    /// Lets time pass. A relay that an event ended is restarted as a new process.
     async fn pass(&mut self, time: Duration) {
         let (world, until) = (self.world.clone(), tokio::time::Instant::now() + time);
         while let Ok(who) = tokio::time::timeout_at(until, world.next_ended()).await {
@@ -152,8 +152,8 @@ impl Director {
             }
             Step::Operator { action, .. } => self.act(action),
             Step::Crash { .. } => {
-                // A file has no server: what crashes with its machine are the processes that have
-                // opened it.
+                // A file has no server. If its machine crashes, the processes that have opened it
+                // die.
                 let is_file = world.plan.store == Store::Sqlite;
                 let died: Vec<u8> = self.running.keys().copied().filter(|_| is_file).collect();
                 for relay in &died {
@@ -185,7 +185,7 @@ impl Director {
 
     fn write(&mut self, step: Step) {
         let Step::Write { at, key, events, topic, wait, fate, end, .. } = step else { return };
-        // A writer serialises on its aggregate: one open transaction a key.
+        // A writer serialises on its aggregate: one open transaction per key.
         if key.is_some() && self.open.values().any(|open| open.key == key) {
             return;
         }
@@ -296,7 +296,7 @@ impl Director {
         _ = task.await;
     }
 
-    /// A person's command, beside everything else. The answer does not matter here.
+    /// Runs a person's command, beside everything else. Its answer does not matter here.
     fn act(&mut self, action: Action) {
         let (world, operator) = (self.world.clone(), self.operator.clone());
         world.note(|| format!("a person: {action:?}"));
@@ -306,7 +306,7 @@ impl Director {
         self.acting.push(tokio::spawn(async move { perform(&world, &operator, action).await }));
     }
 
-    /// The faults end; what is left must be delivered.
+    /// Ends the faults. The rest must then be delivered.
     async fn drain(&mut self) {
         let world = self.world.clone();
         world.calm();
@@ -321,7 +321,7 @@ impl Director {
             if world.is_violated() {
                 return;
             }
-            // A command that still stands somewhere may send dead events again.
+            // A command that is still stuck somewhere may send dead events again.
             if world.is_drained() && self.acting.iter().all(JoinHandle::is_finished) {
                 break;
             }
@@ -331,7 +331,7 @@ impl Director {
                     .ledger
                     .fail(|| format!("liveness: not drained {DRAINS_WITHIN:?} after the last fault"));
             }
-            // A pause that nobody ended, or that a destination asked for.
+            // End a pause that nobody ended, or that a destination asked for.
             world.server.resume(&world.subscription.name).await;
         }
         for relay in 0..RELAYS_MAX {
@@ -342,7 +342,7 @@ impl Director {
         }
     }
 
-    /// A relay never ends by itself.
+    /// Checks that no relay ended by itself.
     async fn notice_ends(&mut self) {
         let ended = self.running.iter().find(|(_, running)| running.task.is_finished()).map(|(relay, _)| *relay);
         if let Some(relay) = ended

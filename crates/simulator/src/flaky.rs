@@ -1,4 +1,5 @@
-//! What a relay sees of its store: a read may also fail after the store has noted what it gave.
+//! The store as a relay sees it: a read may also fail after the store has recorded what it
+//! returned.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use crate::ledger::Who;
 use crate::plan::Fault;
 use crate::world::{World, down};
 
-/// A client whose reads may fail after they were noted.
+/// A client whose reads may fail after they were recorded.
 pub(crate) struct FlakyLog {
     pub(crate) world: Arc<World>,
     pub(crate) who: Who,

@@ -1,4 +1,4 @@
-//! Simulated time for the threads of a SQLite store, and the gate that keeps their order the same
+//! Simulated time for the threads of a SQLite store, and the gate that makes their order the same
 //! in every run.
 
 use std::pin::Pin;
@@ -14,8 +14,8 @@ use postbox_core::Clock;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
-/// The time of one world. Only the thread of the world's runtime can ask the runtime; others get
-/// what it last saw.
+/// The time of one world. Only the thread of the world's runtime can read the runtime's time; other
+/// threads get the value it last saw.
 pub(crate) struct SimTime {
     zero: Instant,
     home: ThreadId,
@@ -48,7 +48,7 @@ impl SimTime {
 /// A server's clock.
 pub(crate) struct ServerClock {
     pub(crate) time: Arc<SimTime>,
-    /// Where jobs of a store's threads wait until they may begin; the memory store has none.
+    /// Where jobs of a store's threads wait until they may begin. The memory store has none.
     pub(crate) gate: Option<Arc<Gate>>,
 }
 
@@ -71,25 +71,25 @@ impl Clock for ServerClock {
     }
 }
 
-/// Holds each job of a store's threads until its caller waits for it, and the world until the job
-/// has answered. Otherwise it would be chance whether a call finds its answer at once or is polled
-/// again.
+/// Holds each job of a store's threads until its caller waits for it, and holds the world until the
+/// job has answered. Otherwise it would be random whether a call finds its answer at once or is
+/// polled again.
 #[derive(Default)]
 pub(crate) struct Gate {
     state: Mutex<GateState>,
     changed: Condvar,
-    /// A job committed something. Wakes in the order of waiting; the store's own channel wakes in
-    /// an order of chance.
+    /// Notified when a job committed something. Wakes in the order of waiting, unlike the store's
+    /// own channel, whose order is random.
     pub(crate) committed: Notify,
 }
 
 #[derive(Default)]
 struct GateState {
-    /// A job stands at the gate.
+    /// A job is waiting at the gate.
     arrived: bool,
-    /// It may go.
+    /// The job may proceed.
     granted: bool,
-    /// What the call waits for is there.
+    /// The call's waker was called.
     woken: bool,
 }
 
@@ -119,7 +119,7 @@ impl Gate {
         state.granted = false;
     }
 
-    /// Polls a call once. If it waits for a job, that job is done when this returns.
+    /// Polls a call once. If the call waits for a job, that job is done when this returns.
     pub(crate) fn step<T>(self: &Arc<Self>, call: Pin<&mut (dyn Future<Output = T> + '_)>) -> Poll<T> {
         self.lock().woken = false;
         let waker = Waker::from(self.clone());
@@ -137,7 +137,7 @@ impl Gate {
         polled
     }
 
-    /// Lets a call happen at once.
+    /// Runs a call to its end at once.
     pub(crate) fn run<T>(self: &Arc<Self>, call: impl Future<Output = T>) -> T {
         let mut call = std::pin::pin!(call);
         loop {

@@ -1,20 +1,20 @@
-//! What is known of each event, and what must hold: counted from what writers wrote, the
-//! destination got and the store shows.
+//! What is known about each event, and what must hold. It is computed from what writers wrote, what
+//! the destination got and what the store shows.
 //!
-//! It shares no code with the engine. Each operation of the store is looked at right after it was
-//! executed, so that a fault is named where it happens, not where it shows.
+//! It shares no code with the engine. The store is checked right after each operation, so that a
+//! fault is reported where it happens, not where it shows.
 
 use postbox_core::{Cursor, Lease, State};
 
 use crate::plan::{At, Fate};
 use crate::server::{Place, Server};
 
-/// Keys of events without a key, in the tables below.
+/// Size of the tables below that are indexed by key. Plans have at most 3 keys.
 const KEYS_MAX: usize = 4;
-/// An event that meets a destination that is down so often, with others delivered in between, is
+/// An event that finds the destination down this often, with other deliveries in between, is
 /// charged for it.
 const BLAMED_AFTER: u32 = 5;
-/// An event that ended so many relays may be given up. Never another one.
+/// An event that ended this many relays may be given up. No other event may.
 const CRASHES_MAX: u32 = 3;
 
 /// One event, by its number.
@@ -23,27 +23,27 @@ pub(crate) struct Fact {
     pub(crate) key: Option<u8>,
     pub(crate) topic: u8,
     pub(crate) fate: Fate,
-    /// It waits for a time of its own, and leaves the order.
+    /// Its delivery time, if it has one. Such an event leaves the order.
     pub(crate) not_before: Option<At>,
-    /// Its place among the commits; `None`: not committed.
+    /// Its position in the order of commits; `None`: not committed.
     order: Option<u64>,
     /// Another store took over that did not have it.
     taken_back: bool,
     /// A person marked it dead, perhaps while it was in flight.
     marked: bool,
-    /// Arrivals by replay.
+    /// Number of arrivals, by replay.
     arrivals: Vec<u32>,
-    /// Answers that count as an attempt, since the last replay.
+    /// Failures that count as an attempt, since the last replay.
     failures: u32,
     found_down: u32,
     refused: bool,
-    /// How many relays it ended.
+    /// Number of relays it ended.
     pub(crate) ended: u32,
     seen: Option<Seen>,
     tick: u64,
 }
 
-/// How the store showed an event last.
+/// The state of an event when the store was last looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Seen {
     state: State,
@@ -59,31 +59,32 @@ impl Seen {
     }
 }
 
-/// So often may a relay ask after a grant whose answer it did not get: other lanes go first.
+/// How often a relay may ask again after a grant whose answer it did not get. Other lanes come
+/// first.
 const UNUSED_ASKS_MAX: u32 = 6;
 
-/// Who did something: which relay, in which of its lives.
+/// The relay that did something, and the number of its life.
 pub(crate) type Who = (u8, u32);
 
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     pub(crate) facts: Vec<Fact>,
-    /// What does not hold; the first one counts.
+    /// The first violation.
     pub(crate) violation: Option<String>,
     attempts_max: u32,
     ordered: bool,
     halt: bool,
-    /// Topics that some filter left out at some time.
+    /// Topics that some filter has left out at some time.
     pub(crate) left_out: [bool; 2],
     /// Arrivals beyond the first.
     pub(crate) repeated: usize,
     commits: u64,
-    /// By key: the place of the last first arrival among the commits.
+    /// By key: the commit position of the latest first arrival.
     arrived: [u64; KEYS_MAX],
     cursors: Vec<Cursor>,
-    /// By lane: who got its current epoch.
+    /// By lane: the relay that got its current epoch.
     owners: Vec<Option<Who>>,
-    /// By lane: how often the owner of an epoch asked on without ever using it.
+    /// By lane: how often the owner of an epoch asked for lanes without ever using this one.
     unused: Vec<Option<u32>>,
     /// By lane and owner: until when the store granted it, by the store's clock.
     granted: Vec<(u16, Who, At)>,
@@ -101,7 +102,7 @@ impl Ledger {
         }
     }
 
-    /// Gives an event its number.
+    /// Records an event and returns its number.
     pub(crate) fn append(&mut self, key: Option<u8>, topic: u8, fate: Fate, not_before: Option<At>) -> usize {
         self.facts.push(Fact {
             key,
@@ -127,12 +128,12 @@ impl Ledger {
         self.facts[number].order = Some(self.commits);
     }
 
-    /// Whether nobody has left its topic out.
+    /// Returns whether no filter has left its topic out.
     fn is_wanted(&self, number: usize) -> bool {
         !self.left_out[usize::from(self.facts[number].topic)]
     }
 
-    /// An event is about to be sent.
+    /// Records that an event is about to be sent.
     pub(crate) fn send(&mut self, who: Who, number: usize, attempt: u32, replay: u32, now: At) {
         let fact = &self.facts[number];
         if attempt > 1 + fact.failures + fact.found_down / BLAMED_AFTER {
@@ -155,7 +156,7 @@ impl Ledger {
         }
     }
 
-    /// An answer that counts as an attempt.
+    /// Records a failure that counts as an attempt.
     pub(crate) fn failed(&mut self, number: usize) {
         self.facts[number].failures += 1;
     }
@@ -168,14 +169,14 @@ impl Ledger {
         self.facts[number].refused = true;
     }
 
-    /// A relay ended with it.
+    /// Records that a relay ended with it.
     pub(crate) fn ended(&mut self, number: usize) {
         let fact = &mut self.facts[number];
         fact.ended += 1;
         fact.refused |= fact.ended >= CRASHES_MAX;
     }
 
-    /// The destination has it.
+    /// Records that the destination accepted it.
     pub(crate) fn arrive(&mut self, number: usize, replay: u32) {
         let wanted = self.is_wanted(number);
         let fact = &mut self.facts[number];
@@ -189,7 +190,7 @@ impl Ledger {
             self.repeated += 1;
         }
         let Some(key) = fact.key.map(usize::from) else { return };
-        // Taken out by a person while it was in flight.
+        // A person took it out while it was in flight.
         let is_out = fact.marked || fact.seen.is_some_and(|seen| seen.state == State::Discarded);
         let in_order =
             first && !is_out && replay == 0 && fact.not_before.is_none() && !fact.taken_back && wanted && self.ordered;
@@ -202,7 +203,7 @@ impl Ledger {
         }
     }
 
-    /// A lease ends so much later, by the store's clock.
+    /// Records the end of a granted lease, by the store's clock.
     fn grant(&mut self, lane: u16, who: Who, until: At) {
         match self.granted.iter_mut().find(|(of, by, _)| (*of, *by) == (lane, who)) {
             Some(known) => known.2 = known.2.max(until),
@@ -210,7 +211,7 @@ impl Ledger {
         }
     }
 
-    /// Looks at the store after an operation.
+    /// Checks the store after an operation.
     pub(crate) fn observe(
         &mut self,
         server: &Server,
@@ -268,14 +269,14 @@ impl Ledger {
         }
     }
 
-    /// A lane that was granted in an answer that never arrived must be granted again, not stand
+    /// Checks that a lane whose grant was lost with its answer is granted again and does not stand
     /// still.
     fn count_unused(&mut self, operation: &str, lease: Option<&Lease>, who: Who, before: &[Cursor]) {
         if let Some(lease) = lease {
             self.unused[usize::from(lease.lane)] = None;
         }
         if operation == "pause" {
-            // Nothing is granted meanwhile.
+            // Nothing is granted during a pause.
             self.unused.fill(None);
         }
         for (lane, old) in before.iter().enumerate() {
@@ -288,7 +289,7 @@ impl Ledger {
         }
     }
 
-    /// Compares where each event stands with where it stood.
+    /// Compares the state of each event with its previous one.
     fn look(&mut self, server: &Server, operation: &'static str, fenced: Option<&Lease>) {
         self.tick += 1;
         server.each_place(|place| {
@@ -305,7 +306,7 @@ impl Ledger {
             if fact.tick == self.tick {
                 continue;
             }
-            // Only a sweep takes an event away, and only one that nobody needs.
+            // Only a sweep removes an event, and only one that nobody needs.
             if let Some(gone) = fact.seen.take()
                 && !(operation == "prune"
                     && matches!(gone.state, State::Dispatched | State::Discarded | State::Skipped))
@@ -315,7 +316,7 @@ impl Ledger {
         }
     }
 
-    /// One change of one event.
+    /// Checks one change of one event.
     fn judge(&mut self, number: usize, old: Option<Seen>, new: Seen, operation: &str, fenced: Option<&Lease>) {
         let settles = matches!(operation, "settle" | "apply");
         let routes = matches!(operation, "note_unrouted" | "prune");
@@ -329,7 +330,7 @@ impl Ledger {
                 self.fail(|| format!("state: {operation} made event {number} {} from {from}", new.state));
             }
             let by = match new.state {
-                // What a filter of a moment leaves out is skipped as long as it does.
+                // Events that a filter leaves out are skipped as long as it does.
                 State::Skipped | State::Pending | State::Unrouted if !wanted => true,
                 State::Discarded => operation == "discard",
                 State::Retrying if from == State::Dead => operation == "retry",
@@ -353,12 +354,12 @@ impl Ledger {
                 fact.failures = 0;
                 let is_next = match operation {
                     "retry" => new.replays == old.replays + 1,
-                    // Another number than any before it, of any event.
+                    // A different number than any before it, of any event.
                     _ => routes,
                 };
                 new.attempts == 0 && is_next
             }
-            // The row is gone, and its counters with it.
+            // The row is deleted, and its counters with it.
             () if matches!(new.state, State::Dispatched | State::Skipped) => true,
             () => {
                 new.replays == old.replays
@@ -385,7 +386,7 @@ impl Ledger {
         }
     }
 
-    /// The store went back: what it shows now is where everything begins again.
+    /// Starts over from what the store shows after it went back to an earlier state.
     pub(crate) fn went_back(&mut self, server: &Server, may_lose: bool, effects: bool) {
         self.cursors = server.cursors();
         self.owners.fill(None);
@@ -395,13 +396,13 @@ impl Ledger {
             let Some(number) = place.version.map(|number| number as usize) else { return };
             let seen = Seen::of(&place);
             let fact = &mut self.facts[number];
-            // It died or was taken out, others of its key went on, and the store no longer knows:
-            // it comes after them, and nobody could tell.
+            // It died or was taken out, others of its key went on, and the store no longer knows
+            // that. So it comes after them, and nobody could tell.
             let is_out = |seen: Seen| matches!(seen.state, State::Dead | State::Discarded);
             let was_out = |before: Seen| is_out(before) || before.replays > seen.replays;
             fact.taken_back |= fact.seen.is_some_and(was_out) && !is_out(seen);
             (fact.seen, fact.tick) = (Some(seen), self.tick);
-            // Attempts of before a replay that is undone count again.
+            // Attempts made before a replay that is undone count again.
             fact.failures = fact.failures.max(seen.attempts);
         });
         for number in 0..self.facts.len() {
@@ -412,7 +413,7 @@ impl Ledger {
             if fact.tick == self.tick || fact.order.is_none() {
                 continue;
             }
-            // Swept before, it was done with; otherwise it is as if it had never been committed.
+            // If it was swept before, it was done. Otherwise it counts as never committed.
             if fact.seen.take().is_some() {
                 fact.taken_back = true;
                 if !may_lose && !fact.arrivals.is_empty() {
@@ -425,24 +426,24 @@ impl Ledger {
         }
     }
 
-    /// Whether every event is where it may stay.
+    /// Returns whether every event is in a state where it may stay.
     pub(crate) fn is_drained(&self) -> bool {
         self.pending().next().is_none()
     }
 
-    /// Events that somebody waits for, and where they stand.
+    /// Returns events that must still be delivered, and their states.
     fn pending(&self) -> impl Iterator<Item = (usize, State)> {
         let is_dead = |fact: &Fact| fact.seen.is_some_and(|seen| seen.state == State::Dead);
         self.facts.iter().enumerate().filter_map(move |(number, fact)| {
             let state = fact.seen?.state;
-            // Behind a dead event of its key, until a person has decided on that one.
+            // It waits behind a dead event of its key until a person decides about that one.
             let is_halted =
                 || self.halt && fact.key.is_some() && self.facts.iter().any(|it| it.key == fact.key && is_dead(it));
             (state.counts_as_pending() && self.is_wanted(number) && !is_halted()).then_some((number, state))
         })
     }
 
-    /// Looks once more, when all is over.
+    /// Checks everything once more at the end.
     pub(crate) fn close(&mut self, clean: bool, repeats_max: usize) {
         let stuck = self.pending().next();
         if let Some((number, state)) = stuck {
@@ -454,7 +455,7 @@ impl Ledger {
         }
     }
 
-    /// For a report: what is known of each event.
+    /// Returns what is known about each event, for a report.
     pub(crate) fn lines(&self) -> Vec<String> {
         let line = |(number, fact): (usize, &Fact)| {
             let state = fact.seen.map_or("-", |seen| seen.state.as_str());

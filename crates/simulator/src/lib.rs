@@ -1,12 +1,12 @@
-//! The relay, its store and its destination in one simulated world: scheduler, clock and faults
-//! come from a seed.
+//! The relay, its store and its destination in a simulated world: scheduler, clock and faults come
+//! from a seed.
 //!
-//! Real engine, the memory store or the SQLite store, simulated time. A world is drawn from its
-//! seed as a list of steps: transactions that commit late or roll back, relays that start, stop,
-//! are killed and stand still, calls of the store that are refused, lost, executed late or twice,
-//! destinations that fail, a person's commands, a store that goes back to an earlier state. A
-//! ledger of its own looks at the store after each operation. A seed that ends badly is replayed by
-//! its number, and made short by leaving out steps.
+//! It runs the real engine with the memory store or the SQLite store, under simulated time. A world
+//! is drawn from its seed as a list of steps: transactions that commit late or roll back; relays
+//! that start, stop, are killed and stand still; store calls that are refused, lost, executed late
+//! or twice; destinations that fail; commands of a person; a store that goes back to an earlier
+//! state. An independent ledger checks the store after each operation. A failing seed is replayed
+//! by its number, and shortened by leaving out steps.
 //!
 //! # What this crate deliberately does not do
 //!

@@ -11,22 +11,22 @@ use postbox_simulator::{Failure, Store, run_seeds, shrink_seed, trace_seed};
 #[derive(Parser)]
 #[command(name = "simulate")]
 struct Options {
-    /// Whose store
+    /// The store of the worlds
     #[arg(long, value_enum, default_value_t)]
     store: Store,
-    /// How many worlds [default: 200,000 of memory, 2,000 of sqlite]
+    /// Number of worlds [default: 200,000 for memory, 2,000 for sqlite]
     #[arg(long)]
     seeds: Option<u64>,
-    /// The first seed of them
+    /// The first seed
     #[arg(long, default_value_t = 0)]
     first: u64,
-    /// Only this one: says what happens, and makes it short if it ends badly
+    /// Run only this seed: print what happens, and shorten it if it fails
     #[arg(long)]
     seed: Option<u64>,
-    /// Worlds at a time [default: one on each core]
+    /// Number of worlds run at a time [default: one per core]
     #[arg(long)]
     threads: Option<usize>,
-    /// Begins no world after so many seconds
+    /// Start no world after this many seconds
     #[arg(long)]
     seconds: Option<u64>,
 }

@@ -1,14 +1,13 @@
-//! What happens in one simulated world: drawn from a seed, and cut down step by step when it ends
-//! badly.
+//! What happens in one simulated world: drawn from a seed, and cut down step by step if it fails.
 
 use std::fmt;
 
 use crate::rng::Rng;
 use crate::server::Store;
 
-/// Relays at once.
+/// Maximum relays at once.
 pub(crate) const RELAYS_MAX: u8 = 3;
-/// Whose calls those of a person at the command line count as.
+/// The caller that a person's commands count as.
 pub(crate) const OPERATOR: u8 = RELAYS_MAX;
 
 /// Milliseconds since the world began.
@@ -23,7 +22,7 @@ pub(crate) struct Plan {
     pub(crate) steps: Vec<Step>,
 }
 
-/// What stays the same throughout.
+/// The settings that stay the same throughout.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
     pub(crate) lanes: u16,
@@ -31,26 +30,26 @@ pub(crate) struct Shape {
     pub(crate) halt: bool,
     pub(crate) apply: bool,
     pub(crate) batch: usize,
-    /// Which of [`crate::sink::CAPABILITIES`].
+    /// Index into [`crate::sink::CAPABILITIES`].
     pub(crate) sink: usize,
     pub(crate) attempts_max: u32,
-    /// How much the scheduler interferes at each call: 0 not at all.
+    /// How much the scheduler delays each call; 0 is not at all.
     pub(crate) jitter: u64,
-    /// Nothing abrupt happens: no event may arrive twice.
+    /// Nothing abrupt happens, so no event may arrive twice.
     pub(crate) clean: bool,
     /// When the faults end.
     pub(crate) calm: At,
 }
 
-/// What happens to the events of a write at the destination.
+/// How the destination treats the events of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {
     Fine,
     /// Refused for good.
     Refused,
-    /// Fails so often, then is taken.
+    /// Fails this often, then is accepted.
     Fails(u32),
-    /// The first of them ends each relay that sends it, and its process.
+    /// The first event ends each relay that sends it, with its process.
     Ends,
 }
 
@@ -61,24 +60,24 @@ pub(crate) enum End {
     /// Commits, and the database flushes it.
     Flushed,
     Rollback,
-    /// The last event is taken back to a savepoint, the rest is committed.
+    /// The last event is rolled back to a savepoint, the rest is committed.
     Savepoint,
 }
 
-/// What happens to a call on its way to the store.
+/// What happens to a store call on its way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// An error; nothing was done.
+    /// It fails and is not executed.
     Refuse,
-    /// It was done; the answer is an error.
+    /// It is executed, but the answer is an error.
     Lose,
-    /// The answer is an error; it is done so much later.
+    /// The answer is an error. It is executed this much later.
     Late(At),
-    /// It is done, and once more so much later.
+    /// It is executed, and again this much later.
     Twice(At),
-    /// It takes so long to get there, and so long back.
+    /// It takes this long to get there, and this long to come back.
     Slow(At, At),
-    /// It is done, and its caller stands still so long before it gets the answer.
+    /// It is executed, and its caller stands still this long before it gets the answer.
     Freeze(At),
 }
 
@@ -91,31 +90,31 @@ pub(crate) enum Mishap {
     Later,
     Gone,
     Panics,
-    /// Took everything and never answers.
+    /// Accepts everything and never answers.
     Hangs,
-    /// Took everything and says it failed.
+    /// Accepts everything and reports a failure.
     LosesAnswer,
     BreaksContract,
     Slow(At),
 }
 
-/// What a person does.
+/// A command of a person.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Action {
     Retry,
     DiscardDead,
-    /// The event with this number, wherever it stands.
+    /// Discards the event with this number, whatever its state.
     Discard(u64),
-    /// The same.
+    /// Marks the event with this number dead.
     MarkDead(u64),
     Pause,
     Resume,
     Prune,
-    /// Another filter: the number of the topic that is left out, if any.
+    /// Sets another filter: the number of the topic that is left out, if any.
     Filter(Option<u8>),
 }
 
-/// One thing that happens; any of them can be left out.
+/// One thing that happens. Any step can be left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     /// A transaction: begins, appends, and ends `held` later.
@@ -134,30 +133,30 @@ pub(crate) enum Step {
         at: At,
         relay: u8,
     },
-    /// It is stopped, and finishes.
+    /// A relay is stopped, and finishes.
     Stop {
         at: At,
         relay: u8,
     },
-    /// It is killed.
+    /// A relay is killed.
     Kill {
         at: At,
         relay: u8,
     },
-    /// It stands still.
+    /// A relay stands still.
     Stall {
         at: At,
         relay: u8,
         held: At,
     },
-    /// The `nth` call of an operation meets a fault.
+    /// A fault for the `nth` call of an operation.
     Fault {
         relay: u8,
         operation: &'static str,
         nth: u32,
         fault: Fault,
     },
-    /// The `nth` call of the destination.
+    /// A mishap for the `nth` call of the destination.
     Mishap {
         nth: u32,
         mishap: Mishap,
@@ -171,11 +170,11 @@ pub(crate) enum Step {
         at: At,
         action: Action,
     },
-    /// The store crashes: what was not flushed is gone.
+    /// The store crashes: everything not flushed is gone.
     Crash {
         at: At,
     },
-    /// Another store takes over, with what it had `behind` ago.
+    /// Another store takes over, with the state from `behind` ago.
     Failover {
         at: At,
         behind: At,
@@ -205,7 +204,7 @@ const OPERATIONS: [&str; 18] = [
 const OPERATOR_OPERATIONS: [&str; 5] = ["retry", "discard", "mark_dead", "pause", "prune"];
 
 impl Plan {
-    /// The world of a seed.
+    /// Draws the world of a seed.
     pub(crate) fn of(store: Store, seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let rng = &mut rng;
@@ -242,7 +241,7 @@ impl Plan {
 
     fn draw_writes(&mut self, rng: &mut Rng) {
         let keys = rng.within(1, 3);
-        // One a world, and in few worlds: each takes six relays along, and a lease each.
+        // At most one per world, and in few worlds: each ends six relays and costs a lease each.
         let mut may_end = !self.shape.clean && !self.shape.apply && self.seed.is_multiple_of(8);
         for _ in 0..rng.within(2, 8) {
             let fate = match rng.below(20) {
@@ -350,18 +349,18 @@ impl Plan {
         }
     }
 
-    /// Whether a writer keeps the one write lock of a store that has one until its transaction
-    /// ends: everybody else hears that the store is busy.
+    /// Returns whether a writer holds the store's single write lock until its transaction ends. All
+    /// others then find the store busy.
     pub(crate) fn locks_while(&self, step: &Step) -> bool {
         matches!(step, Step::Write { at, held, .. } if *held > 0 && at % 4 == 0 && self.locks())
     }
 
-    /// Whether any writer may.
+    /// Returns whether any writer may do that.
     pub(crate) fn locks(&self) -> bool {
         self.store == Store::Sqlite && !self.shape.clean && !self.shape.apply
     }
 
-    /// Steps that can make an event arrive again, each for what is in flight.
+    /// Returns the number of steps that can make events in flight arrive again.
     pub(crate) fn abrupt(&self) -> usize {
         let abrupt = |step: &&Step| {
             self.locks_while(step)
@@ -370,7 +369,7 @@ impl Plan {
         self.steps.iter().filter(abrupt).count()
     }
 
-    /// Whether the store goes back to an earlier state.
+    /// Returns whether the store goes back to an earlier state.
     pub(crate) fn goes_back(&self) -> bool {
         self.steps.iter().any(|step| matches!(step, Step::Crash { .. } | Step::Failover { .. }))
     }

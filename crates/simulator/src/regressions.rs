@@ -1,4 +1,4 @@
-//! Plans that found defects, as they were left after everything else was taken away.
+//! Plans that found defects, after all unneeded steps were removed.
 
 use crate::plan::{Action, At, End, Fate, Fault, Mishap, Plan, Shape, Step};
 use crate::run::run_plan;
@@ -18,7 +18,7 @@ fn holds(shape: Shape, steps: &[Step]) {
     assert_eq!(violation, None, "{}", history.join("\n"));
 }
 
-/// It read and rewound the same batch without end, in the last tenth of its lease.
+/// The lane read and rewound the same batch without end, in the last tenth of its lease.
 #[test]
 fn an_apply_lane_whose_lease_ran_out_does_not_spin() {
     for held in (1_200..2_000).step_by(20) {
@@ -27,7 +27,7 @@ fn an_apply_lane_whose_lease_ran_out_does_not_spin() {
     }
 }
 
-/// Nobody heard it, and its row was put aside as in flight each time it came due.
+/// Nobody took its outcome, and its row was put aside as in flight each time it came due.
 #[test]
 fn what_a_late_call_brings_is_heard_while_the_breaker_probes() {
     for nth in 0..12 {
@@ -42,7 +42,7 @@ fn what_a_late_call_brings_is_heard_while_the_breaker_probes() {
     }
 }
 
-/// A client that remembered a higher epoch asked for its place without end.
+/// A client that remembered a higher epoch asked for its position without end.
 #[test]
 fn a_store_that_went_back_to_a_lower_epoch_is_read_on() {
     let steps = [
@@ -56,8 +56,8 @@ fn a_store_that_went_back_to_a_lower_epoch_is_read_on() {
     holds(shape(1, 50, false, 800), &steps);
 }
 
-/// What had been read by a filter that the store lost was settled by the one before, which passed
-/// over what only that one wants.
+/// Events read by a filter that the store had lost were settled by the previous filter. That passed
+/// events which only the previous filter wants.
 #[test]
 fn a_filter_that_was_taken_back_passes_nothing_over() {
     let fault = |operation, nth, fault| Step::Fault { relay: 0, operation, nth, fault };
@@ -83,8 +83,8 @@ fn a_filter_that_was_taken_back_passes_nothing_over() {
     holds(Shape { ordered: false, sink: 3, attempts_max: 1, ..of }, &steps);
 }
 
-/// The simulator's own defect: some calls of a relay stood still after the faults had ended, while
-/// it went on.
+/// A defect of the simulator itself: some calls of a relay stood still after the faults had ended,
+/// while the relay went on.
 #[test]
 fn a_relay_that_stands_still_goes_on_as_a_whole_when_the_faults_end() {
     let fault = |operation, nth, fault| Step::Fault { relay: 1, operation, nth, fault };

@@ -1,12 +1,12 @@
-//! Chance from a seed: SplitMix64, the same on every machine and with every compiler.
+//! Random numbers from a seed: SplitMix64, the same on every machine and with every compiler.
 
-/// A sequence that belongs to its seed.
+/// A sequence that a seed repeats.
 #[derive(Debug, Clone)]
 pub(crate) struct Rng(u64);
 
 impl Rng {
     pub(crate) fn new(seed: u64) -> Self {
-        // Neighbouring seeds must not have shifted copies of one sequence.
+        // Neighbouring seeds must not give shifted copies of one sequence.
         let mut mixer = Self(seed ^ 0x5DEE_CE66_D1CE_4E5B);
         Self(mixer.draw() ^ seed.rotate_left(32))
     }
@@ -19,12 +19,12 @@ impl Rng {
         mixed ^ (mixed >> 31)
     }
 
-    /// One of `0..count`.
+    /// Returns one of `0..count`.
     pub(crate) fn below(&mut self, count: u64) -> u64 {
         self.draw() % count.max(1)
     }
 
-    /// One of `low..=high`.
+    /// Returns one of `low..=high`.
     pub(crate) fn within(&mut self, low: u64, high: u64) -> u64 {
         low + self.below(high - low + 1)
     }

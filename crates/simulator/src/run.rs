@@ -1,4 +1,4 @@
-//! Running seeds, and making a history that ended badly short.
+//! Runs seeds, and shortens a failing history.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,62 +10,62 @@ use crate::plan::Plan;
 use crate::server::Store;
 use crate::world::World;
 
-/// What a panic of the plan says; any other is a defect.
+/// The message of panics that are part of the plan. Any other panic is a defect.
 pub(crate) const PANIC: &str = "as the plan says";
-/// Runs spent on making one history short.
+/// Maximum runs spent on shortening one history.
 const SHRINK_RUNS_MAX: usize = 3_000;
 
-/// What became of one world.
+/// The result of one world.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
-    /// What did not hold, if anything: a word, a colon and the rest.
+    /// The violation, if any: a word, a colon and the rest.
     pub violation: Option<String>,
-    /// Of everything that happened, in its order: the same seed has the same.
+    /// A hash of everything that happened, in order. The same seed gives the same hash.
     pub hash: u64,
 }
 
-/// A seed that ended badly, made short.
+/// A failing seed, shortened.
 #[derive(Debug, Clone)]
 pub struct Failure {
     /// The seed.
     pub seed: u64,
-    /// Whose store.
+    /// The store it ran on.
     pub store: Store,
-    /// What did not hold.
+    /// The violation.
     pub violation: String,
-    /// The plan without everything that is not needed for it.
+    /// The plan, without all steps that the violation does not need.
     pub plan: String,
     /// What happened in it.
     pub history: Vec<String>,
 }
 
 impl Failure {
-    /// The command that shows it again.
+    /// Returns the command that shows it again.
     pub fn replay(&self) -> String {
         let store = if self.store == Store::Memory { String::new() } else { format!(" --store {}", self.store.name()) };
         format!("cargo xtask simulate --seed {}{store}", self.seed)
     }
 }
 
-/// What many seeds came to.
+/// The result of many seeds.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
-    /// How many ran.
+    /// Number of seeds run.
     pub seeds: u64,
-    /// How long that took.
+    /// How long they took.
     pub took: Duration,
-    /// The first that ended badly.
+    /// The first failure.
     pub failure: Option<Failure>,
-    /// Of all histories together.
+    /// A hash of all histories.
     pub hash: u64,
-    /// Calls of the store.
+    /// Number of store calls.
     pub calls: u64,
 }
 
 static CALLS: AtomicU64 = AtomicU64::new(0);
 static PANICS: Mutex<Option<String>> = Mutex::new(None);
 
-/// The panics of the plan are part of it and not printed; others are remembered.
+/// Installs a panic hook. Panics of the plan are not printed; others are recorded.
 fn listen_to_panics() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -88,7 +88,7 @@ pub fn run_seed(store: Store, seed: u64) -> Verdict {
     Verdict { violation, hash }
 }
 
-/// The history of a seed, as it happened.
+/// Returns the history of a seed, as it happened.
 pub fn trace_seed(store: Store, seed: u64) -> Vec<String> {
     run_plan(Plan::of(store, seed), true).2
 }
@@ -107,7 +107,7 @@ pub(crate) fn run_plan(plan: Plan, tracing: bool) -> (Option<String>, u64, Vec<S
     (panic.map(|panic| format!("panic: {panic}")).or(violation), hash, trace)
 }
 
-/// Runs seeds from `first` on, on so many threads, until one ends badly or the time is over.
+/// Runs seeds from `first` on, on this many threads, until one fails or the time is over.
 pub fn run_seeds(store: Store, first: u64, count: u64, threads: usize, limit: Option<Duration>) -> Summary {
     let begun = Instant::now();
     let (next, done, hash) = (AtomicU64::new(first), AtomicU64::new(0), AtomicU64::new(0));
@@ -143,7 +143,7 @@ pub fn run_seeds(store: Store, first: u64, count: u64, threads: usize, limit: Op
     }
 }
 
-/// The shortest history of a seed that ends badly; `None` if it ends well.
+/// Returns the shortest failing history of a seed; `None` if it passes.
 pub fn shrink_seed(store: Store, seed: u64) -> Option<Failure> {
     let plan = Plan::of(store, seed);
     let kind = run_seed(store, seed).violation.as_deref().map(kind_of)?;
@@ -157,7 +157,7 @@ fn kind_of(violation: &str) -> String {
     violation.split(':').next().unwrap_or_default().to_owned()
 }
 
-/// Leaves out steps as long as the same does not hold.
+/// Leaves out steps as long as the same violation remains.
 fn shrink(mut plan: Plan, kind: &str) -> Plan {
     let mut runs = 0;
     let mut fails = |plan: &Plan| {

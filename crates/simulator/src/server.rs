@@ -1,4 +1,4 @@
-//! The store of a world, seen from outside: what writers do to it, and what the ledger reads.
+//! The store of a world, from outside: what writers do to it, and what the ledger reads.
 
 use std::sync::Arc;
 
@@ -15,18 +15,18 @@ use crate::sqlite::{SqliteFile, SqliteTransaction};
 use crate::sqlite_client::SqliteClient;
 use crate::world::{SimWire, World};
 
-/// Which store a world has.
+/// The store of a world.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Store {
     /// The memory store of `postbox-core`.
     #[default]
     Memory,
-    /// A SQLite file; each relay opens it as a process of its own would.
+    /// A SQLite file. Each relay opens it as a separate process would.
     Sqlite,
 }
 
 impl Store {
-    /// What it is called at the command line.
+    /// Returns its name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Memory => "memory",
@@ -34,7 +34,7 @@ impl Store {
         }
     }
 
-    /// Seeds of an ordinary run.
+    /// Returns the number of seeds of an ordinary run.
     pub fn seeds(self) -> u64 {
         match self {
             Self::Memory => 200_000,
@@ -44,7 +44,8 @@ impl Store {
         }
     }
 
-    /// The call that a fault of the plan meets: the SQLite store reads and opens a window in one.
+    /// Returns the call that a planned fault affects. The SQLite store reads and opens a window in
+    /// one.
     pub(crate) fn operation(self, planned: &'static str) -> &'static str {
         match (self, planned) {
             (Self::Sqlite, "page" | "load" | "next_batch") => "open",
@@ -53,7 +54,7 @@ impl Store {
     }
 }
 
-/// Where one event stands.
+/// The state of one event.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) id: EventId,
@@ -70,18 +71,18 @@ pub(crate) enum Server {
     Sqlite(Arc<SqliteFile>),
 }
 
-/// What reads the effects in a memory store; it is never driven.
+/// The subscription that reads the effects in a memory store. No relay drives it.
 fn auditor() -> SubscriptionName {
     "auditor".parse().expect("a name")
 }
 
-/// Where handlers write their effects.
+/// The log where handlers write their effects.
 pub(crate) fn effects() -> LogName {
     LogName::inbox()
 }
 
 impl Server {
-    /// A store that knows the subscription.
+    /// Creates a store that knows the subscription.
     pub(crate) fn new(plan: &Plan, time: &Arc<SimTime>, subscription: &Subscription) -> Self {
         match plan.store {
             Store::Memory => {
@@ -95,7 +96,7 @@ impl Server {
         }
     }
 
-    /// Makes the subscriptions; nothing goes wrong with that.
+    /// Creates the subscriptions, without faults.
     pub(crate) async fn set_up(&self, subscription: &Subscription) {
         let done = match self {
             Self::Memory { store, .. } => {
@@ -112,7 +113,7 @@ impl Server {
 
     /// Ends a pause, whoever began it.
     pub(crate) async fn resume(&self, name: &SubscriptionName) {
-        // A pause that cannot be ended now is ended at the next try.
+        // If a pause cannot be ended now, the next try ends it.
         _ = match self {
             Self::Memory { store, .. } => store.pause(name, None).await,
             Self::Sqlite(file) => {
@@ -139,7 +140,7 @@ impl Server {
         }
     }
 
-    /// What handlers wrote: the place and the number of each effect.
+    /// Shows what handlers wrote: the position and the number of each effect.
     pub(crate) fn each_effect(&self, mut see: impl FnMut(i64, i64)) {
         match self {
             Self::Memory { store, .. } => {
@@ -149,8 +150,8 @@ impl Server {
         }
     }
 
-    /// Begins a transaction that appends these events. `locks`: it writes at once, and nobody else
-    /// can until it ends, where the store has one writer at a time.
+    /// Begins a transaction that appends these events. If `locks`, it writes at once, and in a
+    /// store with a single writer nobody else can until it ends.
     pub(crate) fn begin(&self, events: &[NewEvent], locks: bool) -> Transaction {
         match self {
             Self::Memory { store, .. } => {
@@ -165,13 +166,13 @@ impl Server {
         }
     }
 
-    /// Whether anything was committed since the last look; a memory store is looked at after each
-    /// call.
+    /// Returns whether anything was committed since the last look. A memory store is looked at
+    /// after each call instead.
     pub(crate) fn has_changed(&self) -> bool {
         matches!(self, Self::Sqlite(file) if file.has_changed())
     }
 
-    /// What it holds now, if it can go back to that.
+    /// Returns what it holds now, if it can go back to that.
     pub(crate) fn snapshot(&self) -> Option<Snapshot> {
         match self {
             Self::Memory { store, .. } => Some(store.snapshot()),
@@ -193,14 +194,14 @@ impl Server {
     }
 }
 
-/// A transaction of a writer that is open; dropping it rolls it back.
+/// A writer's open transaction. Dropping it rolls it back.
 pub(crate) enum Transaction {
     Memory { store: MemoryStore, transaction: MemoryTransaction, savepoint: usize },
     Sqlite(SqliteTransaction),
 }
 
 impl Transaction {
-    /// Whether somebody else's must end first.
+    /// Returns whether another transaction must end first.
     pub(crate) fn waits(&self) -> bool {
         matches!(self, Self::Sqlite(transaction) if transaction.waits())
     }
@@ -222,7 +223,7 @@ impl Transaction {
     }
 }
 
-/// What a relay or a person has of the store.
+/// The store as a relay or a person uses it.
 #[derive(Clone)]
 pub(crate) struct Client {
     pub(crate) log: Arc<dyn Log>,
@@ -232,7 +233,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// The store as a new process sees it.
+    /// Opens the store as a new process does.
     pub(crate) fn new(world: &Arc<World>, who: Who) -> Self {
         let wire = Arc::new(SimWire { world: world.clone(), who });
         match &world.server {

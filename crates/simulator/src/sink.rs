@@ -1,4 +1,4 @@
-//! The destination: what arrives is written down; it fails as the plan says.
+//! The destination: it records what arrives, and fails as the plan says.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,17 +11,17 @@ use crate::ledger::Who;
 use crate::plan::{Fate, Mishap};
 use crate::world::{World, number_of};
 
-/// The ways a sink is driven.
+/// The combinations of capabilities that a sink is driven with.
 pub(crate) const CAPABILITIES: [Capabilities; 4] = [
     Capabilities { batch_max: 1, concurrency: 8, prefix: false, system: None },
     Capabilities { batch_max: 3, concurrency: 2, prefix: false, system: None },
     Capabilities { batch_max: 4, concurrency: 1, prefix: true, system: None },
     Capabilities { batch_max: 100, concurrency: 2, prefix: true, system: None },
 ];
-/// Distinguishes replays in what a handler writes.
+/// Distinguishes replays in the effects of a handler.
 pub(crate) const REPLAYS_MAX: i64 = 64;
 
-/// The destination as one relay reaches it.
+/// The destination, as one relay reaches it.
 pub(crate) struct SimSink {
     pub(crate) world: Arc<World>,
     pub(crate) who: Who,
@@ -75,7 +75,8 @@ impl Sink for SimSink {
     }
 }
 
-/// A call that is dropped or panics counts as an attempt, where the relay lives to count it.
+/// A call that counts as an attempt if it is dropped or panics, provided its relay lives to count
+/// it.
 struct Call<'a> {
     world: &'a World,
     deliveries: &'a [&'a Delivery],
@@ -97,7 +98,7 @@ impl World {
         is_there && !self.is_out() && state.ledger.facts[number_of(&delivery.event)].fate == Fate::Ends
     }
 
-    /// What the destination makes of one event.
+    /// Returns the destination's outcome for one event.
     fn judge(&self, who: Who, delivery: &Delivery, mishap: Option<Mishap>) -> Outcome {
         let number = number_of(&delivery.event);
         let mut state = self.state();
@@ -135,15 +136,15 @@ impl World {
         outcome
     }
 
-    /// A transaction of a handler begins. It may overrun its time, perhaps before it gets to the
-    /// handler, which counts as an attempt.
+    /// Begins a handler's transaction. It may overrun its time, perhaps before it gets to the
+    /// handler. That counts as an attempt.
     pub(crate) fn may_overrun(&self, deliveries: &[&Delivery]) {
         if !self.plan.shape.clean {
             self.charge(deliveries);
         }
     }
 
-    /// What a handler makes of one event: its effect is written in the transaction that settles.
+    /// Handles one event: its effect is written in the transaction that settles.
     pub(crate) fn apply(&self, who: Who, delivery: &Delivery, append: impl FnOnce(NewEvent) -> bool) -> Outcome {
         let number = number_of(&delivery.event);
         let mishap = self.begin_call(who, &[delivery]);

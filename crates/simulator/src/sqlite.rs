@@ -1,5 +1,5 @@
-//! A world's SQLite file: opened by relays, written by writers and read by the ledger in SQL of its
-//! own.
+//! A world's SQLite file: opened by relays, written by writers, and read by the ledger with
+//! separate SQL.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,11 +15,12 @@ use crate::gate::{Gate, ServerClock, SimTime};
 use crate::plan::{End, Plan};
 use crate::server::Place;
 
-/// Wall time. Where nobody holds a lock across simulated time it is never used up; it must not be
-/// zero, for the store's `apply` waits so long for the answer of its own caller.
+/// Busy timeout, in wall time. If nobody holds a lock across simulated time, it is never used up.
+/// It must not be zero, because the store's `apply` waits this long for the answer of its own
+/// caller.
 const BUSY_NEVER: Duration = Duration::from_secs(60);
 
-/// A new file costs a copy of this.
+/// A migrated empty file. Each new file is a copy of it.
 fn template() -> &'static [u8] {
     static TEMPLATE: OnceLock<Vec<u8>> = OnceLock::new();
     TEMPLATE.get_or_init(|| {
@@ -33,7 +34,7 @@ fn template() -> &'static [u8] {
     })
 }
 
-/// A folder in memory, if the machine has such, that is gone with its value.
+/// A folder, in memory if the machine allows, which is removed when this is dropped.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -54,7 +55,7 @@ impl Drop for Folder {
     }
 }
 
-/// The store as one process has opened it.
+/// The store, as one process has opened it.
 #[derive(Clone)]
 pub(crate) struct Opened {
     pub(crate) store: SqliteStore,
@@ -71,7 +72,7 @@ impl Opened {
     }
 }
 
-/// What the ledger saw last.
+/// What the ledger last saw.
 #[derive(Default)]
 pub(crate) struct Look {
     data_version: Option<i64>,
@@ -84,7 +85,7 @@ pub(crate) struct SqliteFile {
     time: Arc<SimTime>,
     busy_timeout: Duration,
     subscription_lanes: u16,
-    /// How often it crashed: the file's number.
+    /// Number of crashes, which is the file's number.
     crashes: AtomicU32,
     state: Mutex<FileState>,
 }
@@ -94,8 +95,8 @@ struct FileState {
     ledger: Connection,
     look: Look,
     home: Option<Opened>,
-    /// Every store that was opened. One that closed its connections in the middle of a world would
-    /// do so at a moment of its own.
+    /// Every store that was opened. Kept until the end, because closing connections in the middle
+    /// of a world would happen at an unpredictable moment.
     opened: Vec<Opened>,
 }
 
@@ -131,12 +132,12 @@ impl SqliteFile {
         opened
     }
 
-    /// For calls that nothing happens to.
+    /// Returns the store for calls without faults.
     pub(crate) fn home(&self) -> Opened {
         self.lock().home.clone().expect("opened with the file")
     }
 
-    /// All processes die, and what they left is opened anew.
+    /// Ends all processes and opens a copy of what they left.
     pub(crate) fn crash(&self) {
         let before = self.path();
         self.crashes.fetch_add(1, Ordering::Relaxed);
@@ -153,13 +154,13 @@ impl SqliteFile {
         self.lock().home = Some(home);
     }
 
-    /// Whether anything was committed since the ledger looked last.
+    /// Returns whether anything was committed since the ledger last looked.
     pub(crate) fn has_changed(&self) -> bool {
         let state = self.lock();
         state.look.data_version != Some(data_version(&state.ledger))
     }
 
-    /// Where everything stands.
+    /// Returns the present state of everything.
     pub(crate) fn look(&self) -> LookGuard<'_> {
         let mut state = self.lock();
         let version = data_version(&state.ledger);
@@ -171,7 +172,7 @@ impl SqliteFile {
         LookGuard(state)
     }
 
-    /// Place and number of everything that handlers wrote.
+    /// Returns position and number of everything that handlers wrote.
     pub(crate) fn effects(&self) -> Vec<(i64, i64)> {
         let state = self.lock();
         let mut statement =
@@ -202,7 +203,7 @@ impl FileState {
     }
 }
 
-/// Another number after each commit of another connection.
+/// Returns a number that changes with each commit of another connection.
 fn data_version(ledger: &Connection) -> i64 {
     let mut statement = ledger.prepare_cached("PRAGMA data_version").expect("SQL");
     statement.query_row([], |row| row.get(0)).expect("the ledger can read")
@@ -249,14 +250,14 @@ fn look(ledger: &mut Connection, lanes: u16) -> rusqlite::Result<Look> {
     Ok(Look { data_version: None, cursors, places })
 }
 
-/// By which topics the lanes read, and did before.
+/// The topics by which the lanes read, now and before.
 struct Filters {
-    /// By revision; none: all.
+    /// By revision; none means all topics.
     topics: BTreeMap<u64, Vec<String>>,
-    /// The subscription's revision, and each lane's.
+    /// The revision of the subscription, and of each lane.
     revision: u64,
     lanes: Vec<u64>,
-    /// Lane, revision, and how far it came by it.
+    /// Lane, revision, and how far the lane got with it.
     passages: Vec<(u16, u64, u64)>,
 }
 
@@ -285,7 +286,7 @@ impl Filters {
         })
     }
 
-    /// Whether an event goes out by the filter of its time.
+    /// Returns whether an event goes out by the filter of its time.
     fn take(&self, passed: bool, lane: u16, seq: u64, topic: &str) -> bool {
         let before = self.passages.iter().find(|(of, _, position)| *of == lane && seq <= *position);
         let now = || self.lanes.get(usize::from(lane)).copied().unwrap_or(self.revision);
@@ -295,12 +296,13 @@ impl Filters {
     }
 }
 
-/// A number that is never negative.
+/// Returns a number that is never negative.
 fn number(row: &rusqlite::Row<'_>, column: usize) -> rusqlite::Result<u64> {
     Ok(row.get::<_, i64>(column)?.unsigned_abs())
 }
 
-/// A lane of this store is an integer and how far it may be read: neither goes back.
+/// Returns the cursors. In this store a cursor is an integer and a reading limit; neither goes
+/// back.
 fn cursors(tx: &Transaction<'_>) -> rusqlite::Result<Vec<Cursor>> {
     let mut statement = tx.prepare_cached(
         "SELECT epoch, window_end, position, lease_until FROM postbox_lane WHERE subscription = 'sim' ORDER BY lane",
@@ -312,7 +314,7 @@ fn cursors(tx: &Transaction<'_>) -> rusqlite::Result<Vec<Cursor>> {
     statement.query_map([], cursor)?.collect()
 }
 
-/// A writer's transaction. There is one at a time: one that does not lock writes when it ends.
+/// A writer's transaction. Only one can be open: one that takes no lock writes when it ends.
 pub(crate) struct SqliteTransaction {
     file: Arc<SqliteFile>,
     events: Vec<NewEvent>,
@@ -347,7 +349,7 @@ impl SqliteTransaction {
 
     fn insert(&self, event: &NewEvent) -> rusqlite::Result<usize> {
         let number = event.version.unwrap_or_default();
-        // An id of chance would go to another lane each time.
+        // A random id would put it into another lane in each run.
         let id: EventId = format!("00000000-0000-7000-8000-{number:012x}").parse().expect("an id");
         let now = self.file.time.elapsed().as_micros() as i64;
         let row = params![

@@ -1,5 +1,5 @@
-//! A SQLite store as one relay, or a person, calls it: each call meets the faults of the plan, and
-//! others may go first between two of its jobs.
+//! A SQLite store as a relay or a person calls it. Each call meets the faults of the plan, and
+//! other calls may run between two of its jobs.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,10 +22,11 @@ use crate::world::{SimWire, Trip, World, down};
 
 pub(crate) type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// A call that can be made again: executed late if its caller has the answer, or an error, by then.
+/// A call that can be repeated. It is late if its caller already has the answer, or an error.
 pub(crate) struct SqliteCall {
     pub(crate) operation: &'static str,
-    /// `true`: it was executed before the store went back.
+    /// The argument says whether it is late. The result is `false` if the store went back
+    /// meanwhile.
     pub(crate) execute: Box<dyn Fn(bool) -> Boxed<'static, bool> + Send + Sync>,
 }
 
@@ -46,8 +47,8 @@ impl SqliteClient {
         Self { handler: opened.store.apply(handler), wire, opened }
     }
 
-    /// A call that the store may be asked to do late, or twice. `make`: whether it is late; then
-    /// its caller's half must not be done.
+    /// Carries a call that the store may execute late, or twice. The argument of `make` says
+    /// whether it is late; then the part on the caller's side must not be done.
     async fn carry<T: Send + 'static>(
         &self,
         operation: &'static str,
@@ -74,7 +75,8 @@ impl SqliteClient {
         answer.unwrap_or_else(|| Err(down()))
     }
 
-    /// A call that its caller cannot leave behind: late is lost, and it is never done twice.
+    /// Makes a call that needs its caller: instead of late it is lost, and it is never executed
+    /// twice.
     async fn once<T>(&self, operation: &'static str, lease: &Lease, call: Boxed<'_, Result<T>>) -> Result<T> {
         let wire = &self.wire;
         let set_out = wire.set_out(operation).await?;
@@ -83,13 +85,13 @@ impl SqliteClient {
         answer.unwrap_or_else(|| Err(down()))
     }
 
-    /// A look at the store, which nothing happens to.
+    /// Reads the store, without faults.
     fn look<T>(&self, call: impl Future<Output = T>) -> T {
         self.opened.gate.run(call)
     }
 }
 
-/// Lets a call happen job by job. `None`: the store went back on the way.
+/// Runs a call job by job. `None`: the store went back meanwhile.
 async fn step_through<T>(
     world: &World,
     who: Who,
@@ -112,7 +114,7 @@ async fn step_through<T>(
         }
         match stepped {
             Poll::Ready(answer) => return Some(answer),
-            // Its transaction is open while it asks its caller.
+            // Its transaction is open while it calls back its caller.
             Poll::Pending if operation == "apply" => {}
             Poll::Pending => world.jitter(who).await,
         }
@@ -120,7 +122,7 @@ async fn step_through<T>(
     None
 }
 
-/// A settlement that can be made again.
+/// A settlement that can be repeated.
 struct OwnedSettlement {
     position: Option<Seq>,
     entries: Vec<(Delivery, Disposition)>,
@@ -195,7 +197,7 @@ impl Log for SqliteClient {
     }
 
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        // What was read is noted where the relay is, so it cannot be read for nobody.
+        // The client itself records what was read, so the read cannot run without it.
         self.once("open", lease, self.opened.store.next_batch(lease, limit)).await
     }
 
@@ -213,7 +215,7 @@ impl Log for SqliteClient {
         let owned = Arc::new(OwnedSettlement::new(settlement));
         self.carry("settle", Some(lease), move |store, is_late| {
             let (called, owned) = (called.clone(), owned.clone());
-            // A rewind is noted where the relay is.
+            // The client itself records a rewind.
             Box::pin(async move { store.settle(&called, owned.lend(owned.rewind && !is_late)).await })
         })
         .await

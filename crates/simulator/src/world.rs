@@ -1,4 +1,4 @@
-//! One world: the server, the clock, the wire, and what the plan does to them.
+//! One world: the server, the clock, the wire, and how the plan affects them.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,13 +21,13 @@ use crate::server::Server;
 use crate::sink::REPLAYS_MAX;
 use crate::sqlite_client::SqliteCall;
 
-/// How long a lane belongs to a relay.
+/// The lease of a lane.
 pub(crate) const LEASE: Duration = Duration::from_millis(2_000);
 
-/// Calls of the store in one world; ordinary ones make a few hundred.
+/// Maximum store calls in one world. Ordinary ones make a few hundred.
 const CALLS_MAX: u32 = 20_000;
 
-/// Which event of the ledger this is.
+/// Returns an event's number in the ledger.
 pub(crate) fn number_of(event: &Event) -> usize {
     event.version.unwrap_or_default() as usize
 }
@@ -38,16 +38,16 @@ pub(crate) struct World {
     /// The server itself, without a wire.
     pub(crate) server: Server,
     time: Arc<SimTime>,
-    /// Rises each time the store goes back: what was on its way to the server before is gone with
-    /// it.
+    /// Rises each time the store goes back. Calls that were on their way to the server before are
+    /// lost with it.
     generation: AtomicU64,
-    /// No more faults.
+    /// Set when the faults have ended.
     calm: AtomicBool,
-    /// A relay that stands still when they end goes on, with all it does.
+    /// Wakes relays that stand still when the faults end, with all their calls.
     thaw: Notify,
-    /// An event ended a relay.
+    /// Notified when an event has ended a relay.
     ended: Notify,
-    /// Calls that the server executes later.
+    /// Number of calls that the server will execute later.
     late: AtomicU64,
     stalled: [AtomicU64; RELAYS_MAX as usize + 1],
     outages: Vec<(At, At)>,
@@ -62,17 +62,17 @@ pub(crate) struct WorldState {
     rng: Rng,
     /// How often each operation was called, by relay.
     calls: HashMap<(u8, &'static str), u32>,
-    /// The life of each relay that runs and is not to stop.
+    /// The life of each relay that runs and is not stopping.
     pub(crate) lives: HashMap<u8, u32>,
-    /// Relays that an event ended, until they are buried.
+    /// Relays that an event ended and that were not restarted yet.
     ended: VecDeque<Who>,
     sends: u32,
     carried: u32,
     effects_seen: HashMap<i64, i64>,
-    /// Of everything that happened, in its order.
+    /// A hash of everything that happened, in order.
     hash: u64,
     trace: Vec<String>,
-    /// By lane: what the history says of it last.
+    /// By lane: its last line in the history.
     traced: HashMap<usize, String>,
 }
 
@@ -159,8 +159,8 @@ impl World {
         }
     }
 
-    /// Nothing waits in the store, and no call on its way can change that: a late retry of a
-    /// person's sends dead events again.
+    /// Returns whether nothing is waiting in the store and no call in flight can change that. A
+    /// late retry by a person, for example, sends dead events again.
     pub(crate) fn is_drained(&self) -> bool {
         self.late.load(Ordering::Relaxed) == 0 && self.state().ledger.is_drained()
     }
@@ -169,7 +169,7 @@ impl World {
         self.state().ledger.violation.is_some()
     }
 
-    /// The faults end.
+    /// Ends the faults.
     pub(crate) fn calm(&self) {
         self.calm.store(true, Ordering::Relaxed);
         self.stalled.iter().for_each(|until| until.store(0, Ordering::Relaxed));
@@ -186,7 +186,7 @@ impl World {
         !self.is_calm() && self.outages.iter().any(|(from, until)| (*from..*until).contains(&now))
     }
 
-    /// A relay stands still.
+    /// Lets a relay stand still.
     pub(crate) fn stall(&self, relay: u8, held: At) {
         self.stalled[usize::from(relay)].store(self.now() + held, Ordering::Relaxed);
     }
@@ -203,7 +203,7 @@ impl World {
         }
     }
 
-    /// A place where the scheduler may do something else first.
+    /// A point where the scheduler may run something else first.
     pub(crate) async fn jitter(&self, who: Who) {
         self.gate(who.0).await;
         let jitter = self.plan.shape.jitter;
@@ -218,8 +218,8 @@ impl World {
         }
     }
 
-    /// Whether there were more calls than any work can need: somebody asks again and again, and no
-    /// time passes.
+    /// Returns whether there were more calls than any work can need: something asks again and again
+    /// while no time passes.
     fn spins(&self, who: Who, operation: &str) -> bool {
         let mut state = self.state();
         state.carried += 1;
@@ -229,7 +229,7 @@ impl World {
         state.ledger.violation.is_some()
     }
 
-    /// What meets this call of an operation.
+    /// Returns the fault for this call of an operation.
     pub(crate) fn fault(&self, relay: u8, operation: &'static str) -> Option<Fault> {
         let mut state = self.state();
         let count = state.calls.entry((relay, operation)).or_insert(0);
@@ -238,7 +238,7 @@ impl World {
         if self.is_calm() { None } else { self.faults.get(&(relay, operation, nth)).copied() }
     }
 
-    /// The server executes a call, unless it is gone with the server it was on its way to.
+    /// Executes a call on the server, unless it was lost with the server it was on its way to.
     async fn execute(&self, trip: &Trip, who: Who, generation: u64, is_late: bool) -> bool {
         if self.generation() != generation {
             return false;
@@ -257,7 +257,7 @@ impl World {
         self.generation.load(Ordering::Relaxed)
     }
 
-    /// Looks at the store after an operation.
+    /// Checks the store after an operation.
     pub(crate) fn observe(&self, operation: &'static str, lease: Option<&Lease>, who: Who) {
         let lease_ends = self.now() + LEASE.as_millis() as u64;
         let mut state = self.state();
@@ -282,7 +282,7 @@ impl World {
         }
     }
 
-    /// Looks at what handlers wrote.
+    /// Checks what handlers wrote.
     fn count_effects(&self, state: &mut WorldState) {
         let mut fresh = Vec::new();
         self.server.each_effect(|seq, version| match state.effects_seen.get(&version) {
@@ -298,7 +298,7 @@ impl World {
         }
     }
 
-    /// A transaction of a writer ended.
+    /// Records that a writer's transaction ended.
     pub(crate) fn committed(&self, numbers: &[usize]) {
         let mut state = self.state();
         for number in numbers {
@@ -307,7 +307,7 @@ impl World {
         state.ledger.observe(&self.server, "commit", None, (OPERATOR, 0), 0);
     }
 
-    /// The store goes back: what was on its way to it is gone.
+    /// Takes the store back to an earlier state. Calls on their way to it are lost.
     pub(crate) fn go_back(&self, may_lose: bool, back: impl FnOnce()) {
         self.generation.fetch_add(1, Ordering::Relaxed);
         back();
@@ -321,7 +321,7 @@ impl World {
         state.note(self, || format!("the store went back; cursors {:?}", self.server.cursors()));
     }
 
-    /// A call of the destination begins.
+    /// Begins a call of the destination.
     pub(crate) fn begin_call(&self, who: Who, deliveries: &[&Delivery]) -> Option<Mishap> {
         let now = self.now();
         let mut state = self.state();
@@ -341,7 +341,7 @@ impl World {
         mishap
     }
 
-    /// An event ends the relay that sends it, if that one is there to be ended.
+    /// Ends the relay that sends an event, if that relay still exists.
     pub(crate) async fn ends(&self, who: Who, number: usize) {
         {
             let mut state = self.state();
@@ -353,7 +353,7 @@ impl World {
         std::future::pending().await
     }
 
-    /// The next relay that an event ended.
+    /// Waits for the next relay that an event ended.
     pub(crate) async fn next_ended(&self) -> Who {
         loop {
             let ended = self.state().ended.pop_front();
@@ -364,18 +364,18 @@ impl World {
         }
     }
 
-    /// An answer, or none, that counts as an attempt of each.
+    /// Records a result, or none, that counts as an attempt of each delivery.
     pub(crate) fn charge(&self, deliveries: &[&Delivery]) {
         let mut state = self.state();
         deliveries.iter().for_each(|delivery| state.ledger.failed(number_of(&delivery.event)));
     }
 
-    /// How often relays called the store.
+    /// Returns the number of store calls by relays.
     pub(crate) fn calls(&self) -> u64 {
         self.state().carried.into()
     }
 
-    /// The violation, the hash of the history, and the history.
+    /// Returns the violation, the hash of the history, and the history.
     pub(crate) fn end(&self) -> (Option<String>, u64, Vec<String>) {
         let mut state = self.state();
         let ended: u32 = state.ledger.facts.iter().map(|fact| fact.ended).sum();
@@ -394,14 +394,14 @@ pub(crate) fn down() -> Error {
     Error::new(ErrorKind::Unavailable, "simulate", "store_down", "the simulated store did not answer")
 }
 
-/// The way of one relay to the server.
+/// The connection of one relay to the server.
 pub(crate) struct SimWire {
     pub(crate) world: Arc<World>,
     pub(crate) who: Who,
 }
 
 impl SimWire {
-    /// The server executes it so much later, whatever became of its caller.
+    /// Lets the server execute a call later, whether or not its caller still exists.
     fn execute_late(&self, trip: Trip, after: At, generation: u64) {
         let (world, who) = (self.world.clone(), self.who);
         world.late.fetch_add(1, Ordering::Relaxed);
@@ -430,15 +430,15 @@ impl Trip {
     }
 }
 
-/// What a call has met on its way there.
+/// What a call met on its way to the server.
 pub(crate) struct Met {
     fault: Option<Fault>,
-    /// The server it is on its way to.
+    /// The server it was on its way to.
     generation: u64,
 }
 
 impl SimWire {
-    /// The way there of a call, which may be refused.
+    /// Sends a call to the server. It may be refused.
     pub(crate) async fn set_out(&self, operation: &'static str) -> Result<Met> {
         let (world, who) = (&self.world, self.who);
         if world.spins(who, operation) {
@@ -458,8 +458,8 @@ impl SimWire {
         Ok(Met { fault, generation })
     }
 
-    /// The way back of a call that was executed, if it was. One that nobody can do later was done
-    /// at once.
+    /// The way back of a call. Fails if its answer is lost or it was not executed. For a call that
+    /// cannot be executed later, [`Fault::Late`] only loses the answer.
     pub(crate) async fn come_back(&self, met: &Met, executed: bool) -> Result<()> {
         let (world, who) = (&self.world, self.who);
         match met.fault {
@@ -472,7 +472,7 @@ impl SimWire {
         if is_lost || !executed { Err(down()) } else { Ok(()) }
     }
 
-    /// Carries a call that can be executed late and again.
+    /// Carries a call that can be executed late and twice.
     pub(crate) async fn travel(&self, trip: Trip) -> Result<()> {
         let (world, who) = (&self.world, self.who);
         let met = self.set_out(trip.operation()).await?;
@@ -497,8 +497,7 @@ impl Wire for SimWire {
     }
 }
 
-/// The clock of one relay: it wakes up late when the relay stands still, and its wall time is
-/// wrong.
+/// The clock of one relay. It wakes up late if the relay stands still, and its wall time is wrong.
 pub(crate) struct RelayClock {
     pub(crate) world: Arc<World>,
     pub(crate) relay: u8,

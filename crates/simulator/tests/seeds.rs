@@ -1,9 +1,9 @@
-//! A slice of the seeds beside the other tests; `cargo xtask test` runs 200,000 in a step of their
-//! own.
+//! A sample of the seeds beside the other tests. `cargo xtask test` runs 200,000 in a separate
+//! step.
 
 use postbox_simulator::{Store, run_seed, run_seeds};
 
-/// Beyond those of the step, so that both find something.
+/// Beyond the seeds of that step, so that both can find something.
 const FIRST: u64 = 10_000_000;
 
 #[track_caller]
