@@ -1,4 +1,4 @@
-//! What `#[event(…)]` says.
+//! The contents of `#[event(…)]`.
 
 use syn::meta::ParseNestedMeta;
 use syn::{Attribute, Ident, LitInt, LitStr, Result, Type};
@@ -57,7 +57,8 @@ fn once<T>(slot: &mut Option<T>, value: T, meta: &ParseNestedMeta<'_>) -> Result
     }
 }
 
-/// As `postbox::contract::Topic`, which sees to it once more, and to the length, at every append.
+/// Checks a topic like `postbox::contract::Topic`, which checks it again, with the length, at every
+/// append.
 fn checked_topic(topic: LitStr) -> Result<LitStr> {
     let text = topic.value();
     if text.is_empty() || text.contains(|c: char| c.is_whitespace() || c.is_control()) {

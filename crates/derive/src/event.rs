@@ -1,4 +1,4 @@
-//! From a type to its implementation.
+//! Generates the implementation for a type.
 
 use proc_macro2::TokenStream;
 use quote::{quote, quote_spanned};
@@ -30,8 +30,8 @@ pub(crate) fn derive(input: TokenStream) -> Result<TokenStream> {
     })
 }
 
-/// The functions that read events of an older version. Their span is the type's, where one that
-/// this cannot be made from is an error.
+/// The functions that read events of an older version. They have the span of the older type, so
+/// that an error appears there if it cannot be converted.
 fn upcast_from(older: Type) -> TokenStream {
     quote_spanned! { older.span() =>
         fn reads(version: u32) -> bool {
@@ -47,8 +47,8 @@ fn upcast_from(older: Type) -> TokenStream {
     }
 }
 
-/// The call that sets the key. Its span is the attribute's, where a field without `Display` is an
-/// error.
+/// The call that sets the key. It has the span of the attribute, so that an error appears there if
+/// the field has no `Display`.
 fn written_key(input: &DeriveInput, key: &LitStr) -> Result<TokenStream> {
     let name = &input.ident;
     let Data::Struct(data) = &input.data else {
@@ -66,7 +66,7 @@ fn written_key(input: &DeriveInput, key: &LitStr) -> Result<TokenStream> {
 mod tests {
     use super::*;
 
-    /// The implementation, as text; compared with what a person would write.
+    /// Compares the implementation, as text, with what a person would write.
     fn assert_derives(input: TokenStream, expected: TokenStream) {
         let derived = derive(input).expect("derived");
         assert_eq!(derived.to_string(), expected.to_string());

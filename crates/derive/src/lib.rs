@@ -1,7 +1,7 @@
-//! `#[derive(Event)]`: a Rust type as the events of one topic. Used through the crate `postbox`,
-//! which has the trait.
+//! `#[derive(Event)]`: makes a Rust type the events of one topic. Use it through the crate
+//! `postbox`, which has the trait.
 //!
-//! It writes one `impl` and nothing else; the payload is serde's affair.
+//! It generates one `impl` and nothing else. Serde handles the payload.
 
 mod attributes;
 mod event;
@@ -29,16 +29,16 @@ use proc_macro::TokenStream;
 /// # }
 /// ```
 ///
-/// | in `#[event(…)]` | value | what it says |
+/// | in `#[event(…)]` | value | meaning |
 /// |---|---|---|
 /// | `topic` | text, required | what happened |
 /// | `key` | a field's name | events of one key are delivered in commit order; the field is written with `Display` |
-/// | `schema_version` | a number from 1, the default | the version of the payload's form |
-/// | `from` | a type | that of an older version, of which this one is made by `From` |
+/// | `schema_version` | a number from 1, the default | the schema version of the payload |
+/// | `from` | a type | the type of an older version, from which this one is converted by `From` |
 /// | `aggregate` | text | the kind of thing that the key names |
 /// | `kind` | text | `domain`, the default, `integration`, … |
 ///
-/// Events of an older version are read as the newer type, through as many versions as there are:
+/// Events of an older version are read as the newer type, across any number of versions:
 ///
 /// ```
 /// # use serde::{Deserialize, Serialize};
@@ -62,7 +62,7 @@ use proc_macro::TokenStream;
 /// }
 /// ```
 ///
-/// An event has a topic:
+/// The topic is required:
 ///
 /// ```compile_fail
 /// #[derive(postbox::Event)]
@@ -71,7 +71,7 @@ use proc_macro::TokenStream;
 /// }
 /// ```
 ///
-/// Its key is one of its fields:
+/// The key must be one of the fields:
 ///
 /// ```compile_fail
 /// #[derive(postbox::Event)]

@@ -36,8 +36,8 @@
 //! # In your transaction
 //!
 //! [`Postbox::append`] takes one event or several, [typed](derive@Event) or [not](NewEvent), in the
-//! transaction of your driver. That of another database is a compile error, and so is a client or a
-//! pool, which would commit the event by itself:
+//! transaction of your driver. A transaction of another database is a compile error, and so is a
+//! client or a pool, which would commit the event by itself:
 //!
 //! ```compile_fail,E0277
 //! # async fn example(mut client: tokio_postgres::Client) -> postbox::Result<()> {
@@ -48,8 +48,9 @@
 //! ```
 //!
 //! A router lends handlers the transaction that settles their event: see
-//! [`Router::in_transaction`](router::Router::in_transaction). One that asks for the transaction of
-//! another store does not compile, nor does one without a transaction beside those with it:
+//! [`Router::in_transaction`](router::Router::in_transaction). A handler that asks for the
+//! transaction of another store does not compile, nor does a handler without a transaction in such
+//! a router:
 //!
 //! ```compile_fail,E0277
 //! # use postbox::router::{Event, Router, Tx};
@@ -95,20 +96,20 @@
 //! # The guarantee
 //!
 //! An event appended in a transaction that commits reaches every subscription at least once, in
-//! commit order per key; one of a transaction that rolls back reaches none. Where handler and store
-//! share a database its *effect* happens exactly once.
+//! commit order per key. An event of a transaction that rolls back reaches none. If handler and
+//! store share a database, the handler's *effect* happens exactly once.
 //!
 //! # What this crate deliberately does not do
 //!
-//! It decides nothing about events: it re-exports the other crates, so that one line in a manifest
-//! is enough, and [`Service`] starts and stops their parts together.
+//! It decides nothing about events. It re-exports the other crates, so that one line in a manifest
+//! is enough, and its [`Service`] starts and stops their parts together.
 
-/// The README's sample compiles.
+/// Checks that the README's sample compiles.
 #[cfg(all(doctest, feature = "postgres"))]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-/// The guide's samples compile.
+/// Checks that the guide's samples compile.
 #[cfg(all(doctest, feature = "postgres"))]
 #[doc = include_str!("../../../docs/guide/rust.md")]
 struct Guide;
@@ -118,7 +119,7 @@ pub mod test;
 
 /// A point in time, as in [`NewEvent::deliver_at`].
 pub use jiff::Timestamp;
-/// What an `impl` of a layer, a sink or a source is marked with.
+/// The macro for implementations of a layer, a sink or a source.
 pub use postbox_core::async_trait;
 pub use postbox_core::{
     Aggregate, Append, Appended, Clock, Context, Delivery, Error, ErrorKind, EventId, Headers, IntoEvents, LogName,
@@ -130,10 +131,10 @@ pub use postbox_engine::{
     InProcessBus, JsonLines, Relay, RelayBuilder, RelaySettings, TokioClock, handler_sink, router,
 };
 pub use service::{Service, ServiceBuilder};
-/// What ends [`Relay::run`].
+/// The token that stops [`Relay::run`].
 pub use tokio_util::sync::CancellationToken;
 
-/// What a service names most, for `use postbox::prelude::*`.
+/// The names a service uses most, for `use postbox::prelude::*`.
 ///
 /// `Event` is both the derive and the argument of a handler.
 pub mod prelude {
@@ -144,14 +145,14 @@ pub mod prelude {
     pub use crate::Service;
 }
 
-/// For authors of stores, sinks and sources, and for whoever asks or administers a store: the
-/// contracts and all their types.
+/// The contracts and all their types, for authors of stores, sinks and sources, and for programs
+/// that inspect or administer a store.
 pub use postbox_core as contract;
-/// The parts of which a [`Service`] is made, with their settings and what they count.
+/// The parts of a [`Service`], with their settings and counters.
 pub use postbox_engine as engine;
 
-/// Drivers besides `tokio-postgres` whose Postgres transactions [`Postbox::append`] takes, and
-/// handlers may work in those of `sqlx` 0.9 and `diesel-async`.
+/// Drivers besides `tokio-postgres` whose Postgres transactions [`Postbox::append`] takes. Handlers
+/// can work in transactions of `sqlx` 0.9 and `diesel-async`.
 #[cfg(feature = "postgres")]
 pub mod drivers {
     #[cfg(feature = "diesel")]
@@ -169,10 +170,10 @@ pub mod drivers {
 /// The signed webhook sink.
 #[cfg(feature = "http")]
 pub use postbox_http as http;
-/// Webhooks in: a router that verifies, stores and answers.
+/// Receiving webhooks: a router that verifies, stores and answers.
 #[cfg(feature = "http")]
 pub use postbox_ingress as ingress;
-/// Serving a router to strangers: deadlines, and a bound on connections.
+/// Serving a router to the public: deadlines, and a limit on connections.
 #[cfg(feature = "http")]
 pub use postbox_listen as listen;
 /// Traces: events carry the context of the span they are appended in.

@@ -1,4 +1,4 @@
-//! The service: what a program of yours does with events, started together and stopped together.
+//! The service: everything a program does with events, started together and stopped together.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -17,11 +17,12 @@ use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tracing::info;
 
-/// Longest wait of [`Service::ready`] for the store: who asks has a deadline too, often of seconds.
+/// Longest wait of [`Service::ready`] for the store. Its callers have deadlines too, often of
+/// seconds.
 const READY_WAIT: Duration = Duration::from_secs(2);
 
-/// What a program of yours does with events: subscriptions with their handlers, sources of
-/// webhooks, retention. Clones are the same service.
+/// Everything a program does with events: subscriptions with their handlers, sources of webhooks,
+/// retention. Clones are the same service.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -51,24 +52,24 @@ const READY_WAIT: Duration = Duration::from_secs(2);
 /// # }
 /// ```
 ///
-/// What runs, and what it costs when several programs run it on one store:
+/// What runs, and how several programs share it on one store:
 ///
 /// | part | with replicas |
 /// |---|---|
 /// | a relay for each subscription | they share its lanes |
-/// | a sweep an hour: delivered events older than 7 days go, and so do ids of messages from outside after 30 | they take turns; the shortest age counts |
-/// | a look each second for events that no subscription wants | they take turns |
+/// | an hourly sweep: removes delivered events older than 7 days, and ids of messages from outside older than 30 | they take turns; the shortest age counts |
+/// | a look every second for events that no subscription wants | they take turns |
 ///
 /// Behaviour:
-/// - It begins with the store and every subscription. A store that is away is waited for; what is
-///   wrong for good (schema, rights, an unknown log) is an error, and nothing is delivered.
-/// - A relay that fails later, or panics, is started again, and the others go on; see
-///   [`Self::ready`]. One whose subscription was removed or renamed meanwhile is not.
-/// - The first of the signal and [`Self::stop`] ends it: what is in flight is finished and settled,
-///   for [`drain_timeout`](crate::RelaySettings::drain_timeout) at most, and lanes are given back.
-///   No event is handled again because of it.
+/// - It begins with the store and every subscription. It waits while the store is down. A permanent
+///   fault (schema, rights, an unknown log) is an error, and nothing is delivered.
+/// - A relay that fails later, or panics, is restarted, and the others go on; see [`Self::ready`].
+///   A relay whose subscription was removed or renamed meanwhile is not restarted.
+/// - The first of the signal and [`Self::stop`] ends it. Work in flight is finished and settled,
+///   for [`drain_timeout`](crate::RelaySettings::drain_timeout) at most, and lanes are released. No
+///   event is handled again because of it.
 /// - It runs once.
-/// - Waits follow tokio's time: with a [`MemoryStore`](crate::MemoryStore), a test may pause it.
+/// - Waits follow tokio's time. With a [`MemoryStore`](crate::MemoryStore), a test may pause it.
 #[derive(Clone)]
 pub struct Service(Arc<Inner>);
 
@@ -77,7 +78,7 @@ struct Inner {
     relays: Vec<Arc<SupervisedRelay>>,
     #[cfg(feature = "http")]
     ingress: Arc<Ingress>,
-    /// Whether there are sources.
+    /// Whether it has sources.
     receives: bool,
     sweeper: Sweeper,
     finder: UnroutedFinder,
@@ -88,7 +89,7 @@ struct Inner {
 }
 
 impl Service {
-    /// Begins to build a service on a store.
+    /// Starts building a service on a store.
     pub fn builder(store: impl Store) -> ServiceBuilder {
         ServiceBuilder {
             store: Arc::new(store),
@@ -102,25 +103,26 @@ impl Service {
         }
     }
 
-    /// Where its sources come in: give it to [`ingress::router`](crate::ingress::router), and merge
-    /// that into yours. It counts, too. It works as long as it is served, and need not run.
+    /// Returns the ingress of its sources. Pass it to [`ingress::router`](crate::ingress::router),
+    /// and merge that into your router. It also has counters. It works as long as it is served,
+    /// even if the service does not run.
     #[cfg(feature = "http")]
     pub fn ingress(&self) -> Arc<Ingress> {
         self.0.ingress.clone()
     }
 
-    /// Works until the signal, or [`Self::stop`], and then stops gracefully.
+    /// Runs until the signal, or [`Self::stop`], and then stops gracefully.
     ///
-    /// The error is one of the start, or (`Conflict`, `service_ran`) it has run before. Dropping
-    /// this future stops without settling: what was in flight may be handled again, nothing is
-    /// lost.
+    /// An error comes from the start, or (`Conflict`, `service_ran`) says that it has run before.
+    /// Dropping this future stops without settling. What was in flight may be handled again, and
+    /// nothing is lost.
     pub async fn run_until(&self, signal: impl Future) -> Result<()> {
         let inner = &*self.0;
         if inner.ran.swap(true, Ordering::AcqRel) {
             let text = "this service runs, or has run; build another for the next run";
             return Err(Error::new(ErrorKind::Conflict, "serve", "service_ran", text));
         }
-        // However it ends, those who wait for the end hear of it.
+        // However it ends, everything that waits for the end is notified.
         let _ended = inner.stop.clone().drop_guard();
         let work = inner.work();
         tokio::pin!(work);
@@ -131,19 +133,20 @@ impl Service {
         work.await
     }
 
-    /// Asks it to stop, and returns at once. Idempotent; before the start, there is none.
+    /// Asks it to stop, and returns at once. Idempotent. If called before the start, it never
+    /// starts.
     pub fn stop(&self) {
         self.0.stop.cancel();
     }
 
-    /// Ends when the service begins to stop, or has failed to start: the signal for what stops with
-    /// it, such as `axum::serve(…).with_graceful_shutdown(service.stopping())`.
+    /// Resolves when the service begins to stop, or has failed to start. Use it as the signal for
+    /// everything that stops with it: `axum::serve(…).with_graceful_shutdown(service.stopping())`.
     pub fn stopping(&self) -> WaitForCancellationFutureOwned {
         self.0.stop.clone().cancelled_owned()
     }
 
-    /// Waits for its start, or its end, and says whether it is [ready](Self::ready): all
-    /// subscriptions are there, so what is appended from now on reaches each of them.
+    /// Waits until it has started or ended, and returns whether it is [ready](Self::ready). Then
+    /// all subscriptions exist, so events appended from now on reach each of them.
     pub async fn started(&self) -> Result<()> {
         let mut started = self.0.started.subscribe();
         tokio::select! {
@@ -153,9 +156,9 @@ impl Service {
         self.ready().await
     }
 
-    /// Whether it does its work now: it has started, does not stop, the store answers within two
-    /// seconds, and every subscription flows. The error says what does not, with the code of the
-    /// reason.
+    /// Returns whether it works right now: it has started and is not stopping, the store answers
+    /// within two seconds, and the events of every subscription flow. The error names what does not
+    /// work, with the code of the reason.
     pub async fn ready(&self) -> Result<()> {
         let Inner { store, relays, started, stop, .. } = &*self.0;
         let unready = |code: &str, text: String| Error::new(ErrorKind::Unavailable, "serve", code.to_owned(), text);
@@ -174,7 +177,7 @@ impl Service {
         Err(unready(first.code(), lines.join("; ")))
     }
 
-    /// What each subscription counts.
+    /// Returns the counters of each subscription.
     pub fn metrics(&self) -> impl Iterator<Item = (&SubscriptionName, Arc<Metrics>)> {
         self.0.relays.iter().map(|relay| (relay.name(), relay.relay().metrics()))
     }
@@ -197,7 +200,7 @@ impl Inner {
         let relays = self.relays.iter().map(|relay| relay.clone().supervise(self.clock.clone(), self.stop.clone()));
         tokio::join!(
             join_all(relays),
-            // Each of their steps is a transaction; nobody waits for one at a stop.
+            // Each of their steps is a transaction, so a stop need not wait for them.
             self.stop.run_until_cancelled(self.sweeper.run(self.stop.clone())),
             self.stop.run_until_cancelled(self.finder.run(self.stop.clone())),
         );
@@ -205,8 +208,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Everything that can be wrong for good is found before the first event goes out. False if
-    /// stopped before.
+    /// Finds every permanent fault before the first event goes out. Returns false if stopped before
+    /// that.
     async fn start(&self) -> Result<bool> {
         let checked = wait_for_store(&*self.clock, |error| !error.is_permanent(), || self.check());
         match self.stop.run_until_cancelled(checked).await {
@@ -234,11 +237,11 @@ impl Inner {
 #[must_use = "a service that is not built does nothing"]
 pub struct ServiceBuilder {
     store: Arc<dyn Store>,
-    /// The first fault is what [`Self::build`] says.
+    /// The first fault is returned by [`Self::build`].
     relays: Result<Vec<Relay>>,
     #[cfg(feature = "http")]
     sources: Vec<WebhookSource>,
-    /// The logs that sources write.
+    /// The logs that sources write to.
     received: BTreeSet<LogName>,
     events_age: Duration,
     message_ids_age: Duration,
@@ -246,26 +249,25 @@ pub struct ServiceBuilder {
 }
 
 impl ServiceBuilder {
-    /// A subscription of this name to the log `outbox`: its events go to the router.
+    /// Adds a subscription of this name to the log `outbox`. Its events go to the router.
     pub fn outbox<D: Place>(self, name: &str, router: Router<(), D>) -> Self {
         self.subscription(LogName::outbox().as_str(), name, router)
     }
 
-    /// A subscription of this name to the log `inbox`, where [sources](Self::source) store.
+    /// Adds a subscription of this name to the log `inbox`, where [sources](Self::source) store.
     pub fn inbox<D: Place>(self, name: &str, router: Router<(), D>) -> Self {
         self.subscription(LogName::inbox().as_str(), name, router)
     }
 
-    /// A subscription of this name to any log, such as a bus that several services read. The log is
-    /// made once, by [`create_log`](postbox_core::Maintain::create_log).
+    /// Adds a subscription of this name to any log, such as a bus that several services read.
+    /// Create the log once, with [`create_log`](postbox_core::Maintain::create_log).
     pub fn subscription<D: Place>(self, log: &str, name: &str, router: Router<(), D>) -> Self {
         let store = self.store.clone();
         self.add(|| Relay::builder(store, Subscription::new(name.parse()?, log.parse()?)).router(router)?.build())
     }
 
-    /// A relay of your own making, on the same store: with other
-    /// [settings](crate::RelaySettings), another [filter or number of lanes](Subscription), or a
-    /// [sink](crate::contract::Sink).
+    /// Adds a relay you have built, on the same store: with other [settings](crate::RelaySettings),
+    /// another [filter or number of lanes](Subscription), or a [sink](crate::contract::Sink).
     pub fn relay(self, relay: Relay) -> Self {
         self.add(|| Ok(relay))
     }
@@ -278,7 +280,7 @@ impl ServiceBuilder {
         self
     }
 
-    /// A sender of webhooks: see [`Service::ingress`].
+    /// Adds a sender of webhooks; see [`Service::ingress`].
     #[cfg(feature = "http")]
     pub fn source(mut self, source: WebhookSource) -> Self {
         self.received.insert(source.log.clone());
@@ -286,27 +288,27 @@ impl ServiceBuilder {
         self
     }
 
-    /// How long events are kept after every subscription has passed them. Default: 7 days.
+    /// Sets how long events are kept after every subscription has passed them. Default: 7 days.
     pub fn keep_events(mut self, age: Duration) -> Self {
         self.events_age = age;
         self
     }
 
-    /// How long dead events wait for a person before they are given up (discarded), a day at least.
-    /// One that halts its key waits for ever, as all of them do by default.
+    /// Sets how long dead events wait for a person before they are given up (discarded), at least a
+    /// day. An event that halts its key waits for ever; without this setting, all dead events do.
     pub fn keep_dead(mut self, age: Duration) -> Self {
         self.dead_age = Some(age);
         self
     }
 
-    /// How long ids of messages from outside are remembered: as long as your senders go on
-    /// repeating a message, 7 days at least. Default: 30 days.
+    /// Sets how long ids of messages from outside are remembered. Choose it as long as your senders
+    /// keep repeating a message, at least 7 days. Default: 30 days.
     pub fn remember_ids(mut self, age: Duration) -> Self {
         self.message_ids_age = age;
         self
     }
 
-    /// Checks everything and builds. Touches no store.
+    /// Checks everything and builds. Does not access the store.
     ///
     /// Errors (`Invalid`): those of names, routers and sources, `subscription_twice`,
     /// `message_ids_age_too_short`, `dead_age_too_short`.

@@ -1,5 +1,5 @@
-//! For the tests of a program that uses Postbox: a store in memory, what was appended, what a
-//! handler makes of an event, and both ends of a webhook. Those are signed as their senders do by
+//! For the tests of programs that use Postbox: an in-memory store, the events that were appended,
+//! the outcome of a handler, and both ends of a webhook. To sign webhooks as their senders do, use
 //! the `Secret::sign` of each scheme in [`webhook`](crate::webhook).
 //!
 //! ```
@@ -52,25 +52,25 @@ use serde::de::DeserializeOwned;
 #[cfg(feature = "http")]
 pub use webhooks::{Receiver, Webhooks};
 
-/// An empty store in memory. Its time begins in 1970 and is tokio's: in a test that pauses that
-/// (`#[tokio::test(start_paused = true)]`), `tokio::time::advance` steps it, and retries and
-/// retention take no time.
+/// Creates an empty in-memory store. Its time begins in 1970 and follows tokio's. If a test pauses
+/// that (`#[tokio::test(start_paused = true)]`), `tokio::time::advance` steps it, and retries and
+/// retention take no real time.
 pub fn store() -> MemoryStore {
     MemoryStore::new(Arc::new(TokioClock::simulated(Timestamp::UNIX_EPOCH)))
 }
 
-/// What was committed to the log `outbox` as this type, by place in the log. Delayed events are not
-/// among it before their time.
+/// Returns the events committed to the log `outbox` with the topic of this type, in log order. A
+/// delayed event is missing before its time.
 ///
-/// It reads as a subscription of its own, which it removes again, and so in any store. In one that
-/// something else uses at the time, retention waits for it.
+/// It reads with a temporary subscription, so it works with any store. If something else uses the
+/// store at that time, retention waits for that subscription.
 ///
-/// An event that is not of the type is an error, that of [`decode`].
+/// An event that cannot be decoded as the type is an error, that of [`decode`].
 pub async fn appended<T: TypedEvent + DeserializeOwned>(store: &(impl Store + Clone)) -> Result<Vec<T>> {
     read(store, LogName::outbox(), vec![TopicPattern::from_stored(T::TOPIC)]).await?.iter().map(decode).collect()
 }
 
-/// Events of these topics, or of all if there are none, by place in the log.
+/// Returns events of these topics, or of all if there are none, in log order.
 async fn read(store: &(impl Store + Clone), log: LogName, topics: Vec<TopicPattern>) -> Result<Vec<Event>> {
     let name = format!("test-{}", EventId::now_v7());
     let mut subscription = Subscription::new(name.parse()?, log);
@@ -90,16 +90,16 @@ async fn read(store: &(impl Store + Clone), log: LogName, topics: Vec<TopicPatte
         store.remove(&name, info.generation).await?;
     }
     let mut seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
-    // Those of different keys go out at once, and in any order.
+    // Events of different keys go out concurrently, in any order.
     seen.sort_by_key(|(seq, _)| *seq);
     Ok(seen.into_iter().map(|(_, event)| event).collect())
 }
 
 /// Asserts that an event, or several in this order, were committed to the log `outbox` of a store,
-/// among others or not. What was is in the message.
+/// possibly among others. The failure message shows what was committed.
 ///
-/// An event is the one that is expected if it has its topic and its payload (as JSON, or to the
-/// byte), and every other field and header that the expected one has.
+/// An event matches the expected one if it has its topic and its payload (as JSON, or to the byte),
+/// and every other field and header that the expected one has.
 ///
 /// ```
 /// # use postbox::{NewEvent, test};
@@ -124,7 +124,7 @@ macro_rules! assert_appended {
     };
 }
 
-/// The text of a failed [`assert_appended!`].
+/// Returns the text of a failed [`assert_appended!`].
 #[doc(hidden)]
 pub async fn check_appended<Kind>(
     store: &(impl Store + Clone),
@@ -180,9 +180,10 @@ fn shown(event: &Event) -> String {
     format!("{}{key}{tenant}{headers} {}", event.topic, String::from_utf8_lossy(&event.payload))
 }
 
-/// What becomes of an event that the router gets, at its first attempt. A panic is the test's.
+/// Returns the router's outcome for an event, at its first attempt. A panic of a handler fails the
+/// test.
 ///
-/// One [in a transaction](Router::in_transaction) needs its store: append there, and drain a
+/// A router [in a transaction](Router::in_transaction) needs its store: append there, and drain a
 /// [`Relay`].
 pub async fn deliver<Kind>(router: &Router, event: impl IntoEvent<Kind>) -> Result<Outcome> {
     let event = event.into_event()?;

@@ -1,4 +1,4 @@
-//! Payloads that are not as their topic says are appended by nobody, and handled by nobody.
+//! A payload that breaks the schema of its topic is neither appended nor handled.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! A service in a program of the user's: what its documentation promises.
+//! A service in a user's program: the promises of its documentation.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
-/// Longest wait for what must happen; of simulated time, as all waits here.
+/// Longest wait, in simulated time like all waits here.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(postbox::Event, Serialize, Deserialize)]
@@ -33,7 +33,7 @@ fn pay(store: &MemoryStore, order: i64) {
     tx.commit();
 }
 
-/// A router that reports the orders it sees.
+/// Returns a router that reports the orders it sees.
 fn reporting() -> (Router, mpsc::UnboundedReceiver<i64>) {
     let (seen, saw) = mpsc::unbounded_channel();
     let report = async |Event(paid): Event<OrderPaid>, State(seen): State<Seen>| seen.send(paid.order);
@@ -153,7 +153,7 @@ async fn a_run_that_is_dropped_says_so_to_who_stops_with_it() {
     assert_eq!(soon(saw.recv()).await, None, "nothing of it is left at work");
 }
 
-/// A store that cannot be reached until it is there.
+/// A store that cannot be reached at first.
 struct Away(AtomicBool);
 
 #[async_trait]
@@ -278,7 +278,7 @@ async fn dead_events_are_given_up_only_where_that_was_asked_for() {
     store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await.expect("appended");
     runs_for(builder(), PATIENCE).await;
     tokio::time::sleep(DAY).await;
-    // A sweep each.
+    // Each run makes one sweep.
     let hour = Duration::from_secs(3_700);
     runs_for(builder(), hour).await;
     runs_for(builder().keep_dead(2 * DAY), hour).await;

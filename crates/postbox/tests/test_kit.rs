@@ -1,4 +1,4 @@
-//! What the module for users' tests promises, on a store in memory and on a real one.
+//! The promises of the module for users' tests, on an in-memory store and on a real one.
 
 use std::time::Duration;
 

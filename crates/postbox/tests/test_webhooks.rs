@@ -1,4 +1,4 @@
-//! Both ends of a webhook for users' tests: what is genuine comes through, and nothing else.
+//! Both ends of a webhook for users' tests: only genuine messages get through.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ fn checks(scheme: Scheme) -> Box<dyn Verify> {
     verifier(scheme, &[SECRET], &settings).expect("a verifier")
 }
 
-/// What the provider of the scheme would send with this secret.
+/// Returns the headers that a provider of the scheme would send with this secret.
 fn signed(scheme: Scheme, secret: &str, body: &[u8]) -> Vec<(String, String)> {
     let now = UnixSeconds(Timestamp::now().as_second());
     match scheme {

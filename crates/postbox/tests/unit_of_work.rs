@@ -1,4 +1,4 @@
-//! What aggregates recorded is appended with a commit, and not without one.
+//! Events recorded by aggregates are appended with a commit, and not without one.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -7,28 +7,28 @@ use jsonschema::{ValidationError, Validator};
 use postbox_core::{Error, ErrorKind, Result, Schemas, Topic};
 use serde_json::Value;
 
-/// Most issues that are named of one payload: what is wrong in every element of a large array would
-/// say nothing new.
+/// Maximum issues listed for one payload. A fault in every element of a large array would only
+/// repeat itself.
 const ISSUES_MAX: usize = 20;
 
-/// The JSON Schemas of topics, each of one version of the payload's form.
+/// The JSON Schemas of topics, each for one schema version.
 ///
-/// Drafts 4 to 2020-12, by `$schema`; without one, 2020-12. `format` is no rule, as the standard
-/// has it.
+/// Supports drafts 4 to 2020-12, by `$schema`; the default is 2020-12. `format` is not checked, as
+/// the standard says.
 #[derive(Default)]
 pub struct JsonSchemas {
     validators: BTreeMap<String, BTreeMap<u32, Validator>>,
 }
 
 impl JsonSchemas {
-    /// None yet.
+    /// Creates an empty set.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds the schema of a topic's payloads of this version, as JSON text.
+    /// Adds the schema of a topic's payloads for this version, as JSON text.
     ///
-    /// Errors: `schema_invalid` where it is no schema, or refers to another document;
+    /// Errors: `schema_invalid` if it is not a schema, or refers to another document;
     /// `schema_twice`; those of a topic.
     pub fn add(self, topic: &str, schema_version: u32, schema: &str) -> Result<Self> {
         let schema = serde_json::from_str(schema).map_err(|error| invalid(topic, schema_version, &error))?;
@@ -79,8 +79,8 @@ fn invalid(topic: &str, schema_version: u32, error: &dyn fmt::Display) -> Error 
     Error::invalid("add schema", "schema_invalid", message)
 }
 
-/// Each with its place and its rule. The payload itself is not quoted: it may hold a secret, and an
-/// error goes into logs.
+/// Lists the issues, each with its place and its rule. The payload is not quoted: it may hold a
+/// secret, and errors go into logs.
 fn listed<'e>(issues: impl Iterator<Item = ValidationError<'e>>) -> Vec<String> {
     let mut issues = issues.map(|issue| {
         let place = issue.instance_path().as_str();

@@ -1,4 +1,4 @@
-//! Both ends of a webhook, on loopback: a sender to your sources, and a receiver of what your
+//! Both ends of a webhook, on loopback: a sender to your sources, and a receiver for what your
 //! service sends.
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -13,7 +13,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 
-/// An ingress, served on a port of its own as long as this lives: post to it as a provider would.
+/// Serves an ingress on a free port as long as this lives. Post to it as a provider would.
 ///
 /// ```
 /// use postbox::test::Webhooks;
@@ -42,7 +42,7 @@ pub struct Webhooks {
 }
 
 impl Webhooks {
-    /// Serves it.
+    /// Starts serving an ingress.
     pub async fn serve(ingress: Arc<Ingress>) -> Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.map_err(away)?;
         let address = listener.local_addr().map_err(away)?;
@@ -52,12 +52,12 @@ impl Webhooks {
         Ok(Self { address, server })
     }
 
-    /// The URL of a source.
+    /// Returns the URL of a source.
     pub fn url(&self, source: &str) -> String {
         format!("http://{}/in/{source}", self.address)
     }
 
-    /// Posts to a source, as JSON if the headers do not say otherwise; gives the status of the
+    /// Posts to a source, as JSON unless the headers say otherwise. Returns the status of the
     /// answer.
     pub async fn post(&self, source: &str, headers: &[(String, String)], body: &[u8]) -> Result<u16> {
         let mut head = format!(
@@ -93,9 +93,9 @@ fn away(error: std::io::Error) -> Error {
     Error::new(ErrorKind::Unavailable, "test", "loopback_failed", error.to_string()).with_source(error)
 }
 
-/// A receiver that verifies what your service sends, on a port of its own. What is genuine is
-/// answered with success and kept, each message once; all else is refused as a careful receiver
-/// would. Allow the sink its address: `HttpSinkConfig { allow: vec!["127.0.0.1/32".parse()?], … }`.
+/// A receiver on a free port that verifies what your service sends. Genuine messages are answered
+/// with success and kept, each once. All others are refused as a careful receiver would. Allow the
+/// sink its address: `HttpSinkConfig { allow: vec!["127.0.0.1/32".parse()?], … }`.
 #[derive(Debug)]
 pub struct Receiver {
     webhooks: Webhooks,
@@ -105,7 +105,7 @@ pub struct Receiver {
 impl Receiver {
     const SOURCE: &'static str = "test";
 
-    /// Starts one with a verifier, such as [`standard`](crate::webhook::standard)'s for the
+    /// Starts a receiver with a verifier, such as [`standard`](crate::webhook::standard)'s for the
     /// webhook sink.
     pub async fn start(verifier: Box<dyn Verify>) -> Result<Self> {
         let store = super::store();
@@ -114,12 +114,12 @@ impl Receiver {
         Ok(Self { webhooks: Webhooks::serve(ingress).await?, store })
     }
 
-    /// Where to send.
+    /// Returns the URL to send to.
     pub fn url(&self) -> String {
         self.webhooks.url(Self::SOURCE)
     }
 
-    /// What has come and was genuine, in its order.
+    /// Returns the genuine messages received so far, in order.
     pub async fn received(&self) -> Result<Vec<Event>> {
         super::read(&self.store, LogName::inbox(), Vec::new()).await
     }

@@ -1,4 +1,4 @@
-//! Every driver's transaction on a real Postgres: one set of cases for all of them.
+//! Transactions of every driver on a real Postgres, with one set of cases for all of them.
 
 mod diesel;
 mod diesel_async;
@@ -22,11 +22,11 @@ use serde::Serialize;
 /// A driver under test.
 #[async_trait]
 trait Driver {
-    /// In one transaction on a connection of its own: appends each list, then commits or rolls
-    /// back. What each append gave.
+    /// In one transaction on a separate connection, appends each list, then commits or rolls back.
+    /// Returns the result of each append.
     async fn append(url: &str, postbox: &Postbox<Postgres>, lists: Vec<Vec<Typed>>, end: End) -> Vec<Result<Appended>>;
 
-    /// Appends without a transaction. `None`: that does not compile.
+    /// Appends without a transaction. `None` if that does not compile.
     async fn append_outside(url: &str, postbox: &Postbox<Postgres>) -> Option<Error>;
 }
 
@@ -36,8 +36,8 @@ enum End {
     RollBack,
 }
 
-/// A typed event: any there is, or none, and then its payload cannot be written, since JSON has no
-/// keys that are lists.
+/// A typed event with this content. Without content its payload cannot be encoded, because JSON has
+/// no keys that are lists.
 #[derive(Debug, Serialize)]
 struct Typed {
     #[serde(skip)]
@@ -57,7 +57,7 @@ fn typed(events: impl IntoIterator<Item = NewEvent>) -> Vec<Typed> {
     events.into_iter().map(|event| Typed { event: Some(event), unwritable: BTreeMap::new() }).collect()
 }
 
-/// A fresh store in a database of its own.
+/// A fresh store in a separate database.
 struct Fixture {
     store: PostgresStore,
     url: String,
@@ -83,7 +83,7 @@ impl Fixture {
     /// Asserts that the log has this event under this id.
     async fn has(&self, id: EventId, event: &NewEvent) {
         let stored = self.store.get(&self.reader, id).await.expect("read").expect("the event is there").event;
-        // Where it says no time, it happened when it was appended.
+        // An event without a time happened when it was appended.
         let mut event = event.clone();
         event.occurred_at.get_or_insert(stored.occurred_at);
         assert_eq!(stored, event.into_event(id, stored.created_at));
@@ -94,7 +94,7 @@ impl Fixture {
     }
 }
 
-/// Everything that an event can say, and texts that are written apart in an array.
+/// Events with every field set, and texts that an array must quote.
 fn strange() -> Vec<NewEvent> {
     let at = "2026-01-02T03:04:05.000006Z".parse().expect("a time");
     let full = NewEvent::new("order.paid", vec![0, 0xff, b'\\'], "application/octet-stream")

@@ -1,4 +1,4 @@
-//! What the compiler says of usual mistakes names the cure.
+//! For common mistakes, the compiler's message names the cure.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// Compiles without an error: it tells the crates of this build from those that others have left.
+/// Compiles without an error. Identifies the crates of this build among those left by other builds.
 const RIGHT: &str = "
 #[derive(postbox::Event, serde::Serialize, serde::Deserialize)]
 #[event(topic = \"order.paid\")]
@@ -45,7 +45,7 @@ fn every_mistake_is_answered_with_its_cure() {
     assert!(others.is_empty(), "{others:#?}");
 }
 
-/// Libraries of that name, the newest first.
+/// Returns libraries of that name, the newest first.
 fn candidates(deps: &Path, name: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(deps).expect("listed").map(|entry| entry.expect("read"));
     let is_one = |file: &str| file.starts_with(name) && file.ends_with(".rlib");
@@ -57,7 +57,7 @@ fn candidates(deps: &Path, name: &str) -> Vec<PathBuf> {
     found.into_iter().rev().map(|(_, path)| path).collect()
 }
 
-/// What the compiler has against a file, by line.
+/// Returns the compiler's errors for a file, by line.
 fn errors(deps: &Path, [postbox, serde]: &[PathBuf; 2], file: &Path, into: &Path) -> BTreeMap<u64, String> {
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let compiled = Command::new(rustc)
@@ -80,7 +80,7 @@ fn errors(deps: &Path, [postbox, serde]: &[PathBuf; 2], file: &Path, into: &Path
         let text: &mut String = by_line.entry(primary.unwrap_or_default()).or_default();
         text.push_str(error["rendered"].as_str().unwrap_or_default());
     }
-    // "aborting due to …" has no place in the file.
+    // "aborting due to …" belongs to no line of the file.
     if by_line.len() > 1 {
         by_line.remove(&0);
     }
