@@ -1,4 +1,4 @@
-//! Handlers in transactions of a pool of `diesel-async`.
+//! Handlers in transactions of a `diesel-async` pool.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,12 +20,11 @@ use postbox_core::{
 use postbox_postgres::PostgresStore;
 use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, pool_exhausted, unreachable};
 
-/// How long a connection is waited for, where the pool would wait for ever: long enough for one to
-/// be made, and far shorter than the 30 seconds after which an event that waits counts as failed.
+/// Longest wait for a connection; the pool alone would wait for ever. Long enough to open one, and
+/// far shorter than the 30 seconds after which a waiting event counts as failed.
 const WAIT: Duration = Duration::from_secs(10);
 
-/// `diesel-async`: lends handlers the transaction of a pool of yours, in which their event is
-/// settled.
+/// `diesel-async`: lends handlers a transaction of your pool, in which their event is settled.
 ///
 /// ```
 /// use diesel::sql_types::Text;
@@ -49,7 +48,7 @@ const WAIT: Duration = Duration::from_secs(10);
 /// # }
 /// ```
 ///
-/// The handler is lent a connection. It may begin transactions on it: they are savepoints.
+/// The handler borrows a connection. It may begin transactions on it, which are savepoints.
 #[derive(Clone)]
 pub struct DieselAsync {
     store: PostgresStore,
@@ -57,10 +56,10 @@ pub struct DieselAsync {
 }
 
 impl DieselAsync {
-    /// The pool leads to the database of the store, as a role that may do what the store's may.
+    /// The pool must lead to the store's database, with a role that has the store's rights.
     ///
-    /// Each lane has one connection of the pool while handlers run. One whose transaction did not
-    /// come to its end, because a handler took too long or the store was lost, is closed.
+    /// Each lane uses one connection of the pool while handlers run. A connection whose transaction
+    /// did not end, because a handler took too long or the store was lost, is closed.
     pub fn new(store: &PostgresStore, pool: Pool<AsyncPgConnection>) -> Self {
         Self { store: store.clone(), pool }
     }
@@ -86,8 +85,8 @@ impl Settles for DieselAsync {
 
     async fn run(connection: &mut AsyncPgConnection, sql: String) -> Result<()> {
         connection.batch_execute(&sql).await.map_err(failed)?;
-        // One transaction is open, ours. A handler that panicked or gave up within one of its own
-        // would leave the driver counting another, or refusing all.
+        // Exactly one transaction is open, ours. A handler that panicked or was dropped inside a
+        // nested one would leave the driver counting another, or refusing all.
         let status = no_transaction_of(connection);
         let TransactionManagerStatus::Valid(status) = status else { unreachable!("it was just set") };
         status.change_transaction_depth(TransactionDepthChange::IncreaseDepth).map_err(failed)
@@ -99,7 +98,7 @@ impl Settles for DieselAsync {
     }
 }
 
-/// A row of whatever columns, each `text`.
+/// A row of any number of `text` columns.
 struct Texts(Vec<Option<String>>);
 
 impl QueryableByName<Pg> for Texts {
@@ -131,7 +130,7 @@ impl Apply for DieselApply {
         let connection: &mut AsyncPgConnection = borrowed.connection();
         DieselAsync::run(connection, BEGIN.to_owned()).await?;
         let applied = apply_in(store, connection, &*self.handlers, lease, deliveries, settlement, decide).await?;
-        // Not the driver's commit: that gives up where a handler gave one up half-way.
+        // Not the driver's commit, which fails if a handler dropped a nested transaction midway.
         connection.batch_execute("COMMIT").await.map_err(failed)?;
         no_transaction_of(connection);
         borrowed.give_back();
@@ -139,14 +138,15 @@ impl Apply for DieselApply {
     }
 }
 
-/// The driver counts no transaction any more.
+/// Makes the driver count no open transaction.
 fn no_transaction_of(connection: &mut AsyncPgConnection) -> &mut TransactionManagerStatus {
     let status = AnsiTransactionManager::transaction_manager_status_mut(connection);
     *status = TransactionManagerStatus::default();
     status
 }
 
-/// One that is dropped with a transaction open the pool would only find when it lends it again.
+/// Borrows a connection of the pool. If it is dropped with a transaction open, it is closed: the
+/// pool would only notice when it lends the connection again.
 async fn borrow(pool: &Pool<AsyncPgConnection>) -> Result<Borrowed<Object<AsyncPgConnection>>> {
     match tokio::time::timeout(WAIT, pool.get()).await {
         Ok(Ok(object)) => Ok(Borrowed::new(object, |object| drop(Object::take(object)))),

@@ -1,11 +1,11 @@
-//! From errors of `diesel` to ours.
+//! Classifies errors of `diesel`.
 
 use diesel::result::{DatabaseErrorKind, Error as Failure};
 use postbox_core::{Error, ErrorKind, LogName};
 use postbox_postgres::driver::{Refusal, unreachable};
 
-/// What a failure of `diesel` means; for drivers on top of it, too. `appended_to` is the log of an
-/// append: it may be missing.
+/// Classifies a failure of `diesel`; also for drivers built on it. `appended_to` is the log of an
+/// append, which may be missing.
 pub fn classify(operation: &'static str, error: &Failure, appended_to: Option<&LogName>) -> Error {
     let unknown = || Error::new(ErrorKind::Internal, operation, "store_error", error.to_string());
     let Failure::DatabaseError(kind, information) = error else { return unknown() };
@@ -29,8 +29,8 @@ pub fn classify(operation: &'static str, error: &Failure, appended_to: Option<&L
     classified.with_source(error.to_string())
 }
 
-/// The SQLSTATE behind an error: `diesel` keeps it to itself. What is known by its text has these
-/// words in every language.
+/// Returns the SQLSTATE of an error, which `diesel` does not expose. Errors recognised by their
+/// text have these words in every language.
 fn state(kind: &DatabaseErrorKind, message: &str, appended_to: Option<&LogName>) -> Option<&'static str> {
     let names = |function: &str| appended_to.is_some_and(|log| message.contains(&format!(".{log}_{function}(")));
     match kind {
@@ -40,9 +40,9 @@ fn state(kind: &DatabaseErrorKind, message: &str, appended_to: Option<&LogName>)
         DatabaseErrorKind::ReadOnlyTransaction => Some("25006"),
         DatabaseErrorKind::SerializationFailure => Some("40001"),
         DatabaseErrorKind::UniqueViolation => Some("23505"),
-        // Only the text about a function that is not there names its arguments.
+        // Only the message about a missing function names the function's arguments.
         _ if ["append", "append_many"].into_iter().any(names) => Some("42883"),
-        // A savepoint of ours that is not there, and one where no transaction is open.
+        // One of our savepoints is missing; or no transaction is open.
         _ if message.contains("postbox_handler") => Some("3B001"),
         _ if message.contains("SAVEPOINT") => Some("25P01"),
         _ => None,

@@ -11,7 +11,7 @@ use diesel::pg::Pg;
 use diesel::query_builder::{BoxedSqlQuery, SqlQuery};
 use diesel::sql_types::{Nullable, Text};
 
-/// A statement with its parameters, to be executed; for drivers on top of `diesel`, too.
+/// Returns a statement with its parameters, ready to execute; also for drivers built on `diesel`.
 pub fn query(sql: String, texts: Vec<Option<String>>) -> BoxedSqlQuery<'static, Pg, SqlQuery> {
     let query = diesel::sql_query(sql).into_boxed();
     texts.into_iter().fold(query, |query, text| query.bind::<Nullable<Text>, _>(text))

@@ -1,4 +1,4 @@
-//! Handlers in transactions of a pool of `sqlx`.
+//! Handlers in transactions of a `sqlx` pool.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use sqlx::{AssertSqlSafe, Connection as _, Executor as _, Postgres, Row as _};
 
 use crate::classify;
 
-/// `sqlx` 0.9: lends handlers the transaction of a pool of yours, in which their event is settled.
+/// `sqlx` 0.9: lends handlers a transaction of your pool, in which their event is settled.
 ///
 /// ```
 /// use postbox_core::{Delivery, Tx};
@@ -32,7 +32,7 @@ use crate::classify;
 /// # }
 /// ```
 ///
-/// The handler is lent a connection. It may begin transactions on it: they are savepoints.
+/// The handler borrows a connection. It may begin transactions on it, which are savepoints.
 #[derive(Debug, Clone)]
 pub struct Sqlx {
     store: PostgresStore,
@@ -40,10 +40,10 @@ pub struct Sqlx {
 }
 
 impl Sqlx {
-    /// The pool leads to the database of the store, as a role that may do what the store's may.
+    /// The pool must lead to the store's database, with a role that has the store's rights.
     ///
-    /// Each lane has one connection of the pool while handlers run. One whose transaction did not
-    /// come to its end, because a handler took too long or the store was lost, is closed.
+    /// Each lane uses one connection of the pool while handlers run. A connection whose transaction
+    /// did not end, because a handler took too long or the store was lost, is closed.
     pub fn new(store: &PostgresStore, pool: PgPool) -> Self {
         Self { store: store.clone(), pool }
     }
@@ -104,7 +104,8 @@ impl Apply for SqlxApply {
     }
 }
 
-/// One that is dropped with BEGIN itself on the way, `sqlx` would lend to the next.
+/// Borrows a connection of the pool. If it is dropped before its end, it is closed: `sqlx` would
+/// lend a connection whose BEGIN is still in flight to the next caller.
 async fn borrow(pool: &PgPool) -> Result<Borrowed<PoolConnection<Postgres>>> {
     match pool.acquire().await {
         Ok(connection) => Ok(Borrowed::new(connection, |connection| drop(connection.detach()))),

@@ -42,7 +42,7 @@ async fn append_in(
     Ok(Appended::new(statement.ids, done.rows_affected() as usize))
 }
 
-/// Whether this is the first time that `message_id` of `source` is seen, decided in your
+/// Returns whether `message_id` of `source` is seen for the first time, decided in your
 /// transaction; see [`postbox_postgres::once_in`]. Pass `&mut *tx`.
 pub async fn once_in(
     connection: &mut PgConnection,
@@ -59,8 +59,8 @@ pub async fn once_in(
     claimed.map_err(|error| classify("once", &error, None))
 }
 
-/// What a failure of `sqlx` means; for drivers on top of it, too. `appended_to` is the log of an
-/// append: it may be missing.
+/// Classifies a failure of `sqlx`; also for drivers built on it. `appended_to` is the log of an
+/// append, which may be missing.
 pub fn classify(operation: &'static str, error: &sqlx::Error, appended_to: Option<&LogName>) -> Error {
     let classified = match error.as_database_error().and_then(|it| it.try_downcast_ref::<PgDatabaseError>()) {
         Some(error) => {

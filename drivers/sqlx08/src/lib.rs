@@ -42,7 +42,7 @@ async fn append_in(
     Ok(Appended::new(statement.ids, done.rows_affected() as usize))
 }
 
-/// What a statement's failure means.
+/// Classifies the failure of a statement.
 fn classify(error: &sqlx08::Error, log: &LogName) -> Error {
     let classified = match error.as_database_error().and_then(|it| it.try_downcast_ref::<PgDatabaseError>()) {
         Some(error) => Refusal {

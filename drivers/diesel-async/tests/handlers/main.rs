@@ -26,12 +26,12 @@ fn pool_of(url: &str, connections: usize) -> Pool {
     Pool::builder(AsyncDieselConnectionManager::new(url)).max_size(connections).build().expect("a pool")
 }
 
-/// Connections of the pool.
+/// Returns the number of connections of the pool.
 fn size(pool: &Pool) -> usize {
     pool.status().size
 }
 
-/// A pool with its one connection, and whoever waits for it need not wait long.
+/// Returns a pool whose only connection is taken. Waiting for it times out soon.
 async fn taken_up(url: &str) -> (Pool, Taken) {
     let pool = pool_of(url, 1);
     let connection = pool.get().await.expect("a connection");
@@ -58,7 +58,7 @@ async fn execute(tx: &mut Connection, sql: &str) -> Result<(), Failure> {
     tx.batch_execute(sql).await
 }
 
-/// Writes the effect in a transaction in `tx`, which ends as the effect says.
+/// Writes the effect in a nested transaction, which ends as the effect says.
 async fn nested(tx: &mut Connection, effect: &str) -> Result<(), Failure> {
     let ended = tx.transaction(async |nested| {
         write(nested, effect).await;

@@ -15,7 +15,7 @@ use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 pub(crate) use sqlx::postgres::{PgConnection as Connection, PgPool as Pool};
 use sqlx::{AssertSqlSafe, Connection as _, Executor as _};
 
-/// Behind a pooler `sqlx` must neither keep statements nor ask for settings at the start.
+/// Behind a pooler, `sqlx` must neither keep prepared statements nor send settings at the start.
 fn pool(url: &str) -> Pool {
     let options: PgConnectOptions = url.parse().expect("a url");
     let options = options.statement_cache_capacity(0).extra_float_digits(None);
@@ -35,12 +35,12 @@ async fn pooled() -> suites::Fixture {
     suites::Fixture::of(store, pool)
 }
 
-/// Connections of the pool.
+/// Returns the number of connections of the pool.
 fn size(pool: &Pool) -> usize {
     pool.size() as usize
 }
 
-/// A pool with its one connection, and whoever waits for it gives up soon.
+/// Returns a pool whose only connection is taken. Waiting for it times out soon.
 async fn taken_up(url: &str) -> (Pool, PoolConnection<sqlx::Postgres>) {
     let options = PgPoolOptions::new().max_connections(1).acquire_timeout(Duration::from_millis(50));
     let pool = options.connect(url).await.expect("a pool");
@@ -57,7 +57,7 @@ async fn execute(tx: &mut Connection, sql: &str) -> Result<(), Failure> {
     tx.execute(AssertSqlSafe(sql.to_owned())).await.map(drop)
 }
 
-/// Writes the effect in a transaction in `tx`, which ends as the effect says.
+/// Writes the effect in a nested transaction, which ends as the effect says.
 async fn nested(tx: &mut Connection, effect: &str) -> Result<(), Failure> {
     let mut nested = tx.begin().await?;
     write(&mut nested, effect).await;

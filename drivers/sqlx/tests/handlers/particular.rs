@@ -1,4 +1,4 @@
-//! What is particular to connections that another driver lends.
+//! Cases that only concern connections lent by another driver.
 
 use std::time::Duration;
 
@@ -19,8 +19,8 @@ use crate::{Driver, Failure, execute, nested, size, taken_up, write};
 /// Far longer than any test takes.
 const NOT_NOW: Duration = Duration::from_secs(3600);
 
-/// What these do goes through the router once, each event under its payload as key; then the codes
-/// of those that are to be retried.
+/// Sends each payload through the router once, as an event with the payload as its key. Returns the
+/// codes of those that will be retried.
 async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec<(String, String)> {
     let name = SubscriptionName::new("s").expect("a name");
     let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
@@ -111,7 +111,7 @@ async fn a_handler_that_takes_too_long_is_rolled_back_and_the_others_go_on() {
     assert_eq!(size(&fixture.pool), 1, "those that hung are gone");
 }
 
-/// Its connection is closed, although nobody asks the pool for one any more.
+/// Its connection is closed, although nobody asks the pool for one again.
 #[tokio::test]
 async fn a_transaction_that_takes_too_long_keeps_no_lock() {
     let fixture = direct().await;

@@ -1,5 +1,5 @@
-//! Handlers in transactions of a driver keep every promise of those in the store's own. The tests
-//! of each driver include this; what is the driver's own is in their root.
+//! Handlers in transactions of a driver keep every promise of those in the store's own
+//! transactions. The tests of each driver include this file; driver-specific code is in their root.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use postbox_testkit::servers::Version;
 use crate::support;
 use crate::{Connection, Driver, Pool, execute, pool, write};
 
-/// A store and a pool of the driver on its database.
+/// A store, and a pool of the driver on its database.
 pub(crate) struct Fixture {
     pub(crate) store: support::Fixture,
     pub(crate) pool: Pool,
@@ -111,7 +111,7 @@ async fn second(
     healed.end("second", &entry)
 }
 
-/// Writes the payload down, then does as the payload says.
+/// Writes the payload as an effect, then ends as the payload says.
 struct Effects;
 
 impl Handlers<Driver> for Effects {
