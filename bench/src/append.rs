@@ -53,13 +53,14 @@ pub(crate) struct Options {
     /// Writers at once (Postgres).
     #[arg(long, value_delimiter = ',', default_values_t = [1, 8])]
     writers: Vec<usize>,
-    /// How long each figure is measured.
+    /// How long each figure is measured, in seconds.
     #[arg(long, default_value_t = 4)]
     seconds: u64,
     /// Which stores.
     #[arg(long, value_enum, default_value_t = Stores::Both)]
     store: Stores,
-    /// Instead, one event a transaction beside pgmq, outbox-core and River's client for Rust.
+    /// Instead, compare one event per transaction with pgmq, outbox-core and River's client for
+    /// Rust.
     #[arg(long, conflicts_with_all = ["batch", "store"])]
     peers: bool,
 }

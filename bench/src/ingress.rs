@@ -17,10 +17,10 @@ use crate::peer::{BARE, Role, SECRET};
 
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// Senders at once, each with a connection that it keeps.
+    /// Concurrent senders, each with one persistent connection.
     #[arg(long, value_delimiter = ',', default_values_t = [1, 16, 64])]
     clients: Vec<usize>,
-    /// How long each figure is measured.
+    /// How long each figure is measured, in seconds.
     #[arg(long, default_value_t = 4)]
     seconds: u64,
 }

@@ -35,7 +35,7 @@ pub(crate) struct Options {
     /// Writers that commit as fast as they can.
     #[arg(long, default_value_t = 32)]
     writers: usize,
-    /// How long each line is measured.
+    /// How long each line is measured, in seconds.
     #[arg(long, default_value_t = 10)]
     seconds: u64,
 }

@@ -42,15 +42,15 @@ enum Bench {
     Append(append::Options),
     /// Webhooks in, verified and stored durably, against an axum server that only inserts the row.
     Ingress(ingress::Options),
-    /// Events out over HTTP, against the same client posting from memory; and beside a target that
-    /// hangs.
+    /// Events out over HTTP, against the same client posting from memory; and with another target
+    /// that hangs.
     Outbound(outbound::Options),
     /// Two replicas against one, with two lanes and a sink that takes 1 ms.
     Replicas(replicas::Options),
     /// Events out to brokers, against the broker's own client publishing from memory; and from the
     /// commit to the broker's answer.
     Sinks(sinks::Options),
-    /// Messages of brokers into the inbox, against their client that keeps none.
+    /// Messages of brokers into the inbox, against their client that stores nothing.
     Sources(sources::Options),
     /// Old events deleted, at two sizes of the log, while others append.
     Retention(retention::Options),

@@ -31,7 +31,7 @@ pub(crate) struct Options {
     /// Events per batch.
     #[arg(long, default_value_t = 1_000)]
     batch: usize,
-    /// Rounds; the second table is the sum of them, with and without the hanging target by turns.
+    /// Rounds; the second table sums them up, with and without the hanging target alternately.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
 }

@@ -21,10 +21,10 @@ pub(crate) struct Options {
     /// Delivered events in the log.
     #[arg(long, value_delimiter = ',', default_values_t = [3_000_000, 10_000_000])]
     rows: Vec<usize>,
-    /// Appends per second meanwhile, each its own commit.
+    /// Appends per second during the deletion, each in its own commit.
     #[arg(long, default_value_t = 2_000)]
     rate: usize,
-    /// How long the appends are measured alone.
+    /// How long the appends are measured alone, in seconds.
     #[arg(long, default_value_t = 10)]
     seconds: u64,
 }

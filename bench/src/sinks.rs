@@ -22,22 +22,22 @@ pub(crate) struct Options {
     /// Which brokers. Kafka's stand-in counts fewer messages than it confirmed, which ends its run.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Kind::Redis, Kind::Nats, Kind::Rabbitmq, Kind::Sqs])]
     brokers: Vec<Kind>,
-    /// Events of a round; to the emulator of SQS a fiftieth.
+    /// Events per round; a fiftieth of it to the emulator of SQS.
     #[arg(long, default_value_t = 100_000)]
     rows: usize,
     /// Events per batch.
     #[arg(long, default_value_t = 1_000)]
     batch: usize,
-    /// Lanes, which one relay works on side by side; a line for each.
+    /// Numbers of lanes that one relay works on concurrently; one line for each.
     #[arg(long, value_delimiter = ',', default_values_t = [1])]
     lanes: Vec<u16>,
-    /// Rounds, in which the client and the relay take turns.
+    /// Rounds; in each, the client and the relay run one after the other.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
-    /// Events and commits per second, where latency is measured.
+    /// Events (and commits) per second while latency is measured.
     #[arg(long, default_value_t = 500)]
     rate: usize,
-    /// How long latency is measured; 0: not at all.
+    /// How long latency is measured, in seconds; 0: not at all.
     #[arg(long, default_value_t = 10)]
     seconds: u64,
 }

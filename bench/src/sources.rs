@@ -28,7 +28,7 @@ pub(crate) struct Options {
     /// Messages of a round.
     #[arg(long, default_value_t = 100_000)]
     rows: usize,
-    /// Rounds, in which the client and the receiver take turns.
+    /// Rounds; in each, the client and the receiver run one after the other.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
     /// The source's `in_flight`.

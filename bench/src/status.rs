@@ -16,10 +16,10 @@ pub(crate) struct Options {
     /// Events in the log.
     #[arg(long, value_delimiter = ',', default_values_t = [100_000, 10_000_000])]
     rows: Vec<usize>,
-    /// Subscriptions, against one of them.
+    /// Number of subscriptions, compared with one.
     #[arg(long, default_value_t = 20)]
     subscriptions: usize,
-    /// Looks of each figure, of which it is the median.
+    /// Queries per figure, which is their median.
     #[arg(long, default_value_t = 25)]
     looks: usize,
 }

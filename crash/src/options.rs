@@ -19,33 +19,33 @@ pub(crate) enum SinkKind {
 /// A run.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Options {
-    /// Committed events, at least
+    /// Least number of committed events
     #[arg(long, default_value_t = 100_000)]
     pub(crate) events: u64,
-    /// Faults, at least
+    /// Least number of faults
     #[arg(long, default_value_t = 100)]
     pub(crate) faults: u64,
-    /// What everything is drawn from
+    /// The seed of all random choices
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     #[arg(long, value_enum, default_value = "postgres")]
     pub(crate) store: StoreKind,
     #[arg(long, value_enum, default_value = "http")]
     pub(crate) sink: SinkKind,
-    /// A round ends after so many events and its share of the faults, and is judged; the next
-    /// begins on an empty store
+    /// Events per round. A round ends after these and its share of the faults, and is judged; the
+    /// next one begins with an empty store
     #[arg(long, default_value_t = 100_000)]
     pub(crate) round: u64,
-    /// Events that are written a second, together
+    /// Events that all writers together append per second
     #[arg(long, default_value_t = 2_500.0)]
     pub(crate) rate: f64,
-    /// Begins no further round after this time; `--resume` goes on
+    /// Start no further round after this time; `--resume` continues
     #[arg(long)]
     pub(crate) minutes: Option<f64>,
-    /// Goes on with the run in this folder; the other options are those it began with
+    /// Continue the run in this folder, with the options it began with
     #[arg(long)]
     pub(crate) resume: Option<PathBuf>,
-    /// Where the run's folder is made
+    /// Where the run's folder is created
     #[arg(long, default_value = "target/crash")]
     pub(crate) folder: PathBuf,
     /// The program under test
@@ -57,7 +57,7 @@ pub(crate) struct Options {
     /// Not these kinds of fault
     #[arg(long, value_delimiter = ',')]
     pub(crate) without: Vec<String>,
-    /// Goes on after a round with a violation
+    /// Continue after a round with a violation
     #[arg(long)]
     pub(crate) keep_going: bool,
 }

@@ -25,41 +25,40 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Everything that must hold before a change lands: format, lints, layers, all tests on real
-    /// servers, examples, docs.
+    /// Runs everything that must pass before a change is merged: format, lints, layers, all tests
+    /// on real servers, examples, docs.
     Test {
-        /// Only format, lints and tests: the inner loop.
+        /// Only format, lints and tests.
         #[arg(long)]
         fast: bool,
     },
-    /// Installs the servers the tests use (Postgres 15 and 18, pgbouncer). Does nothing where they
-    /// are.
+    /// Installs the servers that the tests use, unless they are installed.
     Servers,
     /// Plants deliberate mistakes into a copy of the tree, one at a time, and says which check
     /// finds each and how fast.
     Planted(planted::Options),
-    /// The crash ledger: real processes, faults from a seed, and one table at the end of what was
-    /// lost. `-- --help` tells the options.
+    /// The crash ledger: real processes, faults from a seed, and a table of what was lost. `--
+    /// --help` lists the options.
     Crash {
-        /// What `cargo xtask test` has built already, instead of a release build
+        /// Use what `cargo xtask test` has built already, instead of a release build
         #[arg(long)]
         debug: bool,
-        /// Handed to it.
+        /// Arguments for it.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Simulated worlds, from their seeds: the engine with the memory store under faults.
-    /// `--seed S` replays one; `-- --help` tells the options.
+    /// Simulated worlds from seeds: the engine with the memory store under faults. `--seed S`
+    /// replays one; `-- --help` lists the options.
     Simulate {
-        /// Handed to it.
+        /// Arguments for it.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Measures: `drain`, `latency`, `append`, `ingress`, `outbound`, `sinks`, `sources`,
-    /// `replicas`, `retention` or `status`; each prints our figure, its limit and the ratio.
-    /// `-- --help` tells the options.
+    /// Benchmarks: `drain`, `latency`, `append`, `ingress`, `outbound`, `sinks`, `sources`,
+    /// `replicas`, `retention` or `status`; each prints Postbox's figure, its limit and the ratio.
+    /// `-- --help` lists the options.
     Bench {
-        /// Handed to the benchmark.
+        /// Arguments for the benchmark.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },

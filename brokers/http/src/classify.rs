@@ -97,7 +97,7 @@ pub(crate) fn tls_failure(error: &rustls::Error, text: String) -> Outcome {
     use rustls::AlertDescription as Alert;
     match error {
         rustls::Error::AlertReceived(Alert::CertificateRequired) => {
-            let text = format!("the target demands a client certificate; set client_cert and client_key ({text})");
+            let text = format!("the target requires a client certificate; set client_cert and client_key ({text})");
             Outcome::unavailable("client_cert_required", text)
         }
         rustls::Error::AlertReceived(
@@ -110,7 +110,7 @@ pub(crate) fn tls_failure(error: &rustls::Error, text: String) -> Outcome {
             | Alert::AccessDenied
             // The signature made with the certificate's key.
             | Alert::DecryptError,
-        ) => Outcome::unavailable("client_cert_refused", format!("the target refuses our certificate ({text})")),
+        ) => Outcome::unavailable("client_cert_refused", format!("the target refuses the client certificate ({text})")),
         _ => Outcome::unavailable("tls_failed", text),
     }
 }

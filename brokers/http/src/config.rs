@@ -104,7 +104,7 @@ impl HttpSinkConfig {
             faults.push("source must not be empty: CloudEvents requires one".into());
         }
         if self.timeout.is_zero() || self.connect_timeout.is_zero() {
-            faults.push("timeout and connect_timeout must be longer than nothing".into());
+            faults.push("timeout and connect_timeout must be longer than zero".into());
         }
         if !(1..=CONCURRENCY_MAX).contains(&self.concurrency) {
             faults.push(format!("concurrency must be 1 to {CONCURRENCY_MAX}"));
@@ -138,7 +138,7 @@ impl HttpSinkConfig {
             return match self.keys_retiring.is_empty() {
                 true => Ok(None),
                 false => {
-                    Err("every secret has an end; give the new one too, without an end, or nothing is signed one day"
+                    Err("every secret has an end, after which nothing could be signed; add the new one, without an end"
                         .into())
                 }
             };
@@ -176,7 +176,7 @@ fn parse_url(text: &str) -> Result<Url, String> {
     if text.chars().any(|c| c.is_control() || c.is_whitespace()) {
         return Err("the url has white space or a control character".into());
     }
-    let url = Url::parse(text).map_err(|error| format!("the url is none ({error}); write https://host/path"))?;
+    let url = Url::parse(text).map_err(|error| format!("the url is not valid ({error}); write https://host/path"))?;
     if !matches!(url.scheme(), "http" | "https") || !url.has_host() {
         return Err("the url must begin with https:// or http:// and name a host".into());
     }
@@ -217,7 +217,7 @@ impl fmt::Debug for HttpSinkConfig {
 /// Returns what is wrong with the name of a configured header.
 fn header_name_fault(name: &str) -> Option<String> {
     match HeaderName::try_from(name) {
-        Err(_) => Some(format!("{name:?} is no header name")),
+        Err(_) => Some(format!("{name:?} is not a valid header name")),
         Ok(parsed) if is_reserved(&parsed) && parsed != http::header::AUTHORIZATION => {
             Some(format!("the header {name} is set by Postbox or by HTTP itself; {}", instead(&parsed)))
         }

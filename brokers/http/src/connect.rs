@@ -97,7 +97,7 @@ fn try_address(address: SocketAddr, host: &str, tls: Option<ClientConfig>, limit
         match cause::<rustls::Error>(&error) {
             Some(error) => match tls_failure(error, text) {
                 postbox_core::Outcome::Unavailable { code, error } if code == "tls_failed" => {
-                    let cure = "correct the url, or name the authority of its certificate with ca_file";
+                    let cure = "correct the url, or name the CA of its certificate with ca_file";
                     Error::new(
                         ErrorKind::Unavailable,
                         "connect",
@@ -110,7 +110,7 @@ fn try_address(address: SocketAddr, host: &str, tls: Option<ClientConfig>, limit
                 }
                 _ => unreachable_target("tls_failed", error.to_string()),
             },
-            None => unreachable_target("tls_failed", format!("{text}; is that port one for https?")),
+            None => unreachable_target("tls_failed", format!("{text}; does that port speak TLS?")),
         }
     })
 }

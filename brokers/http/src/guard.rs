@@ -116,13 +116,13 @@ impl fmt::Display for Forbidden {
                 let (spelt, quoted) = (list(""), list("\""));
                 write!(
                     f,
-                    "the target's address {spelt} is not public; if it is meant, allow it: allow = [{quoted}], or its network"
+                    "the target's address {spelt} is not public; if it is intended, allow it: allow = [{quoted}], or its network"
                 )
             }
             Self::Ourselves(address) => {
                 write!(
                     f,
-                    "the target's address {address} with this port is where we listen ourselves; a sink never calls that, whatever is allowed"
+                    "the target's address {address} with this port is Postbox's own [server] listen; a sink never calls it, whatever `allow` says"
                 )
             }
         }

@@ -14,8 +14,7 @@ pub(crate) fn answer(reason: PubAckReason, mandatory: bool) -> Outcome {
         PubAckReason::Success => Outcome::DELIVERED,
         PubAckReason::NoMatchingSubscribers if mandatory => Outcome::ambiguous(
             "mqtt_no_subscriber",
-            "the server took it and threw it away: nobody has subscribed to the topic; subscribe, or write \
-             mandatory = false",
+            "the server dropped it: nobody has subscribed to the topic; subscribe, or write mandatory = false",
         ),
         PubAckReason::NoMatchingSubscribers => Outcome::DELIVERED,
         PubAckReason::NotAuthorized => {
@@ -59,7 +58,7 @@ pub(crate) fn no_answer(url: &str) -> Down {
 
 /// A call was not answered in time, so its connection was given up.
 pub(crate) fn given_up() -> Down {
-    let text = "the connection was given up: a call on it was not answered in time";
+    let text = "the connection was closed: a call on it was not answered in time";
     down(ErrorKind::Unavailable, "mqtt_connection_lost", text)
 }
 
@@ -109,13 +108,13 @@ pub(crate) fn lost(error: &ConnectionError) -> Down {
         ConnectionError::MqttState(StateError::ConnectionAborted) => down(
             ErrorKind::Unavailable,
             "mqtt_connection_lost",
-            "the server closed the connection; if it goes on, look into its log: another client may have our client_id",
+            "the server closed the connection; if that continues, look at its log: another client may use this client_id",
         ),
         ConnectionError::MqttState(StateError::ServerDisconnect { reason_code, .. }) => match reason_code {
             DisconnectReasonCode::SessionTakenOver => down(
                 ErrorKind::Unavailable,
                 "mqtt_session_taken_over",
-                "another client connected with our client_id; give every process one of its own",
+                "another client connected with this client_id; give every process one of its own",
             ),
             DisconnectReasonCode::PacketTooLarge => too_large(),
             _ => down(ErrorKind::Unavailable, "mqtt_disconnected", text),

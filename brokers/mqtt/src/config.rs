@@ -30,18 +30,19 @@ table! {
         /// The server: `mqtt://HOST:PORT`, or `mqtts://` for TLS.
         url: String = text(server), required(r#""mqtt://127.0.0.1:1883""#);
         /// The user; together with `password`.
-        user: Option<String> = text(plain), unset("nobody", r#""postbox""#);
+        user: Option<String> = text(plain), unset("no login", r#""postbox""#);
         /// The user's password.
         password: Option<Secret> = secret(), unset("none", r#""env:MQTT_PASSWORD""#);
-        /// Certificates, with `mqtts://`.
+        /// Certificates for `mqtts://`.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
-        /// Where to: a topic with `{topic}`, `{key}`, `{kind}`, `{aggregate}` or `{tenant}`.
+        /// The topic to publish to; it may contain `{topic}`, `{key}`, `{kind}`, `{aggregate}` and
+        /// `{tenant}`.
         ///
-        /// The event's topic may be several levels, every other field is one. An event of which no
-        /// topic can be made is dead with the code `topic_invalid`.
+        /// `{topic}` may be several levels, every other field is one level. An event without a
+        /// valid topic is dead with the code `topic_invalid`.
         topic: Template = text(topic::parse), required(r#""orders/{topic}""#);
-        /// Whether somebody must have subscribed to the topic; without, the server throws the event
-        /// away, and it counts as delivered.
+        /// Whether the topic must have a subscriber. If false, the server drops an event without
+        /// one, and it counts as delivered.
         mandatory: bool = boolean(), default(true);
         /// What a message holds.
         ///
@@ -49,42 +50,44 @@ table! {
         envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
         /// The CloudEvents `source` of events that name none.
         source: String = event_source(), default("postbox");
-        /// Larger packets are dead, and so is what is larger than the server says it takes.
+        /// An event whose packet is larger, or larger than the limit that the server announces, is
+        /// dead.
         ///
         /// Keep it below the server's own limit (mosquitto's `message_size_limit`): a server need
-        /// not say that limit, and may end the connection over it.
+        /// not announce its limit, and may close the connection instead.
         message_max: usize = size(1..=MESSAGE_BYTES_MAX), default("1MB");
     }
 }
 
 table! {
-    /// A subscription at an MQTT 5 server, with QoS 1 and a session that the server keeps.
+    /// A subscription at an MQTT 5 server, with QoS 1 and a persistent session.
     #[check(check)]
     pub struct MqttSourceTable {
         /// The server: `mqtt://HOST:PORT`, or `mqtts://` for TLS.
         url: String = text(server), required(r#""mqtt://127.0.0.1:1883""#);
         /// The user; together with `password`.
-        user: Option<String> = text(plain), unset("nobody", r#""postbox""#);
+        user: Option<String> = text(plain), unset("no login", r#""postbox""#);
         /// The user's password.
         password: Option<Secret> = secret(), unset("none", r#""env:MQTT_PASSWORD""#);
-        /// Certificates, with `mqtts://`.
+        /// Certificates for `mqtts://`.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
-        /// The name of the session: the same after a restart, and another one for every process.
+        /// The name of the session: the same after a restart, different for every process.
         client_id: String = text(client_id), required(r#""orders-1""#);
-        /// What is subscribed to; `+` stands for one level, `#` for all that follow.
+        /// The topic filter to subscribe to; `+` matches one level, `#` all that follow.
         topic: String = text(topic::filter), required(r##""orders/#""##);
         /// The group of a shared subscription: each message goes to one of its members.
         share: Option<String> = text(group), unset("every client gets every message", r#""orders""#);
-        /// How long the server keeps the session, and what comes meanwhile, while we are away.
+        /// How long the server keeps the session and its messages while this process is
+        /// disconnected.
         session_expiry: Duration = duration(Duration::from_secs(1)), default("7d");
-        /// The user property with the id by which a message is stored once; without it, the id is
-        /// the digest of the payload.
+        /// The user property with the id under which a message is stored once; without it, the id
+        /// is the digest of the payload.
         id_property: String = text(plain), default("postbox-id");
-        /// Most messages on their way into the store at once. A server may send fewer.
+        /// Most messages that are received and not yet stored. A server may send fewer.
         in_flight: u16 = integer(1..=u16::MAX), default(256);
-        /// What a message is that does not say so.
+        /// The content type of messages that have none.
         content_type: String = text(plain), default("application/json");
-        /// The log it stores into.
+        /// The log where messages are stored.
         log: LogName = text(from_core::<LogName>), default("inbox");
     }
 }
@@ -104,13 +107,15 @@ fn client_id(text: &str) -> Result<String, String> {
     let is_free = |c: char| !c.is_whitespace() && !c.is_control() && !"/+#".contains(c);
     match (1..=CLIENT_ID_BYTES_MAX).contains(&text.len()) && text.chars().all(is_free) {
         true => Ok(text.to_owned()),
-        false => Err(format!("{text:?} is no name; it has 1 to {CLIENT_ID_BYTES_MAX} bytes, no space, /, + or #")),
+        false => Err(format!(
+            "{text:?} cannot be a client id; use 1 to {CLIENT_ID_BYTES_MAX} bytes, without space, /, + and #"
+        )),
     }
 }
 
 fn group(text: &str) -> Result<String, String> {
     match text.contains(['/', '+', '#']) {
-        true => Err(format!("{text:?} is no name of a group; it has no /, + or #")),
+        true => Err(format!("{text:?} cannot be a group; leave out /, + and #")),
         false => plain(text),
     }
 }
@@ -216,7 +221,7 @@ mod tests {
             ("url = \"mqtt://u:canary@h:1\"\ntopic = \"t\"", "user and password"),
             ("url = \"tcp://h\"\ntopic = \"t\"", "mqtt://"),
             ("url = \"mqtt://h/x\"\ntopic = \"t\"", "HOST:PORT"),
-            ("url = \"mqtt://h\"\ntopic = \"a/+\"", "is no topic"),
+            ("url = \"mqtt://h\"\ntopic = \"a/+\"", "is not a valid topic"),
             ("url = \"mqtt://h\"\ntopic = \"t\"\nuser = \"u\"", "needs both"),
             (
                 "url = \"mqtt://h\"\ntopic = \"t\"\ntls = { client_cert = \"c\" }",
@@ -231,6 +236,9 @@ mod tests {
         assert_eq!((source.id_property.as_str(), source.session_expiry), (ID, Duration::from_secs(7 * 86_400)));
         let shared = "url = \"mqtt://h\"\nclient_id = \"a b\"\ntopic = \"$share/g/orders\"\nshare = \"a/b\"";
         let faults = read::<MqttSourceTable>(shared, ReadOptions::none()).expect_err("faults").to_string();
-        assert!(["is no name;", "the key share", "name of a group"].iter().all(|it| faults.contains(it)), "{faults}");
+        assert!(
+            ["cannot be a client id;", "the key share", "cannot be a group"].iter().all(|it| faults.contains(it)),
+            "{faults}"
+        );
     }
 }

@@ -55,7 +55,7 @@ pub(crate) fn address(text: &str) -> Result<Url, String> {
         {
             return Ok(url);
         }
-        _ => "is no address; write mqtt://HOST:PORT",
+        _ => "is not a valid address; write mqtt://HOST:PORT",
     };
     Err(fault.to_owned())
 }

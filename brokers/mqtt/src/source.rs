@@ -126,7 +126,7 @@ impl Reader {
         // Retained messages are delivered once, not at each connection.
         filter.retain_forward_rule = RetainForwardRule::OnNewSubscribe;
         if client.try_subscribe_many([filter]).is_err() {
-            return classify::mismatch("mqtt_subscribe_refused", format!("{path} is no filter of topics"));
+            return classify::mismatch("mqtt_subscribe_refused", format!("{path} is not a valid topic filter"));
         }
         let (writes, written) = watch::channel(0);
         {
@@ -271,7 +271,7 @@ impl Source for MqttSource {
         match timeout(SETTLE_TIMEOUT, all).await {
             Ok(Ok(_) | Err(_)) => Ok(()),
             Err(_) => {
-                let text = "the server does not take what is settled; it may come again";
+                let text = "the server does not accept the acks; the messages may come again";
                 Err(classify::down(ErrorKind::Unavailable, "mqtt_settle_timeout", text).error("settle"))
             }
         }

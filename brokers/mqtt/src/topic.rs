@@ -19,7 +19,7 @@ pub(crate) fn parse(text: &str) -> Result<Template, String> {
     let template = from_core::<Template>(text)?;
     // With a plain value for each field, the result must be a topic.
     let plain = template.fill(|_, _| Ok("x")).and_then(|topic| check(&topic));
-    plain.map(|()| template).map_err(|fault| format!("{text:?} is no topic: {fault}"))
+    plain.map(|()| template).map_err(|fault| format!("{text:?} is not a valid topic: {fault}"))
 }
 
 /// Checks a topic filter, for a subscription.
@@ -27,21 +27,21 @@ pub(crate) fn filter(text: &str) -> Result<String, String> {
     let level = |level: &str| level == "+" || !level.contains(['+', '#']);
     let levels = text.strip_suffix("/#").unwrap_or(if text == "#" { "" } else { text });
     let fault = match () {
-        () if text.starts_with("$share/") => "the group of a shared subscription is the key share".to_owned(),
+        () if text.starts_with("$share/") => "the group of a shared subscription goes into the key share".to_owned(),
         () if text.is_empty() => "it is empty".to_owned(),
-        () if !levels.split('/').all(level) => "+ is a whole level, and # the last one".to_owned(),
+        () if !levels.split('/').all(level) => "+ must be a whole level, and # the last one".to_owned(),
         () => match check_text(text) {
             Ok(()) => return Ok(text.to_owned()),
             Err(fault) => fault,
         },
     };
-    Err(format!("{text:?} is no filter of topics: {fault}"))
+    Err(format!("{text:?} is not a valid topic filter: {fault}"))
 }
 
 /// Returns the topic of an event. The error is [`Outcome::Dead`]: the event will never have one.
 pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
     let topic = template.fill(|field, _| level(field, event))?;
-    check(&topic).map_err(|fault| Outcome::dead(INVALID, format!("no topic can be made of the event: {fault}")))?;
+    check(&topic).map_err(|fault| Outcome::dead(INVALID, format!("the event gives no valid topic: {fault}")))?;
     Ok(topic)
 }
 

@@ -46,7 +46,7 @@ pub(crate) fn answer(message: &Message) -> Outcome {
         Answer { error: Some(refusal), .. } => refused(&refusal),
         Answer { stream: Some(_), seq: Some(_), duplicate, .. } => Outcome::Delivered { duplicate },
         // Something answered that is no stream: nothing is stored.
-        _ => Outcome::ambiguous("nats_answer_unknown", "the answer to the publish is none of JetStream's"),
+        _ => Outcome::ambiguous("nats_answer_unknown", "the answer to the publish is not from JetStream"),
     }
 }
 
@@ -62,7 +62,7 @@ fn refused(refusal: &Refusal) -> Outcome {
         // Another subject or a smaller event may pass. The event waits for space, however long that
         // takes.
         code if code == ACCOUNT_FULL || (code == NOT_STORED && refusal.description.starts_with(FULL)) => {
-            let text = format!("{text}; raise the limit, or delete what is not needed any more");
+            let text = format!("{text}; raise the limit, or delete what is no longer needed");
             Outcome::Throttled { code: "nats_stream_full".into(), error: text, after: None }
         }
         // An unknown error number: another event may pass.
@@ -97,14 +97,14 @@ pub(crate) const NO_CONSUMER: &str = "nats_no_consumer";
 pub(crate) fn no_stream(name: Option<&str>, pattern: &str) -> Down {
     let name = name.unwrap_or("NAME");
     let text = format!(
-        "no stream takes the subject now; if it stays so, make one with: nats stream add {name} --subjects '{pattern}'"
+        "no stream takes the subject now; if that continues, create one with: nats stream add {name} --subjects '{pattern}'"
     );
     Down::new(ErrorKind::Mismatch, NO_STREAM, text)
 }
 
 /// The server refused the publish, and reported it only on the connection.
 pub(crate) fn no_right(subject: &str) -> Down {
-    let text = format!("the server does not let us publish to {subject}; grant the user publish on it");
+    let text = format!("the server does not allow publishing to {subject}; grant the user publish on it");
     Down::new(ErrorKind::Unauthorized, "nats_publish_denied", text)
 }
 

@@ -34,7 +34,7 @@ const NAME_BYTES_MAX: usize = 255;
 const WINDOW_MIN: Duration = Duration::from_secs(120);
 
 table! {
-    /// Who we are; one of the ways.
+    /// How to log in; use one of the ways.
     #[check(check)]
     pub struct AuthTable {
         /// The user's name, together with `password`.
@@ -51,16 +51,17 @@ table! {
 }
 
 table! {
-    /// How a missing stream is made; one that is there is left as it is.
+    /// How a missing stream is created; an existing one is not changed.
     pub struct CreateTable {
-        /// What it takes.
-        subjects: Vec<String> = list(text(plain)), unset("what the sink's subject can be", r#"["orders.>"]"#);
-        /// On how many servers it is kept.
+        /// The subjects of the stream.
+        subjects: Vec<String> = list(text(plain)), unset("all that the sink's subject can become", r#"["orders.>"]"#);
+        /// How many servers store it.
         replicas: u8 = integer(1..=REPLICAS_MAX), default(1);
         /// How long it remembers ids.
         ///
-        /// Unset, as long as an event may take to come again: `retry.max` and the call's time.
-        duplicate_window: Option<Duration> = duration(Duration::from_millis(100)), unset("as long as an event may take", r#""4h""#);
+        /// If it is unset, as long as an event may take to be sent again: `retry.max` plus the
+        /// call's time.
+        duplicate_window: Option<Duration> = duration(Duration::from_millis(100)), unset("as long as a retry may take", r#""4h""#);
     }
 }
 
@@ -70,18 +71,19 @@ table! {
     pub struct NatsSinkTable {
         /// The servers: `nats://HOST:PORT`, several with commas between; `tls://` requires TLS.
         url: Vec<String> = text(servers), required(r#""nats://127.0.0.1:4222""#);
-        /// Who we are.
-        auth: Option<AuthTable> = nested::<AuthTable>(), unset("nobody", r#"{ credentials = "postbox.creds" }"#);
-        /// TLS, which is then required.
+        /// How to log in.
+        auth: Option<AuthTable> = nested::<AuthTable>(), unset("no login", r#"{ credentials = "postbox.creds" }"#);
+        /// Requires TLS; the certificates.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("if the server requires it", r#"{ ca_file = "ca.pem" }"#);
-        /// Where to: a subject with `{topic}`, `{key}`, `{kind}`, `{aggregate}` or `{tenant}`.
+        /// The subject to publish to; it may contain `{topic}`, `{key}`, `{kind}`, `{aggregate}`
+        /// and `{tenant}`.
         ///
-        /// The topic may be several tokens, every other field is one. An event of which no subject
-        /// can be made is dead with the code `subject_invalid`.
+        /// `{topic}` may be several tokens, every other field is one token. An event without a
+        /// valid subject is dead with the code `subject_invalid`.
         subject: Template = text(subject::parse), required(r#""orders.{topic}""#);
-        /// The stream that is to take the events; no other may.
-        stream: Option<String> = text(name), unset("whichever takes the subject", r#""ORDERS""#);
-        /// How `stream` is made if it is missing.
+        /// The stream that must store the events; any other refuses them.
+        stream: Option<String> = text(name), unset("any that has the subject", r#""ORDERS""#);
+        /// How `stream` is created if it is missing.
         create: Option<CreateTable> = nested::<CreateTable>(), unset("never", r#"{ replicas = 3, duplicate_window = "4h" }"#);
         /// What a message holds.
         ///
@@ -97,28 +99,28 @@ table! {
     pub struct NatsSourceTable {
         /// The servers: `nats://HOST:PORT`, several with commas between; `tls://` requires TLS.
         url: Vec<String> = text(servers), required(r#""nats://127.0.0.1:4222""#);
-        /// Who we are.
-        auth: Option<AuthTable> = nested::<AuthTable>(), unset("nobody", r#"{ credentials = "postbox.creds" }"#);
-        /// TLS, which is then required.
+        /// How to log in.
+        auth: Option<AuthTable> = nested::<AuthTable>(), unset("no login", r#"{ credentials = "postbox.creds" }"#);
+        /// Requires TLS; the certificates.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("if the server requires it", r#"{ ca_file = "ca.pem" }"#);
         /// The stream.
         stream: String = text(name), required(r#""ORDERS""#);
         /// The durable consumer: a pull consumer with explicit acks. All replicas share it.
         consumer: String = text(name), default("postbox");
-        /// Whether a missing consumer is made.
+        /// Whether a missing consumer is created.
         create: bool = boolean(), default(true);
-        /// A consumer that is made gets only these subjects, e.g. `"orders.*.paid"`.
+        /// The subjects of a consumer that is created, e.g. `"orders.*.paid"`.
         filter: Option<String> = text(plain), unset("all", r#""orders.>""#);
-        /// How long a consumer that is made waits for an ack, before a message comes again.
+        /// How long a consumer that is created waits for an ack before a message comes again.
         ///
-        /// While the store is slow, the server hears every third of it that messages are worked on.
+        /// While the store is slow, it is extended after every third of this time.
         ack_wait: Duration = duration(Duration::from_secs(1)), default("30s");
-        /// Most messages on their way into the store at once. The next are asked for while some are
-        /// stored, a quarter at a time and 256 at most.
+        /// Most messages that are received and not yet stored. More are requested while some are
+        /// being stored, a quarter at a time and 256 at most.
         in_flight: usize = integer(1..=IN_FLIGHT_MAX), default(512);
-        /// What a message is that does not say so.
+        /// The content type of messages that have none.
         content_type: String = text(plain), default("application/json");
-        /// The log it stores into.
+        /// The log where messages are stored.
         log: LogName = text(from_core::<LogName>), default("inbox");
     }
 }
@@ -127,7 +129,7 @@ table! {
 fn servers(text: &str) -> Result<Vec<String>, String> {
     let server = |url: &str| {
         let address: ServerAddr = match url.contains("://") {
-            true => url.parse().map_err(|_| "is no address; write nats://HOST:PORT".to_owned())?,
+            true => url.parse().map_err(|_| "is not a valid address; write nats://HOST:PORT".to_owned())?,
             false => return Err("begins with nats:// or tls://, e.g. \"nats://127.0.0.1:4222\"".to_owned()),
         };
         match address.scheme() {
@@ -135,7 +137,7 @@ fn servers(text: &str) -> Result<Vec<String>, String> {
                 Err("holds a user name or password; give them in auth = { … }".to_owned())
             }
             "nats" | "tls" if !address.host().is_empty() => Ok(url.to_owned()),
-            _ => Err("is no address; write nats://HOST:PORT".to_owned()),
+            _ => Err("is not a valid address; write nats://HOST:PORT".to_owned()),
         }
     };
     text.split(',').map(|url| server(url.trim())).collect()
@@ -146,7 +148,9 @@ pub(crate) fn name(text: &str) -> Result<String, String> {
     let is_free = |c: char| !c.is_whitespace() && !c.is_control() && !".*>/\\".contains(c);
     match (1..=NAME_BYTES_MAX).contains(&text.len()) && text.chars().all(is_free) {
         true => Ok(text.to_owned()),
-        false => Err(format!("{text:?} is no name; it has 1 to {NAME_BYTES_MAX} bytes, no space, dot, *, >, / or \\")),
+        false => Err(format!(
+            "{text:?} cannot be a name; use 1 to {NAME_BYTES_MAX} bytes, without space, dot, *, >, / and \\"
+        )),
     }
 }
 
@@ -155,7 +159,7 @@ impl AuthTable {
         let path = &section.path;
         let ways = ["user", "token", "nkey", "credentials"].into_iter().filter(|way| section.has(way));
         if ways.count() != 1 {
-            let text = format!("{path} names one way: user and password, token, nkey, or credentials");
+            let text = format!("{path} needs exactly one of: user and password, token, nkey, credentials");
             section.fault("user", text);
         } else {
             section.both("user", "password");
@@ -180,7 +184,7 @@ fn connection(urls: &[String], auth: &Option<AuthTable>, tls: &Option<TlsTable>)
 impl NatsSinkTable {
     fn check(&self, section: &Section<'_>) {
         if self.create.is_some() && !section.has("stream") {
-            section.fault("create", format!("{} has create and no stream; name the stream to make", section.path));
+            section.fault("create", format!("{} has create but no stream; name the stream to create", section.path));
         }
     }
 }
@@ -263,9 +267,9 @@ async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
         None => streams_of(&client, &pattern).await?,
     };
     match (&streams[..], &table.stream, &table.create) {
-        ([], Some(stream), Some(_)) => Ok(format!("answers; the stream {stream} will be made")),
+        ([], Some(stream), Some(_)) => Ok(format!("answers; the stream {stream} will be created")),
         ([], stream, _) => Err(no_stream(stream.as_deref(), &pattern)),
-        (streams, ..) => Ok(format!("answers; the stream {} is there", streams.join(", "))),
+        (streams, ..) => Ok(format!("answers; the stream {} exists", streams.join(", "))),
     }
 }
 
@@ -274,9 +278,9 @@ async fn look_at_consumer(table: &NatsSourceTable) -> Result<String, Down> {
     let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
     let (stream, name) = (&table.stream, &table.consumer);
     match ensure_consumer(&client, &ConsumerSpec { create: false, ..table.consumer() }).await {
-        Ok(_) => Ok(format!("answers; the consumer {name} of {stream} is there")),
+        Ok(_) => Ok(format!("answers; the consumer {name} of {stream} exists")),
         Err(down) if down.code() == NO_CONSUMER && table.create => {
-            Ok(format!("answers; the consumer {name} of {stream} will be made"))
+            Ok(format!("answers; the consumer {name} of {stream} will be created"))
         }
         Err(down) => Err(down),
     }

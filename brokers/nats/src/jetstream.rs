@@ -27,7 +27,7 @@ pub(crate) async fn call(client: &Client, name: &str, body: &Value) -> Result<Re
             Down::new(ErrorKind::Unavailable, "nats_no_jetstream", text)
         }
         RequestErrorKind::TimedOut => {
-            let text = format!("JetStream did not answer {name} in {API_TIMEOUT:?}; may we call $JS.API.{name}?");
+            let text = format!("JetStream did not answer {name} in {API_TIMEOUT:?}; may the user call $JS.API.{name}?");
             Down::new(ErrorKind::Unavailable, "nats_api_timeout", text)
         }
         _ => classify::lost(),
@@ -36,7 +36,7 @@ pub(crate) async fn call(client: &Client, name: &str, body: &Value) -> Result<Re
         return Ok(Err(refusal));
     }
     serde_json::from_slice(&message.payload).map(Ok).map_err(|_| {
-        Down::new(ErrorKind::Unavailable, "nats_answer_unknown", format!("the answer to {name} is no JSON"))
+        Down::new(ErrorKind::Unavailable, "nats_answer_unknown", format!("the answer to {name} is not JSON"))
     })
 }
 
@@ -64,7 +64,7 @@ async fn stream_info(client: &Client, stream: &str) -> Result<Option<Value>, Dow
     match call(client, &format!("STREAM.INFO.{stream}"), &Value::Null).await? {
         Ok(info) => Ok(Some(info)),
         Err(refusal) if refusal.err_code == NO_STREAM => Ok(None),
-        Err(refusal) => Err(classify::not_done(&format!("the stream {stream} cannot be looked at"), &refusal)),
+        Err(refusal) => Err(classify::not_done(&format!("the stream {stream} cannot be inspected"), &refusal)),
     }
 }
 
@@ -87,7 +87,7 @@ pub(crate) async fn create_stream(client: &Client, stream: &str, new: &NewStream
         "duplicate_window": nanos(new.duplicate_window),
     });
     let created = call(client, &format!("STREAM.CREATE.{stream}"), &config).await?;
-    created.map(drop).map_err(|refusal| classify::not_done(&format!("the stream {stream} cannot be made"), &refusal))
+    created.map(drop).map_err(|refusal| classify::not_done(&format!("the stream {stream} cannot be created"), &refusal))
 }
 
 /// A durable pull consumer.
@@ -112,20 +112,19 @@ pub(crate) async fn ensure_consumer(client: &Client, spec: &ConsumerSpec) -> Res
         Err(refusal) if refusal.err_code == NO_CONSUMER && spec.create => create_consumer(client, spec).await?,
         Err(refusal) if refusal.err_code == NO_CONSUMER => {
             let text = format!(
-                "the stream {stream} has no consumer {name}; set create = true, or make it with: \
-                 nats consumer add {stream} {name} --pull --ack explicit --deliver all"
+                "the stream {stream} has no consumer {name}; set create = true, or create it with: nats consumer add {stream} {name} --pull --ack explicit --deliver all"
             );
             return Err(Down::new(ErrorKind::Mismatch, classify::NO_CONSUMER, text));
         }
         Err(refusal) if refusal.err_code == NO_STREAM => {
-            let text = format!("there is no stream {stream}; make it with: nats stream add {stream} --subjects '…'");
+            let text = format!("there is no stream {stream}; create it with: nats stream add {stream} --subjects '…'");
             return Err(Down::new(ErrorKind::Mismatch, classify::NO_STREAM, text));
         }
-        Err(refusal) => return Err(classify::not_done(&format!("the consumer {name} cannot be looked at"), &refusal)),
+        Err(refusal) => return Err(classify::not_done(&format!("the consumer {name} cannot be inspected"), &refusal)),
     };
     let config = &info["config"];
     if config["deliver_subject"].is_string() || config["ack_policy"] != "explicit" {
-        let text = format!("the consumer {name} of {stream} is no pull consumer with explicit acks; name another");
+        let text = format!("the consumer {name} of {stream} is not a pull consumer with explicit acks; name another");
         return Err(Down::new(ErrorKind::Mismatch, "nats_consumer_other", text));
     }
     // The consumer would drop a message after this many deliveries, without reporting it.
@@ -155,7 +154,8 @@ async fn create_consumer(client: &Client, spec: &ConsumerSpec) -> Result<Value, 
     }
     let body = json!({ "stream_name": stream, "config": config });
     let created = call(client, &format!("CONSUMER.DURABLE.CREATE.{stream}.{name}"), &body).await?;
-    created.map_err(|refusal| classify::not_done(&format!("the consumer {name} of {stream} cannot be made"), &refusal))
+    created
+        .map_err(|refusal| classify::not_done(&format!("the consumer {name} of {stream} cannot be created"), &refusal))
 }
 
 pub(crate) fn nanos(time: Duration) -> u64 {

@@ -171,7 +171,7 @@ impl NatsSource {
         let refused = self.link.has_refused(&format!("$JS.API.STREAM.MSG.GET.{stream}"));
         self.may_not_look.store(refused, Ordering::Relaxed);
         let cure = format!(
-            "let us publish to $JS.API.STREAM.MSG.GET.{stream}; what the client cannot read stays in the stream"
+            "allow the user to publish to $JS.API.STREAM.MSG.GET.{stream}; messages that the client cannot read stay in the stream"
         );
         warn!(code = "nats_message_unreadable", stream, why = %down, cure, "messages asked for one at a time");
         None
@@ -284,7 +284,7 @@ impl NatsSource {
         let settled = match confirmed {
             Ok(_) if sent.iter().all(|sent| sent.is_ok()) => Ok(()),
             Err(error) if matches!(error.kind(), RequestErrorKind::TimedOut | RequestErrorKind::NoResponders) => {
-                let text = "the server did not confirm what was settled; it may come again";
+                let text = "the server did not confirm the acks; the messages may come again";
                 Err(Error::new(ErrorKind::Unavailable, "settle", "nats_settle_timeout", text))
             }
             // The connection is lost. The tokens belong to it, and the messages are given back on

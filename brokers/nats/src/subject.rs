@@ -21,13 +21,13 @@ pub(crate) fn parse(text: &str) -> Result<Template, String> {
     let template = from_core::<Template>(text)?;
     // With a plain value for each field, the result must be a subject.
     let plain = template.fill(|_, _| Ok("x")).and_then(|subject| check(&subject));
-    plain.map(|()| template).map_err(|fault| format!("{text:?} is no subject: {fault}"))
+    plain.map(|()| template).map_err(|fault| format!("{text:?} is not a valid subject: {fault}"))
 }
 
 /// Returns the subject of an event. The error is [`Outcome::Dead`]: the event will never have one.
 pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
     let subject = template.fill(|field, _| token(field, event))?;
-    check(&subject).map_err(|fault| Outcome::dead(INVALID, format!("no subject can be made of the event: {fault}")))?;
+    check(&subject).map_err(|fault| Outcome::dead(INVALID, format!("the event gives no valid subject: {fault}")))?;
     Ok(subject)
 }
 

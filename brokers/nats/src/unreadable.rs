@@ -47,7 +47,7 @@ pub(crate) async fn unreadable(client: &Client, spec: &ConsumerSpec) -> Result<V
             let Some(number) = message["seq"].as_u64().filter(|number| *number <= last) else { break };
             next = number + 1;
             if let Some(message) = as_far_as_readable(spec, number, &message) {
-                let cure = format!("mend its producer, or delete it: nats stream rmm {stream} {number}");
+                let cure = format!("fix its producer, or delete it: nats stream rmm {stream} {number}");
                 warn!(code = "nats_message_unreadable", stream, number, cure, "message unreadable");
                 found.push(message);
             }

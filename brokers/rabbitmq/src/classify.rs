@@ -24,7 +24,7 @@ pub(crate) fn ended(queue: &str, error: &ClientError) -> Down {
     let Client::ParsingError(why) = error.kind() else { return lost(&error.to_string()) };
     let text = format!(
         "a message of the queue {queue} cannot be read, and ends the connection each time it comes: {}; its id, \
-         content type or another property is no UTF-8. Take it out, in the management UI (Get messages, without \
+         content type or another property is no UTF-8. Remove it, in the management UI (Get messages, without \
          requeue) or with: rabbitmqadmin get queue={queue} ackmode=ack_requeue_false; a quorum queue with a \
          dead-letter exchange and an x-delivery-limit does so by itself",
         excerpt(&why.to_string())
@@ -43,9 +43,11 @@ pub(crate) fn refused(what: &str, error: &ClientError) -> Down {
         Some(ACCESS_REFUSED) => {
             (ErrorKind::Unauthorized, "rabbitmq_access_refused", "; grant the user the permissions of the guide")
         }
-        Some(RESOURCE_LOCKED | PRECONDITION_FAILED) => {
-            (ErrorKind::Mismatch, "rabbitmq_refused", "; it is of another kind, or somebody else's alone")
-        }
+        Some(RESOURCE_LOCKED | PRECONDITION_FAILED) => (
+            ErrorKind::Mismatch,
+            "rabbitmq_refused",
+            "; it exists with other settings, or is exclusive to another connection",
+        ),
         _ => return lost(&format!("{what}: {text}")),
     };
     Down::new(kind, code, format!("{what}: {text}{cure}"))

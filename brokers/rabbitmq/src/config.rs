@@ -32,17 +32,17 @@ table! {
         /// The servers: `amqp://HOST:PORT/VHOST`, several with commas between; `amqps://` for TLS.
         url: Vec<String> = text(servers), required(r#""amqp://127.0.0.1:5672""#);
         /// The user; together with `password`.
-        user: Option<String> = text(name), unset("guest, whom a server takes from its own machine", r#""postbox""#);
+        user: Option<String> = text(name), unset("guest, accepted from the server's own machine only", r#""postbox""#);
         /// The user's password.
         password: Option<Secret> = secret(), unset("guest's", r#""env:RABBITMQ_PASSWORD""#);
-        /// Certificates, with `amqps://`.
+        /// Certificates for `amqps://`.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
-        /// The exchange, which must be there; `""` is the default exchange, whose routing key is
-        /// the name of a queue.
+        /// The exchange, which must exist; `""` is the default exchange, whose routing key is the
+        /// name of a queue.
         ///
-        /// It and the routing key may have `{topic}`, `{key}`, `{kind}`, `{aggregate}` and
-        /// `{tenant}`. The topic may be several words, every other field is one. An event of which
-        /// none can be made is dead with the code `route_invalid`.
+        /// It and the routing key may contain `{topic}`, `{key}`, `{kind}`, `{aggregate}` and
+        /// `{tenant}`. `{topic}` may be several words, every other field is one word. An event
+        /// without a valid exchange and routing key is dead with the code `route_invalid`.
         exchange: Template = text(route::parse), required(r#""amq.topic""#);
         /// The routing key.
         routing_key: Template = text(route::parse), default("{topic}");
@@ -52,8 +52,8 @@ table! {
         envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
         /// The CloudEvents `source` of events that name none.
         source: String = event_source(), default("postbox");
-        /// Larger messages are dead. The server's own limit (`max_message_size`) is 16 MiB since
-        /// 4.0.
+        /// Events with a larger message are dead. The server's own limit (`max_message_size`) is 16
+        /// MiB since 4.0.
         message_max: usize = size(1..=MESSAGE_BYTES_MAX), default("16MiB");
     }
 }
@@ -65,28 +65,28 @@ table! {
         /// The servers: `amqp://HOST:PORT/VHOST`, several with commas between; `amqps://` for TLS.
         url: Vec<String> = text(servers), required(r#""amqps://127.0.0.1:5671""#);
         /// The user; together with `password`.
-        user: Option<String> = text(name), unset("guest, whom a server takes from its own machine", r#""postbox""#);
+        user: Option<String> = text(name), unset("guest, accepted from the server's own machine only", r#""postbox""#);
         /// The user's password.
         password: Option<Secret> = secret(), unset("guest's", r#""env:RABBITMQ_PASSWORD""#);
-        /// Certificates, with `amqps://`.
+        /// Certificates for `amqps://`.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
         /// The log where messages are stored.
         log: LogName = text(from_core::<LogName>), default("inbox");
         /// The queue.
         queue: String = text(name), required(r#""orders""#);
-        /// Whether a missing queue is made: a durable quorum queue.
+        /// Whether a missing queue is created, as a durable quorum queue.
         create: bool = boolean(), default(true);
-        /// The exchange that the queue is bound to at each start, if `create` is on.
+        /// The exchange that the queue is bound to at each start, if `create` is true.
         exchange: Option<String> = text(name), unset("the default exchange only", r#""amq.topic""#);
         /// The routing key of that binding.
         routing_key: String = text(name), default("#");
-        /// The queue's dead-letter exchange: what cannot be stored, not even as poison, is rejected
-        /// to it. A queue that is made is given it; one that was there must have it. Without one,
-        /// the first bytes of such messages are kept.
+        /// The queue's dead-letter exchange: messages that cannot be stored, not even as poison,
+        /// are rejected to it. A queue that is created gets it; an existing one must have it.
+        /// Without it, the first bytes of such messages are stored.
         dead_letter_exchange: Option<String> = text(name), unset("none", r#""orders-dead""#);
-        /// Most messages that are out of the queue and not stored (prefetch).
+        /// Most messages that are received and not yet stored (prefetch).
         in_flight: u16 = integer(1..=u16::MAX), default(256);
-        /// What a message is that does not say so.
+        /// The content type of messages that have none.
         content_type: String = text(name), default("application/json");
     }
 }
@@ -110,7 +110,7 @@ fn servers(text: &str) -> Result<Vec<String>, String> {
                 Err("ends with a slash, which names a virtual host without a name; leave it out for the host \"/\"")
             }
             Some(rest) if rest.is_empty() || url.parse::<AMQPUri>().is_err() => {
-                Err("is no address; write amqp://HOST:PORT/VHOST")
+                Err("is not a valid address; write amqp://HOST:PORT/VHOST")
             }
             Some(_) => Ok(url.to_owned()),
         }
@@ -122,7 +122,7 @@ fn check_connection(section: &Section<'_>, urls: &[String]) {
     let path = &section.path;
     section.both("user", "password");
     if section.has("tls") && section.is_right(&["url"]) && urls.iter().any(|url| url.starts_with("amqp://")) {
-        section.fault("url", format!("{path} has tls and an address without it; write amqps://"));
+        section.fault("url", format!("{path} has tls, but an address begins with amqp://; write amqps://"));
     }
 }
 
@@ -147,7 +147,13 @@ impl RabbitmqSourceTable {
     fn check(&self, section: &Section<'_>) {
         check_connection(section, &self.url);
         if section.has("routing_key") && !section.has("exchange") {
-            section.fault("routing_key", format!("{} has a routing_key and no exchange to bind to", section.path));
+            section.fault(
+                "routing_key",
+                format!(
+                    "{} has a routing_key but no exchange to bind to; set exchange, or leave routing_key out",
+                    section.path
+                ),
+            );
         }
     }
 
@@ -194,7 +200,7 @@ impl SinkConfig for RabbitmqSinkTable {
             let found = match self.exchange.fixed() {
                 None | Some("") => Ok("answers".to_owned()),
                 Some(name) => {
-                    find_exchange(&connection, name).await.map(|()| format!("answers; the exchange {name} is there"))
+                    find_exchange(&connection, name).await.map(|()| format!("answers; the exchange {name} exists"))
                 }
             };
             connection.close().await;
@@ -219,7 +225,7 @@ impl SourceConfig for RabbitmqSourceTable {
         let look = async {
             let connection = self.servers(&context.name).connect().await?;
             let found = match find_queue(&connection, &self.queue).await {
-                Ok(()) => Ok(format!("answers; the queue {} is there", self.queue)),
+                Ok(()) => Ok(format!("answers; the queue {} exists", self.queue)),
                 Err(missing) if missing.code() == MISSING && self.create => match &self.exchange {
                     Some(exchange) => find_exchange(&connection, exchange).await.map(|()| will_be_made(&self.queue)),
                     None => Ok(will_be_made(&self.queue)),
@@ -240,7 +246,7 @@ impl SourceConfig for RabbitmqSourceTable {
 }
 
 fn will_be_made(queue: &str) -> String {
-    format!("answers; the queue {queue} will be made")
+    format!("answers; the queue {queue} will be created")
 }
 
 #[cfg(test)]

@@ -94,7 +94,7 @@ async fn make(connection: &Connection, spec: &QueueSpec) -> Result<(), Down> {
     }
     let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
     let name = &spec.name;
-    ask(format!("making the queue {name}"), channel.queue_declare(short(name), options, arguments)).await?;
+    ask(format!("creating the queue {name}"), channel.queue_declare(short(name), options, arguments)).await?;
     tracing::info!(queue = name, "queue made");
     Ok(())
 }

@@ -40,7 +40,7 @@ pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outco
         }
         () => return Ok(route),
     };
-    Err(Outcome::dead(INVALID, format!("no exchange or routing key can be made of the event: {fault}")))
+    Err(Outcome::dead(INVALID, format!("the event gives no valid exchange or routing key: {fault}")))
 }
 
 /// Returns the value of a field that is followed by `behind`.

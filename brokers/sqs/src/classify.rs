@@ -45,7 +45,7 @@ fn meaning(code: &str, text: &str) -> (Concerns, &'static str, &'static str) {
         | "OverLimit"
         | "KmsThrottled" => (Pace, "aws_throttled", ""),
         "AccessDenied" | "AuthorizationError" => {
-            (Credentials, "aws_not_permitted", "; allow it in a policy, the guide has one")
+            (Credentials, "aws_not_permitted", "; allow it in a policy; the guide has one")
         }
         "InvalidClientTokenId"
         | "UnrecognizedClient"
@@ -59,11 +59,11 @@ fn meaning(code: &str, text: &str) -> (Concerns, &'static str, &'static str) {
         | "RequestExpired"
         | "NotAuthorized" => (Credentials, "aws_unauthorized", "; check the credentials, the region and the clock"),
         "QueueDoesNotExist" | "NonExistentQueue" => {
-            (Everybody, "sqs_queue_missing", "; correct queue_url, or make it: aws sqs create-queue")
+            (Everybody, "sqs_queue_missing", "; correct queue_url, or create it: aws sqs create-queue")
         }
-        "NotFound" => (Everybody, "sns_topic_missing", "; correct topic_arn, or make it: aws sns create-topic"),
+        "NotFound" => (Everybody, "sns_topic_missing", "; correct topic_arn, or create it: aws sns create-topic"),
         kms if kms.starts_with("Kms") || kms.starts_with("KMS") => {
-            (Everybody, "aws_key_failed", "; let us use the key it is encrypted with, and see that it is enabled")
+            (Everybody, "aws_key_failed", "; allow the use of its encryption key, and check that the key is enabled")
         }
         "InvalidMessageContents" => (Message, "body_not_text", ""),
         "BatchRequestTooLong" | "MessageTooLong" => (Message, "payload_too_large", "; lower message_max"),
@@ -120,7 +120,7 @@ impl Refusal {
             SdkError::TimeoutError(_) => Self::timed_out(),
             SdkError::DispatchFailure(failure) => match unsent(error, &text, failure.is_other()) {
                 Some((Concerns::Credentials, code)) => {
-                    let cure = "no credentials; set aws.access_key_id, or what AWS's usual chain looks for";
+                    let cure = "no credentials; set aws.access_key_id, or credentials in AWS's default chain";
                     Self::new(Concerns::Credentials, code, excerpt(&format!("{cure}: {text}")))
                 }
                 Some((concerns, code)) => Self::new(concerns, code, excerpt(&text)),

@@ -33,20 +33,20 @@ const DEDUPE_WINDOW: Duration = Duration::from_secs(300);
 const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
 
 table! {
-    /// Whose queues and topics, and where they are.
+    /// Region, endpoint and credentials.
     #[check(check)]
     pub struct AwsTable {
         /// The region.
-        region: Option<String> = text(plain), unset("the URL's, or that of the environment", r#""eu-west-1""#);
-        /// Who is asked instead: an emulator, a gateway.
-        endpoint: Option<String> = text(endpoint), unset("who the URL names, or AWS", r#""http://127.0.0.1:4566""#);
+        region: Option<String> = text(plain), unset("from the URL, or the environment", r#""eu-west-1""#);
+        /// Another endpoint, such as an emulator or a gateway.
+        endpoint: Option<String> = text(endpoint), unset("from the URL, or AWS", r#""http://127.0.0.1:4566""#);
         /// The id of an access key, together with `secret_access_key`.
-        access_key_id: Option<String> = text(plain), unset("AWS's usual chain", r#""AKIA…""#);
+        access_key_id: Option<String> = text(plain), unset("AWS's default credential chain", r#""AKIA…""#);
         /// The access key.
-        secret_access_key: Option<Secret> = secret(), unset("AWS's usual chain", r#""env:SQS_SECRET_KEY""#);
-        /// The token of an access key that is for a while.
+        secret_access_key: Option<Secret> = secret(), unset("AWS's default credential chain", r#""env:SQS_SECRET_KEY""#);
+        /// The session token of a temporary access key.
         session_token: Option<Secret> = secret(), unset("none", r#""env:SQS_SESSION_TOKEN""#);
-        /// Certificates (PEM) to trust instead of the system's.
+        /// CA certificates (PEM) to trust instead of the system's.
         ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
     }
 }
@@ -56,15 +56,16 @@ table! {
     pub struct SqsSinkTable {
         /// The queue. One whose name ends in `.fifo` keeps the events of a key in order.
         queue_url: QueueUrl = text(str::parse::<QueueUrl>), required(r#""https://sqs.eu-west-1.amazonaws.com/123456789012/orders""#);
-        /// Whose it is, and who is asked.
-        aws: Option<AwsTable> = nested::<AwsTable>(), unset("what the environment says", r#"{ region = "eu-west-1" }"#);
+        /// Region, endpoint and credentials.
+        aws: Option<AwsTable> = nested::<AwsTable>(), unset("from the environment", r#"{ region = "eu-west-1" }"#);
         /// What a message holds.
         ///
         /// See [envelopes](envelopes.md).
         envelope: Envelope = envelope(Envelope::ALL), default("raw");
         /// The CloudEvents `source` of events that name none.
         source: String = event_source(), default("postbox");
-        /// Larger messages are dead; attributes count. It is the size of a request, too.
+        /// Events with a larger message, attributes included, are dead. It also limits a whole
+        /// request.
         message_max: usize = size(1024..=MESSAGE_BYTES_MAX), default("1MiB");
     }
 }
@@ -74,49 +75,50 @@ table! {
     pub struct SnsSinkTable {
         /// The topic. One whose name ends in `.fifo` keeps the events of a key in order.
         topic_arn: TopicArn = text(str::parse::<TopicArn>), required(r#""arn:aws:sns:eu-west-1:123456789012:orders""#);
-        /// Whose it is, and who is asked.
-        aws: Option<AwsTable> = nested::<AwsTable>(), unset("what the environment says", r#"{ region = "eu-west-1" }"#);
+        /// Region, endpoint and credentials.
+        aws: Option<AwsTable> = nested::<AwsTable>(), unset("from the environment", r#"{ region = "eu-west-1" }"#);
         /// What a message holds.
         ///
         /// See [envelopes](envelopes.md).
         envelope: Envelope = envelope(Envelope::ALL), default("raw");
         /// The CloudEvents `source` of events that name none.
         source: String = event_source(), default("postbox");
-        /// Larger messages are dead; attributes count. It is the size of a request, too.
+        /// Events with a larger message, attributes included, are dead. It also limits a whole
+        /// request.
         message_max: usize = size(1024..=MESSAGE_BYTES_MAX), default("1MiB");
     }
 }
 
 table! {
-    /// Messages of a queue of Amazon SQS, whether they come by way of SNS or not.
+    /// Messages of a queue of Amazon SQS, sent directly or through SNS.
     pub struct SqsSourceTable {
         /// The queue.
         queue_url: QueueUrl = text(str::parse::<QueueUrl>), required(r#""https://sqs.eu-west-1.amazonaws.com/123456789012/orders""#);
-        /// Whose it is, and who is asked.
-        aws: Option<AwsTable> = nested::<AwsTable>(), unset("what the environment says", r#"{ region = "eu-west-1" }"#);
-        /// The topic of messages that name none.
+        /// Region, endpoint and credentials.
+        aws: Option<AwsTable> = nested::<AwsTable>(), unset("from the environment", r#"{ region = "eu-west-1" }"#);
+        /// The topic of messages that have none.
         topic: Option<String> = text(plain), unset("the name of their SNS topic, or of the queue", r#""orders""#);
-        /// What a message is that does not say so.
+        /// The content type of messages that have none.
         content_type: String = text(plain), default("application/json");
-        /// How long a message that we were given stays hidden, should we vanish.
+        /// How long a received message stays hidden from other consumers if this process ends.
         ///
-        /// While the store is slow, it is hidden on: SQS hears so every third of it.
+        /// While the store is slow, it is extended after every third of this time.
         visibility: Duration = duration(Duration::from_secs(1)).check(is_visibility), default("30s");
-        /// Most messages on their way into the store at once.
+        /// Most messages that are received and not yet stored.
         in_flight: usize = integer(1..=IN_FLIGHT_MAX), default(256);
-        /// The log it stores into.
+        /// The log where messages are stored.
         log: LogName = text(from_core::<LogName>), default("inbox");
     }
 }
 
 fn endpoint(text: &str) -> Result<String, String> {
-    check_url(text).map(|_| text.to_owned()).ok_or_else(|| "is no address; write http://HOST:PORT".to_owned())
+    check_url(text).map(|_| text.to_owned()).ok_or_else(|| "is not a valid address; write http://HOST:PORT".to_owned())
 }
 
 fn is_visibility(time: &Duration) -> Result<(), String> {
     match time.as_secs() <= DELAY_SECONDS_MAX && time.subsec_nanos() == 0 {
         true => Ok(()),
-        false => Err("is no time SQS knows; write whole seconds, at most 12h".to_owned()),
+        false => Err("is not possible in SQS; write whole seconds, at most 12h".to_owned()),
     }
 }
 
@@ -161,7 +163,7 @@ async fn look_at_queue(queue: &QueueUrl, aws: &Option<AwsTable>) -> Result<Strin
     let answer = answer.map_err(|error| Refusal::of(&error).error("connect"))?;
     let size = answer.attributes.and_then(|mut all| all.remove(&QueueAttributeName::MaximumMessageSize));
     let size = size.map(|bytes| format!(" and takes messages of up to {bytes} bytes")).unwrap_or_default();
-    Ok(format!("answers; the queue {} is there{size}", queue.name))
+    Ok(format!("answers; the queue {} exists{size}", queue.name))
 }
 
 #[async_trait]
@@ -194,7 +196,7 @@ impl SinkConfig for SnsSinkTable {
         let request = client.get_topic_attributes().topic_arn(&self.topic_arn.arn).send();
         let answer = timeout(LOOK_TIMEOUT, request).await.map_err(|_| Refusal::timed_out().error("connect"))?;
         answer.map_err(|error| Refusal::of(&error).error("connect"))?;
-        Ok(format!("answers; the topic {} is there", self.topic_arn.name))
+        Ok(format!("answers; the topic {} exists", self.topic_arn.name))
     }
 }
 

@@ -44,7 +44,7 @@ impl std::str::FromStr for QueueUrl {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let fault = "is no queue's URL; write https://sqs.REGION.amazonaws.com/ACCOUNT/NAME".to_owned();
+        let fault = "is not the URL of a queue; write https://sqs.REGION.amazonaws.com/ACCOUNT/NAME".to_owned();
         let url = check_url(text).ok_or_else(|| fault.clone())?;
         let name = url.path_segments().and_then(|mut path| path.next_back()).unwrap_or_default();
         let labels: Vec<&str> = url.host_str().unwrap_or_default().split('.').collect();
@@ -70,7 +70,7 @@ impl std::str::FromStr for TopicArn {
             ["arn", _, "sns", region, _, name] if !region.is_empty() && !name.is_empty() => {
                 Ok(Self { arn: text.to_owned(), region: region.to_owned(), name: name.to_owned() })
             }
-            _ => Err(format!("{text:?} is no topic; write arn:aws:sns:REGION:ACCOUNT:NAME")),
+            _ => Err(format!("{text:?} is not a valid topic; write arn:aws:sns:REGION:ACCOUNT:NAME")),
         }
     }
 }

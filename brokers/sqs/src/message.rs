@@ -91,10 +91,9 @@ impl Writing {
 fn body(body: Vec<u8>) -> Result<String, Outcome> {
     let body = String::from_utf8(body).unwrap_or_else(|_| "\0".to_owned());
     match body.as_str() {
-        "" => Err(Outcome::dead("body_empty", "SQS and SNS carry no empty message; another envelope has a body")),
+        "" => Err(Outcome::dead("body_empty", "SQS and SNS cannot carry an empty message; choose another envelope")),
         body if !is_text(body) => {
-            let text = "the body is no text, or has characters that SQS and SNS do not carry; \
-                the envelopes \"cloudevents\" and \"json\" carry any bytes";
+            let text = "the body is not text, or has characters that SQS and SNS cannot carry; the envelopes \"cloudevents\" and \"json\" carry any bytes";
             Err(Outcome::dead("body_not_text", text))
         }
         _ => Ok(body),

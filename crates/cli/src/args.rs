@@ -28,27 +28,27 @@ const AFTER_HELP: &str = "Start here: `postbox demo` shows the whole thing in a 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.";
 
 /// The help heading of options that every command accepts.
-const EVERYWHERE: &str = "Everywhere";
+const EVERYWHERE: &str = "Global options";
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Global {
-    /// The configuration [default: postbox.toml if it is there]
+    /// The configuration file [default: postbox.toml, if it exists]
     #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_CONFIG", value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// The store, instead of the configured one: postgres://…, sqlite:PATH or memory:; or which of
-    /// the configured [stores.NAME]
+    /// The store to use instead of the configured one: postgres://…, sqlite:PATH or memory:; or the
+    /// NAME of one of the configured [stores.NAME]
     #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_STORE", value_name = "URL|NAME")]
     pub(crate) store: Option<String>,
     /// Only this subscription [default: all]
     #[arg(long = "subscription", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]
     pub(crate) only: Option<SubscriptionName>,
-    /// Only this log and what reads it, e.g. inbox [default: all; of send and tail: outbox]
+    /// Only this log and its subscriptions, e.g. inbox [default: all; for send and tail: outbox]
     #[arg(long = "log", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "LOG", value_parser = plain::<LogName>)]
     pub(crate) log: Option<LogName>,
-    /// What it says on standard output, as JSON
+    /// Print the result as JSON
     #[arg(long, global = true, help_heading = EVERYWHERE)]
     pub(crate) json: bool,
-    /// What to log, on standard error: error, warn, info, debug, trace, or a filter
+    /// The log level, on standard error: error, warn, info, debug, trace, or a filter
     #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_LOG", value_name = "LEVEL")]
     pub(crate) log_level: Option<String>,
     /// Log JSON lines
@@ -62,35 +62,35 @@ pub(crate) enum Command {
     Demo(crate::commands::demo::DemoArgs),
     /// Write a commented postbox.toml
     Init {
-        /// Overwrite the file if it is there
+        /// Overwrite an existing file
         #[arg(long)]
         force: bool,
     },
-    /// Write a program to begin with
+    /// Create a new project to start from
     #[command(subcommand)]
     New(New),
-    /// Check the configuration; every fault is listed at its line
+    /// Check the configuration; lists every fault with its line
     CheckConfig {
         /// Also try the store, every sink and every source; nothing is written, no event is sent
         #[arg(long)]
         connect: bool,
     },
-    /// Print what can be written in the configuration
+    /// Print the JSON Schema of the configuration
     #[command(subcommand)]
     Config(ConfigCommand),
     /// Create, remove, check or print the store's schema
     #[command(subcommand)]
     Migrate(Migrate),
-    /// Relay, webhooks in, and the HTTP API, until SIGTERM or Ctrl-C
+    /// Run the service: relays, sources and the HTTP server, until SIGTERM or Ctrl-C
     Run,
-    /// Deliver what is there, then stop; prints fetched=N dispatched=N failed=N dead=N
+    /// Deliver what is pending, then stop; prints fetched=N dispatched=N failed=N dead=N
     Dispatch {
-        /// Read at most this many deliveries, so deliver no more; one that has to wait (behind its
-        /// key, or for its time) counts too
+        /// Read at most this many deliveries; one that has to wait (behind its key, or for its
+        /// time) counts too
         #[arg(long, value_name = "N", value_parser = count)]
         limit: Option<usize>,
-        /// Go on until nothing is pending, also what waits for its time or to be tried again;
-        /// `postbox run` is what runs for ever
+        /// Continue until nothing is pending, and wait for retries and scheduled events; to run for
+        /// ever, use `postbox run`
         #[arg(long = "loop")]
         until_empty: bool,
     },
@@ -98,11 +98,10 @@ pub(crate) enum Command {
     Send(SendArgs),
     /// Show events as they are appended, from now on, until Ctrl-C
     ///
-    /// Each once, whatever else is running: one whose transaction commits late is shown then. What
-    /// is shown is committed. Nothing is written, nothing is held up, and nothing shows who looked;
-    /// what retention deletes before it was read is not shown.
+    /// Each committed event is shown once, also if its transaction commits late. Nothing is written
+    /// and nothing is delayed. Events that retention deletes before they are read are not shown.
     Tail {
-        /// Only topics like this, e.g. 'order.*'
+        /// Only topics that match this pattern, e.g. 'order.*'
         #[arg(long, value_name = "PATTERN", value_parser = pattern)]
         topic: Option<TopicPattern>,
         /// Only events of this key
@@ -114,11 +113,11 @@ pub(crate) enum Command {
     },
     /// Count events; prints pending=N dispatched=N dead=N total=N
     Stats,
-    /// List events: the newest first, or those in one state, oldest first; or messages that were
-    /// kept out, the latest first
+    /// List events: newest first, or those in one state, oldest first; or rejected messages, latest
+    /// first
     List {
         /// Only in this state: pending, retrying, blocked, scheduled, dead, discarded, dispatched,
-        /// skipped or unrouted; or conflict: came with a known id and another body
+        /// skipped or unrouted; or conflict: messages rejected for a known id with another body
         #[arg(long, value_parser = listed)]
         state: Option<Listed>,
         /// At most this many
@@ -129,22 +128,22 @@ pub(crate) enum Command {
         /// Only this reason code, e.g. http_500
         #[arg(long)]
         code: Option<String>,
-        /// Only events of this conversation: their header correlation-id
+        /// Only events with this correlation-id header
         #[arg(long, value_name = "ID")]
         correlation: Option<String>,
     },
-    /// Show one event: its fields, its payload, and where it stands in every subscription
+    /// Show one event: its fields, its payload, and its state in every subscription
     Show {
-        /// The event's id, or its first 8 digits at least
+        /// The event's id, or at least its first 8 digits
         #[arg(value_parser = plain::<IdPrefix>)]
         id: IdPrefix,
     },
-    /// Send dead events again, and retrying ones now
+    /// Retry dead events, and retrying ones now
     ///
-    /// Works in steps of at most 1000 events, so that relays go on meanwhile, and prints retried=N
-    /// at the end. Interrupted or failed midway, it prints what was done until then and ends with
-    /// 1; the same command goes on with the rest. A limit takes the oldest of all subscriptions
-    /// that are meant first.
+    /// Works in steps of at most 1000 events, so that relays can work in between, and prints
+    /// retried=N at the end. If it is interrupted or fails, it prints what was done until then and
+    /// exits with 1; the same command continues with the rest. With --limit, the oldest events of
+    /// all selected subscriptions come first.
     #[command(mut_group("which", |which| which.arg("code")))]
     Retry {
         #[command(flatten)]
@@ -153,32 +152,32 @@ pub(crate) enum Command {
         #[arg(long, conflicts_with = "ids")]
         code: Option<String>,
     },
-    /// Send events again that went out or were skipped, to one subscription, beside what is new
+    /// Send delivered or skipped events again to one subscription, together with new events
     ///
-    /// Without an id: of the events that the subscription wants now, those between two times or
-    /// places; an event that is named is sent whether it is wanted or not. What is appended
-    /// meanwhile is not meant. Each gets a fresh dedupe id. Works in steps of at most 1000 events
-    /// and prints replayed=N at the end; interrupted, it says where to go on.
+    /// Without an id: the events between two times or places that the subscription wants now. An
+    /// event that is named is sent whether it is wanted or not. Events appended during the replay
+    /// are not included. Each event gets a new dedupe id. Works in steps of at most 1000 events and
+    /// prints replayed=N at the end; if it is interrupted, it says where to continue.
     #[command(mut_group("which", |which| which.arg("after")))]
     Replay {
         #[command(flatten)]
         meant: Meant,
-        /// After this place in the log
+        /// Only events after this place in the log
         #[arg(long, value_name = "SEQ", conflicts_with = "ids")]
         after: Option<i64>,
-        /// Up to this place in the log
+        /// Only events up to this place in the log
         #[arg(long, value_name = "SEQ", conflicts_with = "ids")]
         through: Option<i64>,
         /// No faster than this, e.g. 100/s
         #[arg(long, value_parser = plain::<Rate>)]
         rate: Option<Rate>,
     },
-    /// Take events out: they will not be delivered
+    /// Discard events: they will not be delivered
     ///
-    /// Without an id: of those that are retrying, blocked, scheduled or dead; one that nobody has
-    /// read yet is taken out by its id only. Works in steps of at most 1000 events and prints
-    /// discarded=N at the end, also when it is interrupted or fails midway (then it ends with 1,
-    /// and the same command goes on with the rest).
+    /// Without an id: events that are retrying, blocked, scheduled or dead. An event that was not
+    /// read yet can only be discarded by its id. Works in steps of at most 1000 events and prints
+    /// discarded=N at the end, also if it is interrupted or fails (then it exits with 1, and the
+    /// same command continues with the rest).
     #[command(mut_group("which", |which| which.arg("code")))]
     Discard {
         #[command(flatten)]
@@ -187,14 +186,13 @@ pub(crate) enum Command {
         #[arg(long, conflicts_with = "ids")]
         code: Option<String>,
     },
-    /// Give events up as dead: no attempt more, until somebody retries them
+    /// Mark events dead: no further attempt, until somebody retries them
     ///
-    /// For what will never go through. Without an id: of those that are retrying or blocked; one
-    /// that nobody has read yet is marked by its id only. They stay among the dead
-    /// (code marked_dead), go to dead_to, and let their keys go on, unless on_dead is "halt". Works
-    /// in steps of at most 1000 events and prints marked_dead=N at the end, also when it is
-    /// interrupted or fails midway (then it ends with 1, and the same command goes on with the
-    /// rest).
+    /// For events that can never be delivered. Without an id: events that are retrying or blocked.
+    /// An event that was not read yet can only be marked by its id. The events are kept as dead
+    /// (code marked_dead) and sent to dead_to; their keys continue, unless on_dead is "halt". Works
+    /// in steps of at most 1000 events and prints marked_dead=N at the end, also if it is
+    /// interrupted or fails (then it exits with 1, and the same command continues with the rest).
     #[command(mut_group("which", |which| which.arg("code")))]
     MarkDead {
         #[command(flatten)]
@@ -202,7 +200,7 @@ pub(crate) enum Command {
         /// Only this reason code, e.g. http_500
         #[arg(long, conflicts_with = "ids")]
         code: Option<String>,
-        /// Why, for whoever wonders later: it begins their error
+        /// The reason, shown with the event
         #[arg(long)]
         why: Option<String>,
     },
@@ -212,10 +210,10 @@ pub(crate) enum Command {
     Prune {
         #[command(flatten)]
         which: Selectors,
-        /// Events that no subscription wants, which are kept otherwise, and no others
+        /// Only events that no subscription wants, which are kept otherwise
         #[arg(long)]
         unrouted: bool,
-        /// Of those that were discarded, only those with this reason code, and nothing else
+        /// Only discarded events with this reason code
         #[arg(long, conflicts_with = "unrouted")]
         code: Option<String>,
         /// At most this many, log by log, oldest first
@@ -230,10 +228,10 @@ pub(crate) enum Command {
         /// Which subscription
         #[arg(value_name = "SUBSCRIPTION", value_parser = plain::<SubscriptionName>)]
         name: SubscriptionName,
-        /// Why, for whoever wonders later
+        /// The reason, shown with the pause
         #[arg(long, default_value = "asked for on the command line")]
         why: String,
-        /// Resume by itself after this time, e.g. 30m
+        /// Resume automatically after this time, e.g. 30m
         #[arg(long = "for", value_name = "TIME", value_parser = duration)]
         span: Option<Duration>,
     },
@@ -246,7 +244,7 @@ pub(crate) enum Command {
     /// List, show, rename, reset or remove subscriptions, or change their lanes
     #[command(subcommand)]
     Subscription(SubscriptionCommand),
-    /// Say why something is late
+    /// Explain why events are late, and what to do
     Doctor,
     /// Print shell completions, e.g. postbox completions bash > /etc/bash_completion.d/postbox
     Completions {
@@ -257,30 +255,30 @@ pub(crate) enum Command {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct SendArgs {
-    /// What happened, e.g. order.paid
+    /// The topic: what happened, e.g. order.paid
     pub(crate) topic: String,
     /// The payload; @FILE reads it from a file, - from standard input
     #[arg(default_value = "-")]
     pub(crate) payload: String,
-    /// Events of one key are delivered in their order
+    /// The key: events of one key are delivered in order
     #[arg(long)]
     pub(crate) key: Option<String>,
     /// The tenant it belongs to
     #[arg(long)]
     pub(crate) tenant: Option<String>,
-    /// A header, as often as you like
+    /// A header; may be repeated
     #[arg(long = "header", value_name = "NAME=VALUE", value_parser = header)]
     pub(crate) headers: Vec<(String, String)>,
-    /// What the payload is
+    /// The payload's content type
     #[arg(long, value_name = "TYPE", default_value = "application/json")]
     pub(crate) content_type: String,
-    /// Not delivered any more after this time, e.g. 15m
+    /// Do not deliver the event after this time, e.g. 15m
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) expires_in: Option<Duration>,
-    /// Its id: where the log has this very event already, it is not appended again
+    /// The event's id; if the log already has this event, it is not appended again
     #[arg(long, value_parser = plain::<EventId>)]
     pub(crate) id: Option<EventId>,
-    /// Makes its id, always the same of one key: it names this event, e.g. order-42-paid
+    /// Derives the id from this key, e.g. order-42-paid; the same key gives the same id
     #[arg(long, value_name = "KEY", conflicts_with = "id")]
     pub(crate) idempotency_key: Option<String>,
 }
@@ -294,7 +292,7 @@ fn header(text: &str) -> Result<(String, String), String> {
 pub(crate) enum New {
     /// A small service in Rust: axum, sqlx and Postbox on Postgres, with a test and a Dockerfile
     Service {
-        /// Its name, and the folder it goes to
+        /// Its name, and the folder to create
         #[arg(value_parser = crate::commands::new::crate_name)]
         name: String,
     },
@@ -316,9 +314,9 @@ pub(crate) enum SubscriptionCommand {
         #[arg(value_parser = plain::<SubscriptionName>)]
         name: SubscriptionName,
     },
-    /// Give it another name; its place, its dead events and its pause stay
+    /// Rename it; its position, its dead events and its pause stay
     ///
-    /// A relay of the former name ends. Write the new name into the configuration and start again.
+    /// Relays of the old name stop. Change the name in the configuration too, and restart.
     Rename {
         /// Which subscription
         #[arg(value_parser = plain::<SubscriptionName>)]
@@ -327,11 +325,10 @@ pub(crate) enum SubscriptionCommand {
         #[arg(value_parser = plain::<SubscriptionName>)]
         to: SubscriptionName,
     },
-    /// Let it go on from another place: what was delivered since goes out again, what lies before
-    /// is skipped
+    /// Continue from another place: later events are delivered again, earlier ones are skipped
     ///
-    /// Says how many events that are; does it with --yes only. While a relay drives it, pause it
-    /// first. What goes out again has a fresh dedupe id.
+    /// Prints how many events that are; changes something only with --yes. If a relay drives it,
+    /// pause it first. Events that are delivered again get a new dedupe id.
     Reset {
         /// Which subscription
         #[arg(value_parser = plain::<SubscriptionName>)]
@@ -340,25 +337,26 @@ pub(crate) enum SubscriptionCommand {
         /// the first event
         #[arg(long, value_name = "now|beginning|TIME|SEQ", value_parser = reset_to)]
         to: ResetTo,
-        /// Yes, do it
+        /// Do it
         #[arg(long)]
         yes: bool,
     },
-    /// Take it out, with its place and its dead events; what only it had to deliver may be pruned
+    /// Remove it, with its position and its dead events; events that only it wanted may then be
+    /// pruned
     ///
-    /// Says how many events that are; does it with --yes only. A relay that drives it ends. Take it
-    /// out of the configuration too, or the next start makes it anew.
+    /// Prints how many events that are; removes it only with --yes. Relays that drive it stop.
+    /// Remove it from the configuration too, or the next start creates it again.
     Remove {
         /// Which subscription
         #[arg(value_parser = plain::<SubscriptionName>)]
         name: SubscriptionName,
-        /// Yes, remove it
+        /// Remove it
         #[arg(long)]
         yes: bool,
     },
-    /// Change how many replicas can work for it at once, also while they run
+    /// Change how many replicas can work on it at once, also while they run
     ///
-    /// Delivery rests for a lease (10 s by default). Events that were in flight may arrive again.
+    /// Delivery stops for one lease (10 s by default). Events that were in flight may arrive again.
     Lanes {
         /// Which subscription
         #[arg(value_parser = plain::<SubscriptionName>)]
@@ -373,31 +371,31 @@ pub(crate) enum SubscriptionCommand {
 pub(crate) enum Migrate {
     /// Bring the schema to this program's version
     Up,
-    /// Remove everything Postbox made, events included
+    /// Remove everything Postbox created, events included
     Down {
-        /// Yes, remove everything; refused while events are not delivered
+        /// Remove everything; refused while events are not delivered
         #[arg(long)]
         yes: bool,
-        /// Even where events are not delivered: throw them away
+        /// Also throw away events that are not delivered
         #[arg(long)]
         discard_events: bool,
     },
-    /// Check that the schema is this program's; changes nothing
+    /// Check that the schema fits this program; changes nothing
     Validate,
     /// Print the schema as SQL, for other tools
     Print {
-        /// As a migration of this tool, which runs it in a transaction of its own (Postgres)
+        /// As a migration for this tool, which runs it in a transaction of its own (Postgres)
         #[arg(long = "for", value_name = "TOOL")]
         tool: Option<Tool>,
-        /// Write the files into this folder, over none that is there
+        /// Write the files into this folder; existing files are not overwritten
         #[arg(long, value_name = "DIR", requires = "tool")]
         out: Option<PathBuf>,
     },
     /// Print the GRANT statements that the roles of your services need, for the owner to run
     /// (Postgres)
     ///
-    /// With --all-tenants also the policies that limit every other role to the tenant that its
-    /// transaction names.
+    /// With --all-tenants also the policies that limit every other role to the tenant named by its
+    /// transaction.
     #[command(group = clap::ArgGroup::new("whom").required(true).multiple(true).args(["writer", "relay", "reader", "all_tenants"]))]
     Grants {
         /// A role that appends events
@@ -406,15 +404,15 @@ pub(crate) enum Migrate {
         /// A role that `postbox run` and changing commands use
         #[arg(long, value_name = "ROLE")]
         relay: Vec<String>,
-        /// A role that only looks: stats, list, show, doctor
+        /// A role that only reads: stats, list, show, doctor
         #[arg(long, value_name = "ROLE")]
         reader: Vec<String>,
-        /// A role that works for every tenant, as the relay does: all others see one
+        /// A role that works for all tenants, as the relay does; every other role sees one tenant
         #[arg(long, value_name = "ROLE")]
         all_tenants: Vec<String>,
     },
-    /// After a dump was restored into another Postgres cluster: put cursors and rows right (stop
-    /// every relay first)
+    /// Correct cursors and rows after a dump was restored into another Postgres cluster (stop every
+    /// relay first)
     Rebase,
 }
 

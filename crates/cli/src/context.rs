@@ -48,7 +48,10 @@ impl Context {
             1 => Ok(all.remove(0)),
             _ => {
                 let names: Vec<&str> = all.iter().filter_map(|it| Some(it.name.as_ref()?.as_str())).collect();
-                Err(Failure::usage(format!("this is about one of several stores; say which: --store {}", few(&names))))
+                Err(Failure::usage(format!(
+                    "this command needs one of several stores; name it: --store {}",
+                    few(&names)
+                )))
             }
         }
     }
@@ -127,7 +130,7 @@ impl Context {
             [id] => Ok(*id),
             [] => Err(self.no_event(self.log.as_ref(), &format!("whose id begins with {prefix}"))),
             [first, second, ..] => Err(Failure::usage(format!(
-                "{prefix} is the beginning of several ids, {first} and {second} among them: give more of it"
+                "several ids begin with {prefix}, e.g. {first} and {second}; give more digits"
             ))),
         }
     }
@@ -233,7 +236,7 @@ impl Context {
     /// Explains why nobody reads for a configured subscription that the store does not have, with
     /// the cure.
     pub(crate) fn why_unread(&self, name: &SubscriptionName, infos: &[SubscriptionInfo]) -> String {
-        format!("{name} was never run: nobody reads for it; {}", self.start_or_rename(infos))
+        format!("{name} was never run, so nothing is delivered for it; {}", self.start_or_rename(infos))
     }
 
     /// The cure: start it; or rename it, if the store has it under another name, because under this
@@ -247,8 +250,8 @@ impl Context {
         match &strangers[..] {
             [] => "start `postbox run`".to_owned(),
             known => format!(
-                "the store has {}, which the configuration has not: if it was renamed, write that name; \
-                 `postbox run` makes it anew, and sends everything from the beginning",
+                "the store has {}, which the configuration has not: if it was renamed, write that name; otherwise \
+                 `postbox run` creates it, and delivers everything from the beginning",
                 known.join(", ")
             ),
         }

@@ -37,12 +37,12 @@ pub(crate) fn start(config: &LogConfig, traces: Option<Traces>) -> Result<(), Fa
     let no_level = |part: &&str| !part.contains('=') && part.trim().parse::<LevelFilter>().is_err();
     if let Some(part) = config.level.split(',').find(no_level) {
         return Err(Failure::usage(format!(
-            "log level {part:?} is none of error, warn, info, debug, trace and off; of a part: TARGET=LEVEL, e.g. info,postbox_engine=debug"
+            "log level {part:?} is none of error, warn, info, debug, trace and off; for one part: TARGET=LEVEL, e.g. info,postbox_engine=debug"
         )));
     }
     let filter = EnvFilter::try_new(format!("{quiet},{TARGET}=off,{}", config.level)).map_err(|error| {
         Failure::usage(format!(
-            "log level {:?} is no filter: {error}; e.g. info or info,postbox_engine=debug",
+            "log level {:?} is not a valid filter: {error}; e.g. info or info,postbox_engine=debug",
             config.level
         ))
     })?;

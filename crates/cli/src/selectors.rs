@@ -12,7 +12,7 @@ use crate::failure::Failure;
 /// By what never changes of an event.
 #[derive(Debug, Clone, PartialEq, Eq, Args)]
 pub(crate) struct Selectors {
-    /// Only topics like this, e.g. 'order.*'
+    /// Only topics that match this pattern, e.g. 'order.*'
     #[arg(long, value_name = "PATTERN", value_parser = pattern)]
     topic: Option<TopicPattern>,
     /// Only events of this key
@@ -52,7 +52,7 @@ impl Selectors {
             && since >= until
         {
             return Err(Failure::usage(
-                "no time is after --since and before --until or --older-than; the later goes to --until",
+                "no time is after --since and before --until or --older-than; give the later time to --until",
             ));
         }
         Ok(which)
@@ -70,10 +70,10 @@ impl Selectors {
 #[command(group = ArgGroup::new("which").required(true).multiple(true).args(
     ["ids", "all", "topic", "key", "tenant", "since", "until", "older_than"]))]
 pub(crate) struct Meant {
-    /// The events' ids, or of each the first 8 digits at least
+    /// The ids of the events, or at least the first 8 digits of each
     #[arg(value_name = "ID", value_parser = plain::<IdPrefix>, conflicts_with_all = NO_IDS)]
     ids: Vec<IdPrefix>,
-    /// All of them, narrowed by the flags below
+    /// All events, narrowed by the options below
     #[arg(long)]
     all: bool,
     #[command(flatten)]

@@ -61,7 +61,9 @@ mod exported {
             (Some(ratio), _) => ratio,
             (None, None) => 1.0,
             (None, Some(text)) => text.parse().ok().filter(|ratio| (0.0..=1.0).contains(ratio)).ok_or_else(|| {
-                Failure::usage(format!("OTEL_TRACES_SAMPLER_ARG: {text:?} is no ratio; write a number from 0 to 1"))
+                Failure::usage(format!(
+                    "OTEL_TRACES_SAMPLER_ARG: {text:?} is not a valid ratio; write a number from 0 to 1"
+                ))
             })?,
         };
         let headers = config.headers.iter().map(|(name, value)| (name.clone(), value.expose().to_owned()));

@@ -16,9 +16,9 @@ table! {
     /// Certificates of a TLS connection.
     #[check(check)]
     pub struct TlsTable {
-        /// Certificates (PEM) to trust instead of the system's.
+        /// CA certificates (PEM) to trust instead of the system's.
         ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
-        /// Our certificate (PEM), for servers that ask who we are; together with `client_key`.
+        /// The client certificate (PEM), for servers that require one; together with `client_key`.
         client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
         /// The key of `client_cert` (PEM).
         client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);

@@ -133,7 +133,7 @@ impl<'r> Place<'r> {
 
     /// Reports which type is expected here; always `None`.
     pub(crate) fn wrong_type<T>(&self, wanted: &str) -> Option<T> {
-        let wanted = if self.is_item { format!("a list, each of it {wanted}") } else { wanted.to_owned() };
+        let wanted = if self.is_item { format!("a list, each item {wanted}") } else { wanted.to_owned() };
         self.fault(format!("{} must be {wanted}, not {}", self.name, self.value.type_str()))
     }
 

@@ -53,8 +53,8 @@ fn read(place: &Place<'_>, is_needed: bool) -> Option<Secret> {
             place.fault(format!("{path} needs the environment variable {name}, which is not set; export {name}=…"))
         }
         None => place.fault(format!(
-            "{path} needs the environment variable that it names after env:, which is not set (and not repeated here: \
-             is it the secret itself?); write \"env:NAME\", with the secret in NAME"
+            "{path} needs the environment variable named after env:, which is not set (not shown: it may be the \
+             secret itself); write \"env:NAME\", with the secret in NAME"
         )),
     }
 }
@@ -72,12 +72,12 @@ table! {
         /// The key.
         secret: Secret = signing_key(), required("\"env:NAME\"");
         /// The last second at which it verifies or signs.
-        until: Option<Timestamp> = text(time), unset("for ever", "\"2026-12-01T00:00:00Z\"");
+        until: Option<Timestamp> = text(time), unset("no end", "\"2026-12-01T00:00:00Z\"");
     }
 }
 
 fn time(text: &str) -> Result<Timestamp, String> {
-    text.parse().map_err(|_| format!("{text:?} is no time; write it in UTC, e.g. \"2026-12-01T00:00:00Z\""))
+    text.parse().map_err(|_| format!("{text:?} is not a valid time; write it in UTC, e.g. \"2026-12-01T00:00:00Z\""))
 }
 
 /// A key must not be blank, because that could be guessed. Commands that do not need it do not look

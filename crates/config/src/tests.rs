@@ -87,7 +87,7 @@ fn every_fault_comes_at_its_line() {
         "f:2: queue.capacity = 0 is out of range; 1 to 1000 are allowed",
         "f:3: queue.wait: \"1ms\" is too short; at least 1s",
         "f:4: queue.order: \"lats\" is none of first, last; did you mean `last`?",
-        "f:6: queue.names must be a list, each of it text in quotes, not boolean",
+        "f:6: queue.names must be a list, each item text in quotes, not boolean",
         "f:7: unknown key `capcity` in [queue]; did you mean `capacity`?",
         "f:8: queue.labels.x must be true or false, not integer",
         "f:10: queue.bounds.low is higher than high",

@@ -8,8 +8,11 @@ const DURATION_MAX: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
 /// Reads `250ms`, `1s`, `5m`, `2h`, `7d` or a sum such as `1h30m`.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    let bad =
-        || format!("{text:?} is no duration; write a number and a unit (ms, s, m, h, d), e.g. \"30s\" or \"1h30m\"");
+    let bad = || {
+        format!(
+            "{text:?} is not a valid duration; write a number and a unit (ms, s, m, h, d), e.g. \"30s\" or \"1h30m\""
+        )
+    };
     let mut rest = text.trim();
     let mut total = Duration::ZERO;
     if rest.is_empty() {
@@ -49,8 +52,9 @@ pub fn duration_text(duration: Duration) -> String {
 
 /// Reads `512KiB`, `8MiB`, `1MB` or a plain number of bytes.
 pub fn parse_size(text: &str) -> Result<u64, String> {
-    let bad =
-        || format!("{text:?} is no size; write a number and a unit (B, KB, KiB, MB, MiB, GB, GiB), e.g. \"8MiB\"");
+    let bad = || {
+        format!("{text:?} is not a valid size; write a number and a unit (B, KB, KiB, MB, MiB, GB, GiB), e.g. \"8MiB\"")
+    };
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let number: u64 = text[..digits].parse().map_err(|_| bad())?;

@@ -144,7 +144,7 @@ impl Selection {
 
 /// The result of one step of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[must_use = "there may be more: go on with `next` as `Selection::after`"]
+#[must_use = "there may be more: continue with `next` as `Selection::after`"]
 pub struct Changed {
     /// Number of events this step changed.
     pub count: u64,
@@ -193,7 +193,7 @@ impl Replay {
 
 /// The result of one step of a replay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use = "there may be more: go on with `next` as `Replay::after` and `through` as `Replay::through`"]
+#[must_use = "there may be more: continue with `next` as `Replay::after` and `through` as `Replay::through`"]
 pub struct Replayed {
     /// Number of events that are sent again.
     pub count: u64,

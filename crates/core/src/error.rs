@@ -78,8 +78,7 @@ impl Error {
 
     /// Creates the error of a handler that ended its transaction. Anything it committed stays.
     pub fn transaction_ended(operation: &'static str) -> Self {
-        let message =
-            "the handler committed or rolled back the transaction it was lent; it must leave that to the store";
+        let message = "the handler committed or rolled back its transaction; it must leave that to the store";
         Self::new(ErrorKind::Internal, operation, Self::TRANSACTION_ENDED, message)
     }
 
@@ -88,7 +87,7 @@ impl Error {
     /// is retried.
     pub fn version_conflict(aggregate: &str, key: impl fmt::Display, expected: i64) -> Self {
         let message = format!(
-            "{aggregate} {key} is no longer at version {expected}: somebody else has changed it; load it again and repeat what was asked"
+            "{aggregate} {key} is no longer at version {expected}: somebody else has changed it; load it again and repeat the change"
         );
         Self::new(ErrorKind::Conflict, "save", "version_conflict", message)
     }

@@ -77,9 +77,9 @@ impl FromStr for EventId {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        Uuid::parse_str(text)
-            .map(Self)
-            .map_err(|_| Error::invalid("parse", "event_id_invalid", format!("{text:?} is no event id (a UUID)")))
+        Uuid::parse_str(text).map(Self).map_err(|_| {
+            Error::invalid("parse", "event_id_invalid", format!("{text:?} is not a valid event id (a UUID)"))
+        })
     }
 }
 
@@ -313,8 +313,8 @@ impl NewEvent {
         // Compared in microseconds, the precision of the stores.
         check(end.as_microsecond() > from.as_microsecond(), "expires_too_early", || {
             format!(
-                "the event ends at {end} and may not go out before {from}: nobody would get it; let it end later, or leave \
-                 one of them out"
+                "the event expires at {end} and is not delivered before {from}, so nobody would get it; let it \
+                 expire later, or leave one of the two out"
             )
         })
     }
@@ -458,7 +458,7 @@ pub(crate) fn check_headers(headers: &Headers) -> Result<()> {
     })?;
     for (name, value) in headers {
         check(!name.is_empty() && name.bytes().all(is_header_name_byte), "header_name_invalid", || {
-            format!("{name:?} is no header name: letters, digits and !#$%&'*+-.^_`|~ only (RFC 9110)")
+            format!("{name:?} is not a valid header name: letters, digits and !#$%&'*+-.^_`|~ only (RFC 9110)")
         })?;
         check(!value.chars().any(|c| c.is_control() && c != '\t'), "header_value_invalid", || {
             format!("the value of header {name} has a control character; line breaks and NUL are refused")

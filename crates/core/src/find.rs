@@ -61,7 +61,8 @@ impl FromStr for IdPrefix {
             false => None,
         };
         let (first, last) = range.ok_or_else(|| {
-            let message = format!("{text:?} is no event id: a UUID, or its first {DIGITS_MIN} digits at least");
+            let message =
+                format!("{text:?} is not a valid event id: a UUID, or its first {DIGITS_MIN} digits at least");
             Error::invalid("parse", "event_id_invalid", message)
         })?;
         let text = text.to_ascii_lowercase();

@@ -140,14 +140,16 @@ fn check_log(name: &str) -> Result<()> {
     let first = name.bytes().next().is_some_and(|b| b.is_ascii_lowercase());
     let rest = name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_');
     check(first && rest && name.len() <= 40, "log_name_invalid", || {
-        format!("{name:?} is no log name: lower-case letters, digits and _, beginning with a letter, at most 40")
+        format!(
+            "{name:?} is not a valid log name: lower-case letters, digits and _, beginning with a letter, at most 40"
+        )
     })
 }
 
 fn check_word(name: &str) -> Result<()> {
     check_length("name", name, NAME_BYTES_MAX)?;
     check(name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-')), "name_invalid", || {
-        format!("{name:?} is no name: only letters, digits, dot, underscore and hyphen")
+        format!("{name:?} is not a valid name: only letters, digits, dot, underscore and hyphen")
     })
 }
 

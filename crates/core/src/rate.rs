@@ -66,7 +66,7 @@ impl FromStr for Rate {
         };
         rate().ok_or_else(|| {
             let text = format!(
-                "{text:?} is no rate; write how many in a second, minute or hour, e.g. \"50/s\", \"600/m\" or \"1000/h\""
+                "{text:?} is not a valid rate; write how many in a second, minute or hour, e.g. \"50/s\", \"600/m\" or \"1000/h\""
             );
             Error::invalid("read rate", "rate_invalid", text)
         })

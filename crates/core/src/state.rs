@@ -109,7 +109,7 @@ impl FromStr for State {
             Error::invalid(
                 "parse",
                 "state_unknown",
-                format!("{text:?} is no state; one of {}", Self::ALL.map(Self::as_str).join(", ")),
+                format!("{text:?} is not a known state; one of {}", Self::ALL.map(Self::as_str).join(", ")),
             )
         })
     }

@@ -42,5 +42,5 @@ pub trait Tail: Send + Sync + 'static {
 
 /// The error of a place that no tail returned.
 pub fn place_invalid(place: &str) -> Error {
-    Error::invalid("tail", "place_invalid", format!("{place:?} is no place of a tail; begin without one"))
+    Error::invalid("tail", "place_invalid", format!("{place:?} is not a place of a tail; begin without one"))
 }

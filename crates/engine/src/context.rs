@@ -205,8 +205,8 @@ impl RelayContext {
 /// The error of a relay whose subscription is gone.
 pub(crate) fn removed(name: &str) -> Error {
     let message = format!(
-        "subscription {name} was removed or renamed while this relay ran; write its new name into the configuration, or take it out \
-         of there, and start again (started as {name} once more it is made anew, and begins like a new one)"
+        "subscription {name} was removed or renamed while this relay ran; write its new name into the configuration, \
+         or remove it there, and restart (if it is started as {name} again, it is created as a new subscription)"
     );
     Error::new(ErrorKind::NotFound, "acquire", SUBSCRIPTION_REMOVED, message)
 }

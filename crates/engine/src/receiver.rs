@@ -58,7 +58,7 @@ impl ReceiverSettings {
     fn validate(&self) -> Result<()> {
         let fault = match () {
             () if !(1..=Semaphore::MAX_PERMITS).contains(&self.in_flight_max) => "in_flight_max must be at least 1",
-            () if self.store_timeout.is_zero() => "store_timeout must be longer than nothing",
+            () if self.store_timeout.is_zero() => "store_timeout must be longer than zero",
             () => return Ok(()),
         };
         Err(Error::invalid("configure", "receiver_settings_invalid", fault))
@@ -257,6 +257,6 @@ impl Receiver {
 }
 
 fn busy() -> Error {
-    let text = "too many messages are on their way into the store; send it again later";
+    let text = "too many messages are being stored; send it again later";
     Error::new(ErrorKind::RateLimited, "receive", Receiver::BUSY, text)
 }

@@ -94,7 +94,7 @@ impl Sweeper {
         if age < MESSAGE_IDS_AGE_MIN {
             let (age, least) = (age.as_secs(), MESSAGE_IDS_AGE_MIN.as_secs());
             let text = format!(
-                "message ids must be remembered for {least} s (7 days) or longer, not {age} s: what is sent again after that is applied twice"
+                "message ids must be remembered for {least} s (7 days) or longer, not {age} s: a message repeated after that would be applied twice"
             );
             return Err(Error::invalid("configure", "message_ids_age_too_short", text));
         }

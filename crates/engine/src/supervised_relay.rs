@@ -52,10 +52,10 @@ impl fmt::Display for RelayFault {
         match self {
             Self::Ended(error) => error.fmt(f),
             Self::Lane(FailingLane { lane, since, code }) => {
-                write!(f, "lane {lane} cannot be read or settled since {since:.0}; last reason: {code}")
+                write!(f, "lane {lane} has failed to read or settle since {since:.0}; last reason: {code}")
             }
             Self::Destination(Outage { since, code }) => {
-                write!(f, "the breaker is open since {since:.0}, nothing is sent; last reason: {code}")
+                write!(f, "the breaker has been open since {since:.0}, nothing is sent; last reason: {code}")
             }
         }
     }

@@ -20,7 +20,7 @@ const CONCURRENCY_MAX: usize = 10_000;
 const HORIZON_UNKNOWN: Duration = Duration::from_hours(7 * 24);
 
 table! {
-    /// Webhooks that come in at `POST /in/NAME`.
+    /// Webhooks received at `POST /in/NAME`.
     #[check(check)]
     pub struct WebhookTable {
         /// The log where messages are stored.
@@ -28,76 +28,78 @@ table! {
         /// How messages are signed: standard-webhooks, stripe, github, shopify, slack, twilio (with
         /// `public_url`), hmac (with `signature_header`) or sns (with `topics`).
         scheme: Option<Scheme> = text(scheme), required(r#""standard-webhooks""#);
-        /// The sender's key.
+        /// The key that the sender signs with.
         secret: Option<LiveSecret> = signing_secret(), unset("", "");
-        /// The sender's keys: at least one, several while one rotates.
+        /// The keys that the sender signs with: at least one, several during a rotation.
         ///
-        /// An old one may carry the end of its overlap: `["env:NEW", { secret = "env:OLD", until =
+        /// An old key may have an end: `["env:NEW", { secret = "env:OLD", until =
         /// "2026-12-01T00:00:00Z" }]`.
         secrets: Vec<LiveSecret> = list(signing_secret()), unset("", r#"["env:PARTNER_SECRET"]"#);
-        /// By what a message is stored once: `"json:/pointer"` into the body, or `"header:NAME"`.
+        /// The id under which a message is stored once: `"json:/pointer"` into the body, or
+        /// `"header:NAME"`.
         ///
-        /// An `id` from an unsigned header is warned of: it lets a captured message be applied
-        /// again.
-        id: Option<Origin> = text(id), unset("what suits the scheme", "");
+        /// An unsigned header gives a warning: with it, a captured message can be applied again.
+        id: Option<Origin> = text(id), unset("depends on the scheme", "");
         /// The event's topic: a fixed text, `"header:NAME"` or `"json:/pointer"`.
-        topic: Option<Origin> = text(|text| origin(text, from_core::<Topic>)), unset("what suits the scheme", r#""partner.event""#);
-        /// Events of one key are applied in order; written as `topic`.
-        key: Option<Origin> = text(|text| origin(text, from_core::<Key>)), unset("what suits the scheme", r#""json:/data/id""#);
-        /// A fixed text, or a place in what is signed (`"json:/pointer"`).
+        topic: Option<Origin> = text(|text| origin(text, from_core::<Topic>)), unset("depends on the scheme", r#""partner.event""#);
+        /// The event's key, written as `topic`. Events of one key are applied in order.
+        key: Option<Origin> = text(|text| origin(text, from_core::<Key>)), unset("depends on the scheme", r#""json:/data/id""#);
+        /// The event's tenant: a fixed text, or a signed part of the message (`"json:/pointer"`).
         ///
-        /// A message is known by source, tenant and id, so an unsigned header is refused: a source
-        /// for each tenant is the way.
+        /// A message is identified by source, tenant and id, so an unsigned header is refused. Use
+        /// a source for each tenant instead.
         tenant: Option<Origin> = text(|text| origin(text, from_core::<Tenant>)), unset("none", r#""json:/tenant""#);
         /// How long the sender repeats a message that was not answered.
         ///
-        /// `retention.remember_ids` must be as long
+        /// `retention.remember_ids` must be at least as long
         /// ([table](inbox.md#how-long-ids-are-remembered)).
-        retry_horizon: Option<Duration> = duration(Duration::ZERO), unset("what the scheme's senders do", r#""4d""#);
+        retry_horizon: Option<Duration> = duration(Duration::ZERO), unset("depends on the scheme", r#""4d""#);
         /// How far the sender's clock may be off.
         ///
-        /// Only where a time is signed, and twice of it is less than `retention.remember_ids`: else
-        /// what is sent again could outlast the memory of its id.
+        /// Only for schemes that sign a time. Twice the tolerance must be less than
+        /// `retention.remember_ids`: otherwise a replay could be accepted after its id is
+        /// forgotten.
         tolerance: Option<Duration> = duration(Duration::from_secs(1)), unset("`\"5m\"`; sns: 65 minutes back, for its retries", r#""5m""#);
-        /// Largest body, at most 16 MiB; beyond it 413.
+        /// Largest body, at most 16 MiB; a larger one gets 413.
         ///
-        /// All bodies of the source together have 12 MiB, or three times this if that is more;
-        /// beyond it [the one that began first](../decisions/bodies-that-do-not-end.md) makes room
-        /// with 408.
+        /// All bodies of the source share 12 MiB, or three times this if that is more. When that is
+        /// full, [the oldest unverified body is dropped with
+        /// 408](../decisions/bodies-that-do-not-end.md).
         body_max: usize = size(1..=PAYLOAD_BYTES_MAX), default("1MiB");
         /// The longest a body may take to arrive; then 408.
         body_timeout: Duration = duration(Duration::from_millis(100)), default("10s");
-        /// Most verified messages on their way into the store at once; beyond it 503 with
-        /// `Retry-After`.
+        /// Most verified messages being stored at once; others get 503 with `Retry-After`.
         concurrency: usize = integer(1..=CONCURRENCY_MAX), default(256);
-        /// Most verified messages in a time; beyond it 429 with `Retry-After`.
+        /// Most verified messages per second (`s`), minute (`m`) or hour (`h`); others get 429 with
+        /// `Retry-After`.
         ///
-        /// What is not verified does not count.
+        /// Unverified messages do not count.
         rate: Option<Rate> = text(from_core::<Rate>), unset("no limit", r#""600/m""#);
-        /// CloudEvents: names that get consent by the `OPTIONS` handshake.
+        /// CloudEvents: origins that get consent in the `OPTIONS` handshake.
         ///
-        /// As they say in `WebHook-Request-Origin`. Consent is not authentication.
+        /// As sent in `WebHook-Request-Origin`. Consent is not authentication.
         allowed_origins: Vec<String> = list(text(sender)), unset("nobody", r#"["events.example.org"]"#);
-        /// `sns`: the ARNs of your topics; SNS signs for everybody.
+        /// `sns`: the ARNs of your topics. SNS signs the messages of every AWS account; those of
+        /// other topics are refused.
         topics: Vec<TopicArn> = list(text(|text| TopicArn::parse(text).map_err(|error| error.to_string()))), unset("", "");
-        /// `sns`: confirm subscriptions to these topics by visiting the URL that a genuine request
-        /// names.
+        /// `sns`: confirm subscriptions to these topics by calling the URL in a verified request.
         ///
-        /// Without, they are logged and answered with 200, and you confirm in AWS.
+        /// If false, such a request is logged and answered with 200, and you confirm the
+        /// subscription in AWS.
         confirm: Option<bool> = boolean(), unset("`false`", "");
-        /// `twilio`: the URL as given to Twilio.
+        /// `twilio`: the URL as configured at Twilio.
         public_url: Option<String> = text(url), unset("", "");
         /// `hmac`: the header with the signature.
         signature_header: Option<String> = text(header), unset("", "");
-        /// `hmac`: what stands before the signature in it, e.g. `"sha256="`.
+        /// `hmac`: the text before the signature in that header, e.g. `"sha256="`.
         signature_prefix: Option<String> = text(plain), unset("nothing", "");
         /// `hmac`: `"sha256"` or `"sha512"`.
         hash: Option<Hash> = words([("sha256", Hash::Sha256), ("sha512", Hash::Sha512)]), unset("`\"sha256\"`", "");
         /// `hmac`: `"hex"` or `"base64"`.
         encoding: Option<Encoding> = words([("hex", Encoding::Hex), ("base64", Encoding::Base64)]), unset("`\"hex\"`", "");
-        /// `hmac`: the header with the seconds since 1970 that are signed too.
+        /// `hmac`: the header with the signed time, in seconds since 1970.
         timestamp_header: Option<String> = text(header), unset("no time is signed", "");
-        /// `hmac`: what stands between time and body in what is signed.
+        /// `hmac`: the text between time and body in the signed text.
         separator: Option<String> = text(plain), unset("`\".\"`", "");
     }
 }
@@ -137,10 +139,10 @@ impl WebhookTable {
         }
         let cure = match scheme {
             Scheme::Hmac => "leave it out, or name the sender's timestamp_header if its time is signed",
-            _ => "leave it out; what is sent again is known by its id, for retention.remember_ids",
+            _ => "leave it out; repetitions are recognised by their id for retention.remember_ids",
         };
         let path = &section.path;
-        let text = format!("[{path}] has a tolerance, but nothing in {scheme} signs a time that could be off; {cure}");
+        let text = format!("[{path}] has a tolerance, but {scheme} signs no time; {cure}");
         section.fault("tolerance", text);
     }
 
@@ -166,7 +168,7 @@ impl WebhookTable {
         }
         if !section.has("topics") {
             let text = format!(
-                "[{path}] has no topics; SNS signs for everybody, so name yours: \
+                "[{path}] has no topics, and SNS signs for every AWS account; name yours: \
                  topics = [\"arn:aws:sns:REGION:ACCOUNT:NAME\"]"
             );
             section.fault("topics", text);
@@ -181,13 +183,14 @@ impl WebhookTable {
         let (secrets, known) = all_secrets(&self.secret, &self.secrets);
         let right = section.is_right(&["secret", "secrets"]);
         if secrets.is_empty() && right {
-            let text =
-                format!("[{path}] has no secrets; nothing unverified is accepted: write secrets = [\"env:NAME\"]");
+            let text = format!(
+                "[{path}] has no secrets, and unverified messages are never accepted; write secrets = [\"env:NAME\"]"
+            );
             section.fault("secrets", text);
         }
         let Some(scheme) = self.scheme else { return };
         let (needs, has) = match scheme {
-            Scheme::Twilio => ("public_url, the URL as given to Twilio: it is part of what is signed", "public_url"),
+            Scheme::Twilio => ("public_url, the URL as configured at Twilio: the signature covers it", "public_url"),
             Scheme::Hmac => ("signature_header, e.g. \"x-signature\"", "signature_header"),
             _ => ("", "scheme"),
         };
@@ -318,9 +321,9 @@ fn retry_horizon(scheme: Scheme) -> Duration {
 fn scheme(text: &str) -> Result<Scheme, String> {
     match text {
         "standard" => Ok(Scheme::StandardWebhooks),
-        other => other
-            .parse()
-            .map_err(|_| format!("{other:?} is no scheme; {}", suggestion(other, &Scheme::ALL.map(Scheme::as_str)))),
+        other => other.parse().map_err(|_| {
+            format!("{other:?} is not a known scheme; {}", suggestion(other, &Scheme::ALL.map(Scheme::as_str)))
+        }),
     }
 }
 
@@ -337,7 +340,9 @@ fn id(text: &str) -> Result<Origin, String> {
 fn sender(text: &str) -> Result<String, String> {
     match !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'*') {
         true => Ok(text.to_owned()),
-        false => Err(format!("{text:?} is no origin; write the name the sender gives, e.g. \"eventgrid.azure.net\"")),
+        false => Err(format!(
+            "{text:?} is not a valid origin; write the name the sender gives, e.g. \"eventgrid.azure.net\""
+        )),
     }
 }
 
@@ -350,7 +355,9 @@ fn plain(text: &str) -> Result<String, String> {
 }
 
 fn header(text: &str) -> Result<String, String> {
-    http::HeaderName::try_from(text).map(|name| name.to_string()).map_err(|_| format!("{text:?} is no header name"))
+    http::HeaderName::try_from(text)
+        .map(|name| name.to_string())
+        .map_err(|_| format!("{text:?} is not a valid header name"))
 }
 
 /// A place in the message, or a fixed text that the event field accepts.
@@ -360,7 +367,9 @@ fn origin<T>(text: &str, fixed: fn(&str) -> Result<T, String>) -> Result<Origin,
     }
     match text.strip_prefix("json:") {
         Some(pointer) if pointer.starts_with('/') => Ok(Origin::Json(pointer.to_owned())),
-        Some(pointer) => Err(format!("{pointer:?} is no JSON pointer; it begins with a slash, e.g. \"json:/data/id\"")),
+        Some(pointer) => {
+            Err(format!("{pointer:?} is not a valid JSON pointer; it begins with a slash, e.g. \"json:/data/id\""))
+        }
         None if text.is_empty() => Err("is empty; write a fixed text, \"header:NAME\" or \"json:/POINTER\"".into()),
         None => fixed(text).map(|_| Origin::Literal(text.to_owned())),
     }

@@ -120,7 +120,7 @@ impl Dropped {
         if messages.is_power_of_two() {
             warn!(
                 %source, code = "headers_dropped", headers, messages,
-                "a message has headers that are not kept: an event has {HEADERS_MAX} at most, {HEADER_BYTES_MAX} bytes together, and of text; the rest is stored"
+                "headers dropped: an event has at most {HEADERS_MAX} headers of text, {HEADER_BYTES_MAX} bytes together; the message is stored without the others"
             );
         }
     }

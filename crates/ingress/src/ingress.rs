@@ -129,7 +129,7 @@ impl SourceState {
             return Err(fault("the largest body must have 1 byte to 16 MiB"));
         }
         if limits.body_timeout.is_zero() {
-            return Err(fault("the timeouts must be longer than nothing"));
+            return Err(fault("the timeouts must be longer than zero"));
         }
         let settings = ReceiverSettings {
             in_flight_max: limits.concurrency,

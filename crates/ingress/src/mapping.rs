@@ -124,8 +124,9 @@ impl Mapping {
     pub fn fault(&self, scheme: Scheme) -> Option<String> {
         let origin = self.tenant.iter().find(|origin| !origin.is_signed_by(scheme))?;
         Some(format!(
-            "the tenant would come from {origin}, which {scheme} does not sign: one captured message could be stored again under every tenant that \
-             somebody makes up; write a fixed text (a source for each tenant), or a place in what is signed, e.g. \"json:/tenant\""
+            "the tenant comes from {origin}, which {scheme} does not sign: whoever captures a message could have it \
+             stored again for other tenants; write a fixed text (a source for each tenant), or a signed part of the \
+             message, e.g. \"json:/tenant\""
         ))
     }
 
@@ -133,8 +134,8 @@ impl Mapping {
     pub fn risk(&self, scheme: Scheme) -> Option<String> {
         let origin = self.id.iter().find(|origin| !origin.is_signed_by(scheme))?;
         Some(format!(
-            "the id comes from {origin}, which {scheme} does not sign: whoever captured one message can have it stored, and applied, again and again under \
-             other ids; leave `id` out, or take it from what is signed"
+            "the id comes from {origin}, which {scheme} does not sign: whoever captures a message can have it \
+             applied again under other ids; leave `id` out, or take it from a signed part of the message"
         ))
     }
 }

@@ -78,7 +78,7 @@ impl Exporter {
     /// Sends the queued spans and ends, within this time. Blocks. The runtime must be running.
     pub fn finish(self, within: Duration) {
         if let Err(error) = self.provider.shutdown_with_timeout(within) {
-            warn!(code = "spans_lost", %error, "last spans not sent: they are lost, and nothing else");
+            warn!(code = "spans_lost", %error, "last spans not sent: only they are lost");
         }
     }
 }

@@ -59,7 +59,7 @@ impl Schemas for JsonSchemas {
             return Ok(());
         };
         let issues = match serde_json::from_slice::<Value>(payload) {
-            Err(error) => vec![format!("it is no JSON (line {}, column {})", error.line(), error.column())],
+            Err(error) => vec![format!("it is not JSON (line {}, column {})", error.line(), error.column())],
             Ok(payload) if validator.is_valid(&payload) => return Ok(()),
             Ok(payload) => listed(validator.iter_errors(&payload)),
         };

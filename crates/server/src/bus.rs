@@ -13,14 +13,15 @@ use tokio::sync::OnceCell;
 use crate::stores::{StoreConfig, check_store_url, open_store};
 
 table! {
-    /// A log of another store: the event bus over two databases.
+    /// A log in another store: the event bus between two databases.
     struct BusKeys {
         /// The other store, as in `[store]`. With a password in it, write
         /// `"env:OTHER_DATABASE_URL"`.
         url: Secret = secret_always().check(|url| check_store_url(url.expose())), required(r#""env:OTHER_DATABASE_URL""#);
-        /// The log there; its store must have it.
+        /// The log in the other store, which must have it.
         log: LogName = text(from_core::<LogName>), default("inbox");
-        /// The name of this sender there: the ids of its events are remembered under it.
+        /// The name of this sender in the other store, which remembers the ids of its events under
+        /// it.
         source: SourceName = text(from_core::<SourceName>), default("bus");
     }
 }
@@ -63,7 +64,7 @@ impl SinkConfig for BusTable {
             let known: Vec<String> = logs.iter().map(LogName::to_string).collect();
             return Err(log_unknown("connect", log, &known));
         }
-        Ok("is reached, its schema is right".to_owned())
+        Ok("is reached, its schema is valid".to_owned())
     }
 }
 
@@ -83,7 +84,7 @@ impl OtherStore {
             Ok(store)
         };
         self.store.get_or_try_init(open).await.map_err(|error: Error| {
-            let message = format!("the other store, of the sink's url: {}", error.message());
+            let message = format!("the other store (the sink's url): {}", error.message());
             Error::new(error.kind(), error.operation(), error.code().to_owned(), message)
         })
     }

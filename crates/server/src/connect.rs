@@ -65,5 +65,5 @@ async fn store(config: &Config) -> Result<String> {
     if !config.sources.is_empty() {
         store.check_receiving().await?;
     }
-    Ok("is reached, its schema is right".to_owned())
+    Ok("is reached, its schema is valid".to_owned())
 }

@@ -33,7 +33,7 @@ impl FromStr for Cron {
             .parse(text)
             .map(Self)
             .map_err(|error| {
-                format!("{text:?} is no cron expression ({error}); write it as \"second minute hour day month weekday\", e.g. \"0 0 3 * * *\" for 03:00 UTC")
+                format!("{text:?} is not a valid cron expression ({error}); write it as \"second minute hour day month weekday\", e.g. \"0 0 3 * * *\" for 03:00 UTC")
             })
     }
 }

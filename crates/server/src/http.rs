@@ -84,8 +84,8 @@ pub(crate) fn router(api: Arc<Api>, ingress: Router) -> Router {
         .with_state(api)
         .merge(ingress)
         .fallback(async || {
-            let here = "here are /healthz, /readyz, /status, /metrics, /high-water-marks and /in/SOURCE (of several \
-                        stores /in/STORE/SOURCE)\n";
+            let here = "not found; there are /healthz, /readyz, /status, /metrics, /high-water-marks and /in/SOURCE \
+                        (/in/STORE/SOURCE with several stores)\n";
             (StatusCode::NOT_FOUND, here)
         })
 }

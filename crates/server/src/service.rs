@@ -154,7 +154,7 @@ async fn bind(address: SocketAddr) -> Result<TcpListener> {
                 ("port_in_use", "is in use; stop the other program or set another port in [server] listen")
             }
             std::io::ErrorKind::PermissionDenied => {
-                ("port_refused", "is not ours to open; use a port above 1023 in [server] listen")
+                ("port_refused", "may not be opened by this user; use a port above 1023 in [server] listen")
             }
             std::io::ErrorKind::AddrNotAvailable => {
                 ("address_unknown", "is not an address of this machine; correct [server] listen")
@@ -192,7 +192,7 @@ async fn lead(
     if timeout(deadline, rest).await.is_err() {
         // Dropping the set aborts the remaining tasks. What they held is not settled, so it is
         // delivered again.
-        let text = format!("did not stop within {deadline:?}; what was in flight may arrive again");
+        let text = format!("did not stop within {deadline:?}; events in flight may arrive again");
         return Err(Error::new(ErrorKind::Unavailable, "stop", "stop_timeout", text));
     }
     match &ended {

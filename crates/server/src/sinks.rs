@@ -123,9 +123,9 @@ pub(crate) fn sink() -> Kind<SinkChoice> {
 }
 
 table! {
-    /// One JSON object a line, at the end of a file.
+    /// One JSON object per line, appended to a file.
     struct FileTable {
-        /// The file; made if it is missing.
+        /// The file; created if it is missing.
         path: PathBuf = path(), required(r#""events.jsonl""#);
         /// What a line holds.
         ///
@@ -150,7 +150,7 @@ impl SinkConfig for FileTable {
     async fn connect(&self, _: &SinkContext) -> Result<String> {
         let shown = self.path.display();
         let fault = |why: String| {
-            let text = format!("cannot append to {shown}: {why}; correct path, or its mode");
+            let text = format!("cannot append to {shown}: {why}; correct the path, or its permissions");
             Error::new(ErrorKind::Invalid, "connect", "file_not_writable", text)
         };
         if tokio::fs::try_exists(&self.path).await.map_err(|error| fault(error.to_string()))? {
@@ -159,15 +159,15 @@ impl SinkConfig for FileTable {
         }
         let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         match tokio::fs::metadata(folder).await {
-            Ok(folder) if folder.is_dir() => Ok(format!("{shown} is not there; it is made at the start")),
-            Ok(_) => Err(fault(format!("{} is no folder", folder.display()))),
+            Ok(folder) if folder.is_dir() => Ok(format!("{shown} does not exist yet; it is created at the start")),
+            Ok(_) => Err(fault(format!("{} is not a folder", folder.display()))),
             Err(error) => Err(fault(format!("{}: {error}", folder.display()))),
         }
     }
 }
 
 table! {
-    /// One JSON object a line, on standard output.
+    /// One JSON object per line, on standard output.
     struct StdoutTable {
         /// What a line holds.
         ///
@@ -201,6 +201,6 @@ impl SinkConfig for NoneTable {
     }
 
     async fn connect(&self, _: &SinkContext) -> Result<String> {
-        Ok("is nowhere yet".to_owned())
+        Ok("has no sink yet".to_owned())
     }
 }

@@ -78,9 +78,9 @@ enum SourceKind {
 }
 
 table! {
-    /// What every source has.
+    /// The keys of every source.
     struct PlaceTable {
-        /// Of several stores, those that have it; of a broker's source, the one.
+        /// The stores that have it, where there are several; a broker's source has one.
         ///
         /// [Many stores](many-stores.md).
         stores: Vec<StoreName> = store_names(), unset("all", r#"["acme"]"#);

@@ -25,7 +25,7 @@ table! {
         /// `"postgres://user@host/db?sslmode=verify-full"`, `"sqlite:PATH"` or `"memory:"`. With a
         /// password in it, write `"env:DATABASE_URL"`.
         ///
-        /// `--store` and `POSTBOX_STORE` win ([TLS](#tls-to-postgres)).
+        /// `--store` and `POSTBOX_STORE` override it ([TLS](#tls-to-postgres)).
         url: Secret = secret_always().check(|url| check_store_url(url.expose())), default("sqlite:postbox.db");
     }
 }

@@ -33,7 +33,7 @@ impl SupervisedReceiver {
     /// Returns why its source cannot be read, if that is so.
     pub(crate) fn fault(&self) -> Option<Fault> {
         let Outage { since, code } = self.receiver.outage()?;
-        let what = format!("it fails since {since:.0}, nothing is received; last reason: {code}");
+        let what = format!("it has failed since {since:.0}, nothing is received; last reason: {code}");
         Some(Fault { store: None, subscription: None, source: Some(self.name.clone()), lane: None, code, what })
     }
 

@@ -147,7 +147,7 @@ async fn a_dead_destination_makes_it_unready_and_healthy() -> Result<()> {
     let status = asked(&service).await?;
     let [fault] = &status.faults[..] else { anyhow::bail!("{status:?}") };
     ensure!(fault.subscription == Some("out".parse()?) && fault.code == "connect_refused", "{fault:?}");
-    ensure!(!status.ready && fault.what.contains("the breaker is open since"), "{fault:?}");
+    ensure!(!status.ready && fault.what.contains("the breaker has been open since"), "{fault:?}");
     let (_, page) = get(service.address(), "/metrics").await?;
     ensure!(page.contains("postbox_breaker_opened_total{subscription=\"out\"} "), "{page}");
     stop(service).await

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Parser;
 use postbox_simulator::{Failure, Store, run_seeds, shrink_seed, trace_seed};
 
-/// Simulated worlds, from their seeds: relays, their store and their destination under faults.
+/// Simulated worlds from seeds: relays, their store and their destination under faults.
 #[derive(Parser)]
 #[command(name = "simulate")]
 struct Options {

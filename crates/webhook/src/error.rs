@@ -46,7 +46,7 @@ pub enum Refusal {
     Malformed(Part),
     /// There are signatures, but none of an accepted version. There is no fallback to older
     /// versions.
-    #[error("no signature is of an accepted version; older ones are not fallen back to")]
+    #[error("no signature has an accepted version; older versions are never accepted")]
     VersionUnsupported,
     /// SNS: signed with SHA-1. The cure is a setting of the sender's topic.
     #[error("signed with SHA-1, which is not accepted: set the topic's SignatureVersion to 2")]
@@ -61,25 +61,25 @@ pub enum Refusal {
     #[error("the confirmation's URL is not one of AWS SNS itself, or not for this topic and token")]
     SubscribeUrlRefused,
     /// SNS: the certificate given is not the one that the message names.
-    #[error("the certificate handed in is not the one that the message names")]
+    #[error("the given certificate is not the one that the message names")]
     CertificateOther,
     /// SNS: the certificate is not valid at this time.
-    #[error("the certificate has expired or is not valid yet: an old message, or a clock that is off")]
+    #[error("the certificate has expired or is not valid yet: an old message, or a wrong clock")]
     CertificateExpired,
     /// Well-formed, but made with another key or over other bytes.
-    #[error("no signature fits any configured key: another secret, or the body was changed on the way")]
+    #[error("no signature fits a configured key: the secrets differ, or the body was changed on the way")]
     Mismatch,
     /// Made with an old key whose overlap has ended ([`crate::Verifier::retiring`]).
-    #[error("signed with an old key whose overlap has ended: does the sender still use it, or has somebody found it?")]
+    #[error("signed with an old key whose end has passed: does the sender still use it, or was it stolen?")]
     KeyRetired,
     /// The body is not covered by the signature (Twilio: neither a form nor a body hash).
     #[error("the signature does not cover the body")]
     BodyUnsigned,
     /// Genuine, but signed longer ago than the tolerance: a replay, or a wrong clock.
-    #[error("the message is genuine but was signed too long ago: a replay, or a clock that is off")]
+    #[error("the message is genuine but was signed too long ago: a replay, or a wrong clock")]
     TooOld,
     /// Genuine, but signed further in the future than the tolerance: a wrong clock.
-    #[error("the message is genuine but was signed in the future: a clock is off")]
+    #[error("the message is genuine but was signed in the future: a clock is wrong")]
     TooNew,
 }
 

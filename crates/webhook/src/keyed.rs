@@ -73,7 +73,7 @@ impl<K: Key> Verifier<K> {
         let keys = Keys::new(keys)?;
         if keys.iter().all(|live| live.until.is_some()) {
             return Err(SecretError::Setting(
-                "every secret has an end; give the new one too, without an end, or nothing verifies one day",
+                "every secret has an end, after which nothing could be verified; add the new one, without an end",
             ));
         }
         Ok(Self { keys, settings, tolerance: Tolerance::default() })

@@ -125,7 +125,9 @@ impl fmt::Display for Scheme {
 
 /// The text is not the name of a scheme.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no webhook scheme; one of standard-webhooks, stripe, github, shopify, slack, twilio, hmac, sns")]
+#[error(
+    "{0:?} is not a known webhook scheme; one of standard-webhooks, stripe, github, shopify, slack, twilio, hmac, sns"
+)]
 pub struct SchemeUnknown(String);
 
 impl FromStr for Scheme {

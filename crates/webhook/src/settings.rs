@@ -37,7 +37,7 @@ pub fn verifier_in_rotation(
         Scheme::Shopify => make(secrets, shopify::Secret::new, (), settings),
         Scheme::Slack => make(secrets, slack::Secret::new, (), settings),
         Scheme::Twilio => {
-            let missing = SecretError::Setting("the twilio scheme needs public_url: the URL as given to Twilio");
+            let missing = SecretError::Setting("the twilio scheme needs public_url: the URL as configured at Twilio");
             let url = settings.public_url.as_deref().ok_or(missing)?;
             make(secrets, twilio::Secret::new, twilio::PublicUrl::parse(url)?, settings)
         }

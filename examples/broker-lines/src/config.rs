@@ -22,7 +22,7 @@ table! {
 fn address(text: &str) -> Result<String, String> {
     match text.rsplit_once(':') {
         Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => Ok(text.to_owned()),
-        _ => Err(format!("{text:?} is no address; write HOST:PORT")),
+        _ => Err(format!("{text:?} is not a valid address; write HOST:PORT")),
     }
 }
 

@@ -35,7 +35,7 @@ pub(crate) fn classify(operation: &'static str, error: &tokio_postgres::Error) -
 
 /// The error of a log that does not exist.
 pub(crate) fn log_unknown(operation: &'static str, log: &str) -> Error {
-    let message = format!("there is no log {log}; make it with create_log('{log}'), or run: postbox migrate up");
+    let message = format!("there is no log {log}; create it with create_log('{log}'), or run: postbox migrate up");
     Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
 }
 
@@ -126,7 +126,7 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
         "53100" => make(
             Unavailable,
             "store_full",
-            format!("{}; free space on the database's disk, and all goes on by itself", fields.message),
+            format!("{}; free space on the database's disk, and delivery continues by itself", fields.message),
         ),
         // No transaction is open, or our savepoint is not part of it. Between our statements, only
         // a handler can have ended the transaction.

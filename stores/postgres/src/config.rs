@@ -74,15 +74,15 @@ table! {
     pub struct PostgresTable {
         /// Postgres: the schema of all tables and functions.
         schema: String = text(schema), default("postbox");
-        /// Postgres: writers wake idle relays by NOTIFY; polling is fast enough for nearly
+        /// Postgres: writers wake idle relays with NOTIFY. Polling is fast enough for almost
         /// everybody.
         notify: bool = boolean(), default(false);
-        /// Postgres: most connections; those who only look (`stats`, `/readyz`) have two more.
+        /// Postgres: most connections. Status queries (`stats`, `/readyz`) use up to two more.
         pool: Option<usize> = integer(1_usize..=100), unset("8; in `[stores.NAME]` 3", "8");
-        /// Postgres: the longest any one statement may take.
+        /// Postgres: the longest that one statement may take.
         statement_timeout: Duration = duration(Duration::from_millis(100)), default("30s");
-        /// Postgres: look at, and change, what is this tenant's, where row-level security keeps
-        /// tenants apart. `run` works for all of them.
+        /// Postgres: the tenant whose events commands see and change, where row-level security
+        /// separates tenants. `run` works for all tenants, and refuses this key.
         tenant: Option<Tenant> = text(from_core::<Tenant>), unset("all", r#""acme""#);
     }
 }
@@ -120,15 +120,15 @@ impl StoreOptions for PostgresTable {
     fn check(&self, url: &str) -> Result<(), String> {
         match url.starts_with("postgres://") || url.starts_with("postgresql://") {
             true => Ok(()),
-            false => Err("no URL of Postgres; write \"postgres://user@host/db\"".to_owned()),
+            false => Err("not a Postgres URL; write \"postgres://user@host/db\"".to_owned()),
         }
     }
 
     fn risk(&self, url: &str) -> Option<&'static str> {
         PostgresConfig::new(url).is_unverified().then_some(
-            "the database is on another machine and its certificate is not checked, so whoever stands between can read \
-             the password and every event; write sslmode=verify-full into the URL (and sslrootcert=FILE for an \
-             authority of your own)",
+            "the database is on another machine and its certificate is not checked, so anybody in between can read \
+             the password and every event; write sslmode=verify-full into the URL (and sslrootcert=FILE for your own \
+             CA)",
         )
     }
 

@@ -88,7 +88,7 @@ impl Target {
         };
         Pool::builder(manager).max_size(size.max(1)).runtime(Runtime::Tokio1).timeouts(timeouts).build().map_err(
             |error| {
-                Error::new(ErrorKind::Internal, "connect", "pool", "the connection pool could not be made")
+                Error::new(ErrorKind::Internal, "connect", "pool", "the connection pool could not be created")
                     .with_source(error)
             },
         )

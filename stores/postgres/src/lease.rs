@@ -133,7 +133,7 @@ pub(crate) async fn acquire(
     };
     let Some(state) = state.first() else {
         store.reload(session, name).await?;
-        let message = format!("subscription {name} was made anew; its lanes are asked for again");
+        let message = format!("subscription {name} was created again; its lanes are requested again");
         return Err(Error::new(ErrorKind::Unavailable, "acquire", "subscription_changed", message));
     };
     if state.get(6) {

@@ -53,7 +53,7 @@ impl Maintain for PostgresStore {
         }
         let (by_url, role, database): (bool, &str, &str) = (row.get(1), row.get(2), row.get(3));
         let cure = match by_url {
-            true => "take default_transaction_read_only out of the store's URL".to_owned(),
+            true => "remove default_transaction_read_only from the store's URL".to_owned(),
             false => format!(
                 "run: BEGIN READ WRITE; ALTER ROLE {role} IN DATABASE {database} SET default_transaction_read_only = off; COMMIT"
             ),

@@ -226,7 +226,7 @@ fn in_use(error: Error) -> Error {
     if error.code() != "store_contention" {
         return error;
     }
-    let message = "somebody holds Postbox's tables: end open transactions that wrote events, stop relays and other migrations, and run it again; nothing was removed";
+    let message = "Postbox's tables are locked, and nothing was removed; end open transactions that wrote events, stop relays and other migrations, and run it again";
     Error::new(ErrorKind::Conflict, "migrate", "schema_in_use", message)
 }
 
@@ -257,14 +257,11 @@ fn check_versions(schema: &SchemaName, known: &[(i32, String)]) -> Result<()> {
         0 => Err(schema_missing(schema)),
         n if n < ours => mismatch(
             "schema_old",
-            format!(
-                "schema {} is at version {n}, this program speaks {ours}; run: postbox migrate up",
-                schema.quoted()
-            ),
+            format!("schema {} is at version {n}, this program needs {ours}; run: postbox migrate up", schema.quoted()),
         ),
         n if n > ours => mismatch(
             "schema_newer",
-            format!("schema {} is at version {n}, this program speaks {ours}; use a newer postbox", schema.quoted()),
+            format!("schema {} is at version {n}, this program needs {ours}; use a newer postbox", schema.quoted()),
         ),
         _ => Ok(()),
     }

@@ -62,8 +62,8 @@ DO ${tag}$ BEGIN
       PERFORM pg_sleep(0.1 * random());
     END;
   END LOOP;
-  RAISE EXCEPTION 'the tables could not be locked: others hold them for long' USING ERRCODE = 'lock_not_available',
-    HINT = 'nothing was changed; pg_stat_activity names the open transactions: end them, and run this again';
+  RAISE EXCEPTION 'the tables could not be locked: other transactions have held them for too long' USING ERRCODE = 'lock_not_available',
+    HINT = 'nothing was changed; end the open transactions that pg_stat_activity shows, and run this again';
 END ${tag}$;
 ";
 
@@ -145,7 +145,7 @@ pub(crate) async fn log_not_locked(session: &Session, log: &LogName) -> Error {
 }
 
 fn tenant_limited(operation: &'static str) -> Error {
-    let message = "this is done for all tenants at once, and the store works for one: take `tenant` out of [store], \
+    let message = "this is done for all tenants at once, and the store works for one: remove `tenant` from [store], \
                    and use a role that was named in `postbox migrate grants --all-tenants`";
     Error::new(ErrorKind::Unauthorized, operation, "tenant_limited", message)
 }

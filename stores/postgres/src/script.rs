@@ -17,7 +17,7 @@ const GUARD: &str = "DO ${tag}$
 BEGIN
   IF to_regclass({schema_literal} || '.migration') IS NOT NULL THEN
     RAISE EXCEPTION 'schema % has Postbox''s tables already', {schema_literal}
-      USING HINT = 'write this migration down as applied; what is there is checked by: postbox migrate validate';
+      USING HINT = 'mark this migration as applied; to check the existing schema: postbox migrate validate';
   END IF;
   IF getdatabaseencoding() <> 'UTF8' THEN
     RAISE EXCEPTION 'Postbox needs a database in UTF8, this one is in %', getdatabaseencoding() USING HINT = 'createdb -E UTF8 -T template0 NAME';

@@ -74,7 +74,7 @@ pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> E
             (ErrorKind::Mismatch, "store_corrupt", message)
         }
         (ffi::SQLITE_FULL, _) => {
-            (ErrorKind::Unavailable, "store_full", "the disk is full; free space and the store goes on by itself".into())
+            (ErrorKind::Unavailable, "store_full", "the disk is full; free space, and delivery continues by itself".into())
         }
         (ffi::SQLITE_IOERR, _) => {
             let message = format!("the disk answered with an error ({text}); look for its cause in the system's log");

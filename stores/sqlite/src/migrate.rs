@@ -151,7 +151,7 @@ pub(crate) fn validate(connection: &Connection) -> Work<()> {
 fn refuse_newer(applied: Option<i64>) -> Work<()> {
     match applied {
         Some(newer) if newer > VERSION => {
-            let message = format!("the schema is at {newer}, this program speaks {VERSION}; use a newer postbox");
+            let message = format!("the schema is at {newer}, this program needs {VERSION}; use a newer postbox");
             Err(Error::new(ErrorKind::Mismatch, "validate", "schema_newer", message).into())
         }
         _ => Ok(()),

@@ -21,17 +21,17 @@ table! {
     /// One signed POST per event, to a URL.
     #[check(check)]
     pub struct HttpSinkTable {
-        /// Where to: `https://` or `http://`, without user name, password and fragment.
+        /// The target: `https://` or `http://`, without user name, password and fragment.
         url: String = text(url), required(r#""https://example.org/hook""#);
         /// The key to sign with.
         ///
         /// A [Standard Webhooks](https://www.standardwebhooks.com) key: `whsec_…`, or `whsk_…` for
         /// asymmetric signatures.
         secret: Option<LiveSecret> = signing_secret(), unset("not signed", r#""env:HOOK_SECRET""#);
-        /// Several keys while one rotates; all of them sign, an old one up to its end.
+        /// Several keys during a rotation; all of them sign, an old one until its end.
         ///
-        /// `["env:NEW", { secret = "env:OLD", until = "2026-12-01T00:00:00Z" }]`. At least one has
-        /// no end.
+        /// `["env:NEW", { secret = "env:OLD", until = "2026-12-01T00:00:00Z" }]`. At least one must
+        /// have no end.
         secrets: Vec<LiveSecret> = list(signing_secret()), unset("", r#"["env:NEW", "env:OLD"]"#);
         /// Headers on every request.
         ///
@@ -39,11 +39,11 @@ table! {
         headers: Vec<(String, Secret)> = entries(header_name, header_value()), unset("none", r#"{ x-team = "billing" }"#);
         /// Networks that may be called although they are not public.
         ///
-        /// `["10.20.0.0/16", "127.0.0.1"]`. `server.listen` is never called.
+        /// `["10.20.0.0/16", "127.0.0.1"]`. Postbox's own `server.listen` is never called.
         allow: Vec<IpNet> = list(text(network)), unset("public addresses only", r#"["10.20.0.0/16"]"#);
-        /// Certificates (PEM) to trust beside the system's.
+        /// CA certificates (PEM) to trust in addition to the system's.
         ca_file: Option<PathBuf> = path(), unset("none", r#""ca.pem""#);
-        /// Our certificate (PEM), for targets that ask who we are (mutual TLS).
+        /// The client certificate (PEM), for targets that require one (mutual TLS).
         ///
         /// Together with `client_key`; `check-config` reads these files too.
         client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
@@ -51,8 +51,8 @@ table! {
         client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
         /// The form in which events are sent.
         ///
-        /// See [envelopes](envelopes.md). The signature covers the body: in `standard` and
-        /// `cloudevents` the topic too.
+        /// See [envelopes](envelopes.md). The signature covers the body, which in `standard` and
+        /// `cloudevents` includes the topic.
         envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
         /// The CloudEvents `source` of events that name none.
         source: String = event_source(), default("postbox");
@@ -66,7 +66,7 @@ fn url(text: &str) -> Result<String, String> {
 /// Parses a network, or a single address.
 fn network(text: &str) -> Result<IpNet, String> {
     let net = text.parse::<IpNet>().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
-    net.map_err(|_| format!("{text:?} is no network; write e.g. \"10.20.0.0/16\""))
+    net.map_err(|_| format!("{text:?} is not a valid network; write e.g. \"10.20.0.0/16\""))
 }
 
 fn header_name(name: &str) -> Result<String, String> {
@@ -185,7 +185,7 @@ fn with_keys(mut config: HttpSinkConfig, secrets: &[LiveSecret]) -> Result<HttpS
 fn unlike_a_key(secrets: &[LiveSecret]) -> Option<&'static str> {
     let any = |is: fn(&str) -> bool| secrets.iter().any(|live| is(live.secret.expose()));
     if any(|text| text.starts_with("whpk_")) {
-        return Some("a whpk_ key is the public half, for who verifies; sign with the private one, whsk_…");
+        return Some("a whpk_ key is the public half, for the receiver; sign with the private one, whsk_…");
     }
     any(|text| !text.starts_with("wh")).then_some(
         "a sink signs with whsec_ and 24 to 64 random bytes in base64: echo \"whsec_$(openssl rand -base64 32)\"",

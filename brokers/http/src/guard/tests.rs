@@ -185,7 +185,7 @@ async fn a_name_that_leads_to_ourselves_is_refused_when_it_is_resolved() {
     };
     for listening in ["127.0.0.1:8600", "0.0.0.0:8600", "[::]:8600"] {
         let reported = refused(listening).await.expect(listening).to_string();
-        assert!(reported.contains("we listen ourselves"), "{reported}");
+        assert!(reported.contains("Postbox's own [server] listen"), "{reported}");
     }
     assert!(refused("127.0.0.1:8601").await.is_none(), "another port is somebody else");
 }
@@ -212,7 +212,7 @@ fn our_own_addresses_are_refused_whatever_is_allowed() {
         ("https://8.8.8.8/", "8.8.8.8:443"),
     ] {
         let reported = reported(url, listening).unwrap_or_else(|| panic!("{url} leads to {listening}"));
-        assert!(reported.contains("we listen ourselves"), "{reported}");
+        assert!(reported.contains("Postbox's own [server] listen"), "{reported}");
     }
     for (url, listening) in [
         ("http://127.0.0.1:8601/", "127.0.0.1:8600"),

@@ -280,7 +280,7 @@ async fn a_sink_never_calls_ourselves() {
     for listening in [own.to_string(), format!("0.0.0.0:{}", own.port()), format!("[::]:{}", own.port())] {
         for url in [&url, &named] {
             let reported = beside(url, &listening).err().unwrap().to_string();
-            assert!(reported.contains("we listen ourselves"), "{reported}");
+            assert!(reported.contains("Postbox's own [server] listen"), "{reported}");
         }
     }
     assert_eq!(target.seen().len(), 0);

@@ -116,7 +116,10 @@ async fn an_old_key_signs_until_its_end_and_not_a_second_longer() {
     // To configure no keys is a choice. To configure only keys that end is a mistake.
     let only = HttpSinkConfig { keys: Vec::new(), ..config };
     let refused = HttpSink::new(only.clone(), clock).err().expect("refused");
-    assert!(refused.message().contains("every secret has an end; give the new one too"), "{refused}");
+    assert!(
+        refused.message().contains("every secret has an end, after which nothing could be signed; add the new one"),
+        "{refused}"
+    );
     assert!(!format!("{only:?}").contains("AAECAwQ"));
 }
 

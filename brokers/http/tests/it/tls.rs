@@ -253,10 +253,14 @@ async fn connecting_says_what_would_be_in_the_way() {
         (
             HttpSinkConfig { connect_timeout: short, ..https("localhost", plain, Some(&authority.file)) },
             "tls_failed",
-            "is that port one for https",
+            "does that port speak TLS",
         ),
         (wants_ours.clone(), "client_cert_required", "set client_cert"),
-        (HttpSinkConfig { client_cert: Some(strange), ..wants_ours }, "client_cert_refused", "refuses our certificate"),
+        (
+            HttpSinkConfig { client_cert: Some(strange), ..wants_ours },
+            "client_cert_refused",
+            "refuses the client certificate",
+        ),
         (config("http://nobody.invalid/"), "dns_failed", "correct the url"),
         (HttpSinkConfig { allow: Vec::new(), ..right }, "http_sink_invalid", "allow = "),
     ] {

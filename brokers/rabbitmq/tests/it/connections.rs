@@ -36,14 +36,14 @@ async fn what_is_missing_is_named_and_a_look_makes_nothing() {
     let error = look_source(&url, &format!("queue = {name:?}\ncreate = false")).await.expect_err("no queue");
     assert!(error.message().contains("no queue"), "{error}");
     let found = look_source(&url, &format!("queue = {name:?}")).await.expect("it may be made");
-    assert_eq!(found, format!("answers; the queue {name} will be made"));
+    assert_eq!(found, format!("answers; the queue {name} will be created"));
     broker.exchange(&name).await;
     let options = lapin::options::QueueDeclareOptions { passive: true, ..Default::default() };
     let none = broker.channel.queue_declare(name.as_str().into(), options, arguments(&[])).await;
     assert!(none.is_err(), "a look makes nothing");
     let broker = Broker::connect(&url).await;
     broker.queue(&name, quorum(&[]), &name, "#").await;
-    assert_eq!(look_sink(&url, &sink_keys).await.expect("there"), format!("answers; the exchange {name} is there"));
+    assert_eq!(look_sink(&url, &sink_keys).await.expect("there"), format!("answers; the exchange {name} exists"));
     assert_eq!(look_source(&url, &keys).await.expect("there"), format!("answers; the queue {name} is there"));
     assert_eq!(look_sink(&url, "exchange = \"{tenant}\"").await.expect("there"), "answers");
     let nobody = listen_anywhere().and_then(|listener| Ok(listener.local_addr()?)).expect("a port");

@@ -23,7 +23,7 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     if global.json {
         return check_as_json(global, config, &path.display().to_string(), &warnings, connect).await;
     }
-    output::line(&format!("{}: right. {stores}{subscriptions} subscription(s), {sources} source(s)", path.display()))?;
+    output::line(&format!("{}: valid. {stores}{subscriptions} subscription(s), {sources} source(s)", path.display()))?;
     for warning in warnings {
         output::line(&format!("{}:{}: warning: {}", path.display(), warning.line, warning.text))?;
     }

@@ -74,7 +74,7 @@ async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<Vec<Co
             if !strangers.is_empty() {
                 let strangers = strangers.into_iter().collect::<Vec<_>>().join(", ");
                 context.note(&format!(
-                    "the configuration has no source {strangers}, so nobody knows which log its conflicts are of; leave --log out to see them"
+                    "the configuration has no source {strangers}, so the log of its conflicts is unknown; leave --log out to see them"
                 ));
             }
             return Ok(conflicts);

@@ -15,7 +15,7 @@ pub(super) async fn run(context: &Context, change: &Change, selection: Selection
     names.extend(context.never_run(&infos).map(|name| name.as_str()));
     let ([info], 1) = (infos.as_slice(), names.len()) else {
         let text = format!(
-            "several subscriptions may want these events; say which shall not get them: --subscription {}",
+            "several subscriptions may want these events; name the one that must not get them: --subscription {}",
             names.join("|")
         );
         return Err(Failure::usage(text));
@@ -54,8 +54,8 @@ fn stand(change: &Change, record: &Record) -> Stand {
             "it waits for its time; `postbox discard` cancels it"
         }
         State::Dispatched => "it was delivered already",
-        State::Skipped | State::Unrouted => "it was never meant to go out",
-        State::Discarded => "it was taken out before",
+        State::Skipped | State::Unrouted => "the subscription did not want it",
+        State::Discarded => "it was discarded already",
         State::Dead | State::Retrying | State::Blocked | State::Pending | State::Scheduled => return Stand::Moves,
     };
     Stand::Stays(why.to_owned())

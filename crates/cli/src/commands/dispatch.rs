@@ -25,7 +25,7 @@ pub(super) async fn run(
     json: bool,
 ) -> Result<(), Failure> {
     if limit.is_some() && contexts.len() > 1 {
-        return Err(Failure::usage("--limit is of one store, and there are several; say which: --store NAME"));
+        return Err(Failure::usage("--limit is for one store, and there are several; name one: --store NAME"));
     }
     let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
     let sinks = sinks(contexts, &clock).await?;

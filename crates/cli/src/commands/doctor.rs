@@ -72,7 +72,7 @@ async fn look(
     });
     let never_run = |name| {
         let cure = context.start_or_rename(&infos);
-        Finding::problem("never_run", "it was never run: nobody reads for it", cure).of(name)
+        Finding::problem("never_run", "it was never run, so nothing is delivered for it", cure).of(name)
     };
     let is_meant = |name: &SubscriptionName| {
         let mut configured = context.config.subscriptions.iter().filter(|it| it.subscription.name == *name);

@@ -21,7 +21,7 @@ pub(super) fn run(global: &Global, force: bool) -> Result<(), Failure> {
         false => options.create_new(true).open(&path),
     };
     let mut file = opened.map_err(|error| match error.kind() {
-        ErrorKind::AlreadyExists => Failure::failed(format!("{shown} is there already; overwrite it with --force")),
+        ErrorKind::AlreadyExists => Failure::failed(format!("{shown} exists already; overwrite it with --force")),
         _ => Failure::failed(format!("{shown} cannot be written: {error}")),
     })?;
     file.write_all(postbox_server::default_toml().as_bytes())

@@ -34,7 +34,7 @@ pub(super) async fn up(contexts: &[Context], json: bool) -> Result<(), Failure> 
 pub(super) async fn down(context: &Context, yes: bool, discard_events: bool, json: bool) -> Result<(), Failure> {
     if !yes {
         return Err(Failure::usage(
-            "this removes everything Postbox made, the events it keeps too; say so with: postbox migrate down --yes",
+            "this removes everything Postbox created, including its events; to do it, run: postbox migrate down --yes",
         ));
     }
     let removed = context.any_store().await?.down(discard_events).await?;
@@ -58,7 +58,7 @@ pub(super) async fn validate(contexts: &[Context], json: bool) -> Result<(), Fai
         return asked.ended;
     }
     for (context, ()) in &asked.answers {
-        output::line(&context.named("the schema is right"))?;
+        output::line(&context.named("the schema is valid"))?;
     }
     asked.ended
 }

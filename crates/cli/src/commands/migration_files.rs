@@ -121,7 +121,7 @@ pub(super) fn write_new(path: &Path, text: &str) -> Result<(), Failure> {
     });
     written.map_err(|error| match error.kind() {
         ErrorKind::AlreadyExists => {
-            Failure::failed(format!("{} is there already; move it away, or choose another folder", path.display()))
+            Failure::failed(format!("{} exists already; move it away, or choose another folder", path.display()))
         }
         _ => Failure::failed(format!("{} cannot be written: {error}", path.display())),
     })

@@ -38,9 +38,7 @@ mod tail;
 pub(crate) async fn run(args: Args) -> Result<(), Failure> {
     let (global, json) = (&args.global, args.global.json);
     if json && !args.command.has_results() {
-        return Err(Failure::usage(
-            "--json is for what a command finds or does; this one writes a text of its own, leave it out",
-        ));
+        return Err(Failure::usage("this command has no JSON output; leave --json out"));
     }
     let inspect = || Context::load(global, Purpose::Inspect);
     let inspect_each = || Context::load_each(global, Purpose::Inspect);
@@ -65,7 +63,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?, json).await,
         Command::Run if global.only.is_some() || global.log.is_some() => Err(Failure::usage(
-            "run serves everything that the configuration says; leave --subscription and --log out (dispatch takes them)",
+            "run serves the whole configuration; leave --subscription and --log out (dispatch accepts them)",
         )),
         Command::Run => run::run(load(global, Purpose::Serve)?).await,
         Command::Dispatch { limit, until_empty } => {
@@ -78,7 +76,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             conflicts::list(&inspect_each()?, limit as usize, json).await
         }
         Command::List { state: Some(Listed::Conflicts), .. } => Err(Failure::usage(
-            "conflicts cannot be narrowed: one never became an event with a topic, a key, a time and a code; leave everything but --limit and --json out",
+            "conflicts have no topic, key, time or code to select by; leave everything but --limit and --json out",
         )),
         Command::List { state, limit, which, code, correlation } => {
             let state = state.and_then(Listed::state);

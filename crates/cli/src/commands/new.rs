@@ -57,14 +57,12 @@ pub(super) fn service(name: &str) -> Result<(), Failure> {
         Err(error) => match error.kind() {
             std::io::ErrorKind::NotFound => true,
             _ => {
-                return Err(Failure::failed(format!("{name} is there already, and is no folder to write to: {error}")));
+                return Err(Failure::failed(format!("{name} exists already, and cannot be used as a folder: {error}")));
             }
         },
     };
     if !is_empty {
-        return Err(Failure::failed(format!(
-            "the folder {name} is there already and is not empty; choose another name"
-        )));
+        return Err(Failure::failed(format!("the folder {name} exists already and is not empty; choose another name")));
     }
     for (file, text) in SERVICE {
         let text = text.replace("{{name}}", name).replace("{{crate}}", &name.replace('-', "_"));

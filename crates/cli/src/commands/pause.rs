@@ -25,19 +25,19 @@ pub(super) async fn pause(
     store.pause(name, Some(&Pause { until, by, why })).await?;
     let line = match until {
         Some(until) => format!("{name} is paused until {until:.0}"),
-        None => format!("{name} is paused; go on with: postbox resume {name}"),
+        None => format!("{name} is paused; resume it with: postbox resume {name}"),
     };
     let until = until.map(|until| until.to_string());
     output::done(json, &serde_json::json!({ "subscription": name, "paused": true, "until": until }), &line)?;
     // Relays read the pause when they renew their lease.
-    output::note("what drives it now stops within a third of its lease (3.3 s by default)");
+    output::note("running relays stop within a third of their lease (3.3 s by default)");
     Ok(())
 }
 
 pub(super) async fn resume(context: &Context, name: &SubscriptionName, json: bool) -> Result<(), Failure> {
     let store = store_with(context, name).await?;
     store.pause(name, None).await?;
-    output::done(json, &serde_json::json!({ "subscription": name, "paused": false }), &format!("{name} goes on"))
+    output::done(json, &serde_json::json!({ "subscription": name, "paused": false }), &format!("{name} is resumed"))
 }
 
 /// Opens the store, and checks that `--log` and `--subscription` do not exclude `name`.
@@ -48,7 +48,7 @@ pub(super) async fn store_with(context: &Context, name: &SubscriptionName) -> Re
         return Ok(store);
     }
     if let Some(info) = store.subscriptions().await?.iter().find(|info| info.name == *name) {
-        let text = format!("{name} reads the {}; leave --log and --subscription out, or name what is meant", info.log);
+        let text = format!("{name} reads the {}; leave --log and --subscription out, or name the right ones", info.log);
         return Err(Failure::usage(text));
     }
     if context.never_run(&meant).any(|never| never == name) {

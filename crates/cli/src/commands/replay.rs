@@ -74,8 +74,8 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
     }
     if nothing && replay.ids.is_none() {
         output::note(
-            "nothing that is meant went out or was skipped; what is pending goes out by itself, what is dead by \
-             `postbox retry`, and what has its `expires_at` behind it not at all",
+            "no selected event was delivered or skipped; pending events are delivered by themselves, dead ones by \
+             `postbox retry`, expired ones not at all",
         );
     }
     ended.and_then(|()| named.known(context, &infos))
@@ -86,13 +86,13 @@ fn stand(record: &Record) -> Stand {
     let why = match (record.state, record.event.expires_at) {
         // Whether it has expired is decided by the store's clock.
         (State::Dispatched | State::Skipped | State::Unrouted, Some(end)) => {
-            return Stand::MayMove(format!("its expires_at, {end}, is over; append anew what is wanted all the same"));
+            return Stand::MayMove(format!("it expired at {end}; append it again if it is still wanted"));
         }
         (State::Dispatched | State::Skipped | State::Unrouted, None) => return Stand::Moves,
-        (State::Dead, _) => "a replay is for what went out; `postbox retry` sends it",
-        (State::Discarded, _) => "it was taken out",
+        (State::Dead, _) => "it was not delivered; `postbox retry` sends it",
+        (State::Discarded, _) => "discarded events are not sent again",
         (State::Retrying | State::Blocked | State::Pending | State::Scheduled, _) => {
-            "it is on its way, and goes out by itself"
+            "it is pending, and is delivered by itself"
         }
     };
     Stand::Stays(why.to_owned())
@@ -100,5 +100,5 @@ fn stand(record: &Record) -> Stand {
 
 /// The same command would start from the beginning again.
 fn interrupted(next: Seq, through: Seq) -> Failure {
-    Failure::failed(format!("interrupted; to go on with the rest, add: --after {next} --through {through}"))
+    Failure::failed(format!("interrupted; to continue with the rest, add: --after {next} --through {through}"))
 }

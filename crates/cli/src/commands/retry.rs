@@ -152,16 +152,18 @@ fn stand(record: &Record) -> Stand {
     let why = match record.state {
         // No relay has read it yet, so its turn in the log comes first.
         State::Dead if record.code.as_deref() == Some(Disposition::MARKED_DEAD) => {
-            return Stand::MayMove("it was marked before its turn in the log, which has to come first".to_owned());
+            return Stand::MayMove(
+                "it was marked dead before a relay read it; a relay has to pass it first".to_owned(),
+            );
         }
         State::Dead => return Stand::Moves,
         // It may be due already, and then a retry changes nothing.
-        State::Retrying => return Stand::MayMove("it is on its way".to_owned()),
+        State::Retrying => return Stand::MayMove("it is being retried already".to_owned()),
         State::Dispatched => "it was delivered already; `postbox replay` sends it again",
-        State::Skipped | State::Unrouted => "it was never meant to go out; `postbox replay` sends it",
-        State::Discarded => "it was taken out",
+        State::Skipped | State::Unrouted => "the subscription did not want it; `postbox replay` sends it",
+        State::Discarded => "discarded events are not sent again",
         State::Blocked => "it waits behind an earlier event of its key; retry that one",
-        State::Pending | State::Scheduled => "it is on its way",
+        State::Pending | State::Scheduled => "it is pending, and is delivered by itself",
     };
     Stand::Stays(why.to_owned())
 }

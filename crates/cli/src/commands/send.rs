@@ -13,7 +13,7 @@ use crate::output;
 
 pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result<(), Failure> {
     if context.only.is_some() {
-        return Err(Failure::usage("an event goes into a log, for whoever reads it; leave --subscription out"));
+        return Err(Failure::usage("an event is appended to a log, not to a subscription; leave --subscription out"));
     }
     let event = event(send)?;
     let log = context.log.clone().unwrap_or_else(LogName::outbox);
@@ -26,7 +26,7 @@ pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result
     // The event is committed. A person who sees only a failure would send it again, so the error
     // names it.
     output::done(json, &said, &id.to_string()).map_err(|failure| match failure {
-        Failure::Failed(text) => Failure::failed(format!("{text}; event {id} is in the {log} all the same")),
+        Failure::Failed(text) => Failure::failed(format!("{text}; event {id} is in the {log} nevertheless")),
         other => other,
     })
 }
@@ -61,14 +61,14 @@ fn event(send: SendArgs) -> Result<NewEvent, Failure> {
         && let Err(error) = serde_json::from_slice::<serde::de::IgnoredAny>(&event.payload)
     {
         let text =
-            format!("the payload is no JSON: {error}; mend it, or say what it is, e.g. --content-type text/plain");
+            format!("the payload is not JSON: {error}; correct it, or give its type, e.g. --content-type text/plain");
         return Err(Failure::usage(text));
     }
     Ok(event)
 }
 
 fn too_late(_: jiff::Error) -> Failure {
-    Failure::usage("--expires-in reaches beyond the year 9999; leave it out where there is no end")
+    Failure::usage("--expires-in reaches beyond the year 9999; leave it out if the event never expires")
 }
 
 /// Reads at most one byte more than the limit; the size is checked with everything else.

@@ -48,7 +48,7 @@ impl Steps {
     ) -> Result<(), Failure> {
         while selection.limit != Some(0) {
             if self.stop.is_cancelled() {
-                return Err(Failure::failed("interrupted; the same command goes on with the rest"));
+                return Err(Failure::failed("interrupted; the same command continues with the rest"));
             }
             let changed = step(&selection).await?;
             self.count += changed.count;
@@ -72,7 +72,7 @@ impl Steps {
         }
         if ended.is_err() && count > 0 && !dry_run && !stop.is_cancelled() {
             output::note(&format!(
-                "stopped midway; the step that failed, at most {CHANGE_EVENTS_MAX} events, may be done all the same. The same command goes on with the rest"
+                "stopped midway; the step that failed, at most {CHANGE_EVENTS_MAX} events, may have been done nevertheless. The same command continues with the rest"
             ));
         }
         ended

@@ -52,7 +52,7 @@ pub(super) async fn rename(
 ) -> Result<(), Failure> {
     let (store, info) = named(context, name).await?;
     store.rename(name, info.generation, to).await?;
-    let line = format!("{name} is called {to} now; call it so in the configuration too, and start its relays again");
+    let line = format!("{name} is now called {to}; rename it in the configuration too, and restart its relays");
     output::done(json, &serde_json::json!({ "subscription": to, "renamed_from": name }), &line)
 }
 
@@ -72,8 +72,8 @@ pub(super) async fn reset(
     output::done(json, &counts, &line)?;
     if !yes {
         return Err(Failure::usage(format!(
-            "nothing was done yet: of {name}, {again} event(s) would go out again, and {skipped} that were not delivered would be skipped; \
-             to do it, add --yes"
+            "nothing was changed yet: {again} event(s) of {name} would be delivered again, and {skipped} that were \
+             not delivered would be skipped; to do it, add --yes"
         )));
     }
     store.reset(name, to, Some(&plan.stamp)).await?;
@@ -87,13 +87,13 @@ pub(super) async fn remove(context: &Context, name: &SubscriptionName, yes: bool
         let stats = store.stats(name).await?;
         let [pending, dead] = [stats.pending, stats.dead].map(|count| estimated(count, stats.is_estimate));
         return Err(Failure::usage(format!(
-            "nothing was done yet: with {name}, {pending} pending and {dead} dead event(s) would be given up; to do it, add --yes"
+            "nothing was removed yet: {name} has {pending} pending and {dead} dead event(s), which it would never deliver; to do it, add --yes"
         )));
     }
     store.remove(name, info.generation).await?;
     output::done(json, &serde_json::json!({ "removed": name }), &format!("{name} is removed"))?;
     if context.config.subscriptions.iter().any(|config| config.subscription.name == *name) {
-        output::note(&format!("[subscriptions.{name}] is still in the configuration: the next start makes it anew"));
+        output::note(&format!("[subscriptions.{name}] is still in the configuration: the next start creates it again"));
     }
     Ok(())
 }
@@ -101,7 +101,7 @@ pub(super) async fn remove(context: &Context, name: &SubscriptionName, yes: bool
 pub(super) async fn lanes(context: &Context, name: &SubscriptionName, lanes: u16, json: bool) -> Result<(), Failure> {
     let (store, _) = named(context, name).await?;
     store.set_lanes(name, lanes).await?;
-    let line = format!("{name} has {lanes} lane(s); up to {lanes} replica(s) work for it at once");
+    let line = format!("{name} has {lanes} lane(s); up to {lanes} replica(s) work on it at once");
     output::done(json, &serde_json::json!({ "subscription": name, "lanes": lanes }), &line)
 }
 

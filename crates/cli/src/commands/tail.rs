@@ -24,13 +24,13 @@ const HEAD: [&str; 6] = ["appended", "seq", "id", "topic", "key", "payload"];
 
 pub(super) async fn run(context: &Context, which: &Criteria, json: bool) -> Result<(), Failure> {
     if context.only.is_some() {
-        return Err(Failure::usage("a tail is of a log, whoever reads it; leave --subscription out"));
+        return Err(Failure::usage("tail shows a log, not a subscription; leave --subscription out"));
     }
     let mut stop = std::pin::pin!(stopped());
     let log = context.log.clone().unwrap_or_else(LogName::outbox);
     let store = context.store().await?;
     let mut place = store.tail(&log, which, None, PAGE).await?.place;
-    output::note(&format!("what is appended to the {log} from now on; it ends with Ctrl-C"));
+    output::note(&format!("events appended to the {log} from now on; stop with Ctrl-C"));
     let terminal = output::is_terminal();
     if !json && !terminal {
         output::line_of(&HEAD)?;

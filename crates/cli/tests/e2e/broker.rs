@@ -391,7 +391,8 @@ pub(crate) async fn a_server_may_come_later(
     served.logged("breaker opened", 1).await?;
     served.logged("source failed", 1).await?;
     let ready = async || get(&served.address, "/readyz", "").await;
-    until("unready", async || Ok(ready().await?.contains("\nsource orders: it fails since ").then_some(()))).await?;
+    until("unready", async || Ok(ready().await?.contains("\nsource orders: it has failed since ").then_some(())))
+        .await?;
     start().await?;
     until("all three", async || Ok(env.ok(&["stats", "--log", "inbox"])?.contains("total=3").then_some(()))).await?;
     until("ready", async || Ok(ready().await?.starts_with("HTTP/1.1 200").then_some(()))).await?;

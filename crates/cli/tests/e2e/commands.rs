@@ -227,7 +227,7 @@ async fn a_private_target_must_be_allowed(kind: Kind) -> Result<()> {
     for (host, allow, listen, cure) in [
         ("127.0.0.1", "", elsewhere, "allow = [\"127.0.0.1\"]"),
         ("localhost", "", elsewhere, "allow = [\"127.0.0.1\", \"::1\"]"),
-        ("127.0.0.1", "\"127.0.0.0/8\"", port, "where we listen ourselves"),
+        ("127.0.0.1", "\"127.0.0.0/8\"", port, "Postbox's own [server] listen"),
     ] {
         env.config(&config(host, allow, listen))?;
         for command in ["check-config", "dispatch"] {
@@ -296,7 +296,7 @@ async fn the_schema_comes_and_goes(kind: Kind) -> Result<()> {
     ensure!(complaint.lines().count() == 1 && complaint.contains("postbox migrate up"), "{complaint}");
     ensure!(env.ok(&["migrate", "up"])?.contains("the schema is ready"));
     ensure!(env.ok(&["migrate", "up"])? == "the schema is up to date\n");
-    ensure!(env.ok(&["migrate", "validate"])? == "the schema is right\n");
+    ensure!(env.ok(&["migrate", "validate"])? == "the schema is valid\n");
     ensure!(env.ok(&["migrate", "print"])?.contains("CREATE TABLE"));
     match kind {
         Kind::Postgres => ensure!(env.ok(&["migrate", "rebase"])?.contains("start the relays again")),

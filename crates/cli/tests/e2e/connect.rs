@@ -31,11 +31,11 @@ async fn everything_is_reached_and_nothing_written(kind: Kind) -> Result<()> {
     ensure!(!env.ok(&["check-config"])?.contains("reached"), "nothing is tried unless it is asked for");
     let said = env.ok(&["check-config", "--connect"])?;
     for line in [
-        "store: is reached, its schema is right",
+        "store: is reached, its schema is valid",
         "subscriptions.hooks.sink: 127.0.0.1 is reached at",
         "subscriptions.hooks.dead_to: there.jsonl can be written",
-        "subscriptions.lines.sink: out.jsonl is not there; it is made at the start",
-        "subscriptions.idle.sink: is nowhere yet",
+        "subscriptions.lines.sink: out.jsonl does not exist yet; it is created at the start",
+        "subscriptions.idle.sink: has no sink yet",
         "sources.partner: waits for senders at POST /in/partner",
     ] {
         ensure!(said.contains(line), "{line:?} is not in {said}");
@@ -69,7 +69,7 @@ async fn what_cannot_be_reached_is_named_with_its_cure(kind: Kind) -> Result<()>
         ["store: ", "postbox migrate up", "(schema_missing)"],
         ["subscriptions.shut.sink: ", "nobody listens there; start it", "(connect_refused)"],
         ["subscriptions.nobody.sink: ", "nobody.invalid has no address", "(dns_failed)"],
-        ["subscriptions.lines.sink: ", "correct path", "(file_not_writable)"],
+        ["subscriptions.lines.sink: ", "correct the path", "(file_not_writable)"],
     ] {
         let said = |line: &&&str| line.strip_prefix("postbox: ").is_some_and(|line| line.starts_with(name));
         let line = lines.iter().find(said).with_context(|| format!("{name} is not in {complaint}"))?;

@@ -44,12 +44,12 @@ async fn the_doctor_names_an_open_breaker(kind: Kind) -> Result<()> {
     let said = env.said(&["doctor"])?;
     for name in ["refused", "lost"] {
         let line = said.lines().find(|line| line.starts_with(&format!("PROBLEM  {name}: the service at")));
-        ensure!(line.is_some_and(|line| line.contains("the breaker is open since")), "{said}");
+        ensure!(line.is_some_and(|line| line.contains("the breaker has been open since")), "{said}");
     }
     for code in ["connect_refused", "dns_failed"] {
         ensure!(said.contains(&format!("last reason: {code}")), "{said}");
     }
-    ensure!(said.contains("is the destination up") && said.contains("the name in the sink's url"), "{said}");
+    ensure!(said.contains("is the destination up") && said.contains("the host name in the sink's url"), "{said}");
     served.terminate().await?;
     // No service runs any more: the store remembers the reason.
     let said = env.said(&["doctor"])?;

@@ -94,7 +94,7 @@ fn written(env: &TestEnv, tool: &str, shapes: &[&str]) -> Result<Vec<String>> {
 async fn comes_and_goes(env: &TestEnv, up: &str, down: Option<&str>, is_prepared: bool) -> Result<()> {
     let runner = Runner::on(env, is_prepared).await?;
     runner.run(up, "INSERT INTO history VALUES (1)").await?;
-    ensure!(env.ok(&["migrate", "validate"])? == "the schema is right\n");
+    ensure!(env.ok(&["migrate", "validate"])? == "the schema is valid\n");
     ensure!(env.ok(&["migrate", "up"])? == "the schema is up to date\n");
     env.config(FILE_SINK)?;
     env.subscribe()?;
@@ -176,7 +176,7 @@ async fn files_are_named_on_standard_output_and_never_overwritten() -> Result<()
     env.ok(&["migrate", "print", "--for", "refinery", "--out", "."])?;
     std::fs::write(env.path("V1__postbox.sql"), "mine")?;
     let complaint = env.refuses(1, &["migrate", "print", "--for", "refinery", "--out", "."])?;
-    ensure!(complaint.contains("V1__postbox.sql is there already"), "{complaint}");
+    ensure!(complaint.contains("V1__postbox.sql exists already"), "{complaint}");
     ensure!(std::fs::read_to_string(env.path("V1__postbox.sql"))? == "mine");
     env.refuses(2, &["migrate", "print", "--out", "."])?;
     env.refuses(2, &["migrate", "print", "--for", "liquibase"])?;

@@ -63,7 +63,7 @@ async fn a_service_has_the_name_that_was_given_and_overwrites_nothing() -> Resul
 
     std::fs::remove_file(env.path("my-shop/Cargo.toml"))?;
     let complaint = env.refuses(1, &["new", "service", "my-shop"])?;
-    ensure!(complaint.contains("my-shop is there already and is not empty"), "{complaint}");
+    ensure!(complaint.contains("my-shop exists already and is not empty"), "{complaint}");
     ensure!(!env.path("my-shop/Cargo.toml").exists(), "it wrote into it");
     std::fs::write(env.path("a-file"), "")?;
     env.refuses(1, &["new", "service", "a-file"])?;

@@ -232,7 +232,7 @@ async fn commands_go_over_all_stores_or_ask_for_one() -> Result<()> {
     );
     let doctor = String::from_utf8(env.output(&["doctor"])?.stdout)?;
     ensure!(doctor.contains("s0: ") && doctor.contains("s1: other: "), "{doctor}");
-    ensure!(env.ok(&["migrate", "validate"])? == "s0: the schema is right\ns1: the schema is right\n");
+    ensure!(env.ok(&["migrate", "validate"])? == "s0: the schema is valid\ns1: the schema is valid\n");
     let connected = env.ok(&["check-config", "--connect"])?;
     for line in ["2 store(s), 2 subscription(s)", "-> other -> none (only s1)", "stores.s1: is reached"] {
         ensure!(connected.contains(line), "{line} is not in {connected}");
@@ -249,11 +249,11 @@ async fn commands_go_over_all_stores_or_ask_for_one() -> Result<()> {
         &["prune", "--older-than", "7d"],
     ] {
         let said = env.refuses(2, args)?;
-        ensure!(said.contains("one of several stores; say which: --store s0|s1"), "{args:?}: {said}");
+        ensure!(said.contains("one of several stores; name it: --store s0|s1"), "{args:?}: {said}");
     }
     ensure!(env.ok(&["show", id, "--store", "s1"])?.contains("order.placed"));
     let said = env.refuses(2, &["dispatch", "--limit", "1"])?;
-    ensure!(said.contains("say which: --store NAME"), "{said}");
+    ensure!(said.contains("name one: --store NAME"), "{said}");
     let said = env.refuses(2, &["stats", "--store", "nowhere"])?;
     ensure!(said.contains("\"nowhere\" is none of their names; known are s0|s1"), "{said}");
     let said = env.refuses(2, &["stats", "--store", "postgres://u:hunter2@h/db"])?;

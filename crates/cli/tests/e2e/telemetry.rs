@@ -70,7 +70,7 @@ async fn what_is_wrong_with_it_is_said_before_anything_runs() -> Result<()> {
         ("otlp = \"collector\"", "write https://host/path"),
         ("otlp = \"http://c:4318/v1/traces\"", "leave out /v1/traces"),
         ("sample_ratio = 10", "0 to 1 is allowed"),
-        ("headers = { \"a b\" = \"c\" }", "is no header name"),
+        ("headers = { \"a b\" = \"c\" }", "is not a valid header name"),
     ] {
         let env = TestEnv::with(Kind::Sqlite, &format!("[telemetry]\n{text}\n")).await?;
         let output = env.output(&["check-config"])?;

@@ -84,7 +84,7 @@ async fn a_role_of_one_tenant_works_with_its_own() -> Result<()> {
     ensure!(complaint.contains("all tenants"), "{complaint}");
     acme.config(&format!("tenant = \"acme\"\n{FILE_SINK}"))?;
     let complaint = acme.refuses(1, &["dispatch"])?;
-    ensure!(complaint.contains("take `tenant` out"), "{complaint}");
+    ensure!(complaint.contains("remove `tenant` from"), "{complaint}");
     for role in [&writer, &operator] {
         env.sql(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await?;
     }

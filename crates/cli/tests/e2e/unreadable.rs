@@ -219,7 +219,7 @@ async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
          $$ BEGIN RAISE EXCEPTION 'broken' USING ERRCODE = 'XX000'; END $$;"
     ))
     .await?;
-    let why = "out: lane 0 cannot be read or settled since";
+    let why = "out: lane 0 has failed to read or settle since";
     let ready = async |wanted: &str| {
         let page = get(&relay.address, "/readyz", "").await?;
         anyhow::Ok(Some(page).filter(|page| page.contains(wanted)))

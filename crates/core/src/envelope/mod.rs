@@ -107,7 +107,7 @@ impl Envelope {
         json::payload(event).ok_or_else(|| {
             let (name, content_type) = (self.name(), event.content_type());
             let text = format!(
-                "the payload ({content_type}) is no JSON, and the envelope {name:?} holds nothing else; \
+                "the payload ({content_type}) is not JSON, and the envelope {name:?} holds nothing else; \
                  send it raw or as a CloudEvent"
             );
             Outcome::dead(Self::NOT_JSON, text)

@@ -8,8 +8,8 @@ use crate::subscription::Subscription;
 /// The caller's cursor is not the one in the store. Either the store went back to an earlier state,
 /// or a call whose answer was lost moved the cursor on. The lane must be acquired again.
 pub fn window_undone(operation: &'static str) -> Error {
-    let message = "the lane's cursor is not the one that was read: the store went back to an earlier state, or an earlier call was done; \
-                   what was given out is read again";
+    let message = "the lane's cursor is not the one that was read: the store was restored to an earlier state, or an \
+                   earlier call took effect; the events are read again";
     Error::new(ErrorKind::Stale, operation, "window_undone", message)
 }
 
@@ -23,15 +23,15 @@ pub fn settled_already() -> Error {
 /// Lanes of a subscription were deleted.
 pub fn lanes_missing(subscription: &SubscriptionName) -> Error {
     let message = format!(
-        "lanes of subscription {subscription} were deleted, so part of its log is read by nobody; restart postbox to make them anew: \
-         they begin with the oldest event in the log"
+        "lanes of subscription {subscription} were deleted, so part of its log is read by nobody; restart postbox to \
+         create them again: they begin with the oldest event in the log"
     );
     Error::new(ErrorKind::Mismatch, "acquire", "lanes_missing", message)
 }
 
 /// A store whose cursors are plain numbers needs no rebase.
 pub fn rebase_not_needed() -> Error {
-    let message = "only a Postgres store can need this: the cursors of the others are plain numbers";
+    let message = "only a Postgres store needs this: the cursors of the others are plain numbers";
     Error::invalid("rebase", "rebase_not_needed", message)
 }
 
@@ -72,7 +72,8 @@ pub fn check_log(asked: &Subscription, log: &LogName) -> Result<()> {
 
 /// The subscription has changed since it was looked at.
 pub fn subscription_changed(operation: &'static str, name: &SubscriptionName) -> Error {
-    let message = format!("subscription {name} is not as it was looked at; look again, and see whether it is done");
+    let message =
+        format!("subscription {name} was changed meanwhile; look again, and see whether this is done already");
     Error::new(ErrorKind::Conflict, operation, "subscription_changed", message)
 }
 

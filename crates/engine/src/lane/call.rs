@@ -134,7 +134,7 @@ pub(super) async fn watched<T>(context: &RelayContext, call: impl Future<Output 
         if held >= THREAD_HELD_MAX
             && let Some(left_out) = context.log_lines.observe("thread blocked", "", now)
         {
-            let cure = "a handler works or sleeps without .await; wrap that in tokio::task::spawn_blocking";
+            let cure = "a handler blocks its thread without .await; wrap that in tokio::task::spawn_blocking";
             warn!(subscription = context.name(), held = ?rounded(held), left_out, cure, "thread blocked");
         }
         polled

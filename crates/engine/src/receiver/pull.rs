@@ -227,7 +227,7 @@ impl Receiver {
                 // No store can keep it, but perhaps the broker can.
                 ErrorKind::Invalid if source.capabilities().dead_letters => settlement.reject.push(pending.token),
                 ErrorKind::Invalid if let Some(bytes) = pending.message.cut() => {
-                    let why = format!("{}; of its {bytes} bytes only the first are kept", failure.message());
+                    let why = format!("{}; only the first of its {bytes} bytes are stored", failure.message());
                     error!(source = %self.source, message_id = %log_excerpt(&id), bytes, "message cut: no store can keep it whole");
                     pending.poison = Some((failure.code().to_owned(), why));
                     kept.push(pending);

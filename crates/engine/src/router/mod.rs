@@ -263,7 +263,7 @@ fn violation(schemas: &[Arc<dyn Schemas>], event: &postbox_core::Event) -> Optio
 
 fn not_handled(delivery: &Delivery) -> Outcome {
     let topic = &delivery.event.topic;
-    Outcome::retry("not_handled", format!("no handler of this program wants {topic}; is it an older one?"))
+    Outcome::retry("not_handled", format!("this program has no handler for {topic}; is it an older version?"))
 }
 
 impl Router {

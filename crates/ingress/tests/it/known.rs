@@ -93,7 +93,7 @@ fn an_id_that_nobody_signed_is_warned_of() {
     let reported = warnings.all();
     assert_eq!(reported.len(), 1, "{reported:?}");
     assert!(
-        reported[0].contains("id_unsigned") && reported[0].contains("again and again under other ids"),
+        reported[0].contains("id_unsigned") && reported[0].contains("applied again under other ids"),
         "{reported:?}"
     );
 }

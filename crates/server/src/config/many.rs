@@ -30,8 +30,8 @@ impl Config {
     pub(super) fn check_stores(&self, root: &Section<'_>) {
         if let Some(first) = self.stores.first().filter(|_| root.has("store")) {
             let text = format!(
-                "[store] is one store, and there are [stores.{}] and others; write [store] as one of them, \
-                 [stores.NAME], with a name of your choice",
+                "[store] cannot be used together with [stores.{}]; give that store a name too: write [stores.NAME] \
+                 instead of [store]",
                 first.name
             );
             root.fault("store", text);
@@ -56,8 +56,8 @@ impl Config {
                 let at = [&["sources", name, "stores"][..], &["sources", name]];
                 let line = at.iter().find_map(|path| root.line_at(path)).unwrap_or_default();
                 let text = format!(
-                    "sources.{name}: a message of a broker goes into one store, and this source has {count}; name one, \
-                     e.g. stores = [{:?}], and add a source for each other",
+                    "sources.{name}: a broker's message can only go into one store, and this source has {count}; \
+                     name one, e.g. stores = [{:?}], and add a source for each of the others",
                     self.stores.first().map_or("acme", |store| store.name.as_str())
                 );
                 root.reader.fault(line, text);

@@ -70,15 +70,15 @@ table! {
         /// Where the logs are, where there are several.
         stores: Vec<NamedStore> = stores(), unset("", "acme");
         // Read before the sinks: they need the listen address, which they must not call.
-        /// The HTTP side.
+        /// The HTTP server.
         server: ServerConfig = nested::<ServerConfig>();
         /// Who reads which log, and where the events go. One section for each reader.
         subscriptions: Vec<SubscriptionConfig> = subscriptions(), unset("", "orders-out");
         /// Where messages come from.
         sources: Vec<NamedSource> = sources(), unset("", "partner");
-        /// What is thrown away, and when.
+        /// What is deleted, and when.
         retention: RetentionConfig = nested::<RetentionConfig>();
-        /// What the program says of itself.
+        /// The program's log.
         log: LogConfig = nested::<LogConfig>();
         /// Where traces go.
         telemetry: TelemetryConfig = nested::<TelemetryConfig>();
@@ -140,16 +140,16 @@ impl Config {
                 let line = written.or_else(|| root.line_at(&["sources", source]));
                 let text = format!(
                     "retention.remember_ids is {remembered:?}, but the sender of sources.{source} repeats a message \
-                     for {horizon:?}, and what is repeated after that would be applied twice; write remember_ids = \
-                     {horizon:?} or longer, or sources.{source}.retry_horizon if it gives up sooner"
+                     for {horizon:?}: one repeated after its id is forgotten would be applied twice; write \
+                     remember_ids = {horizon:?} or longer, or sources.{source}.retry_horizon if it gives up sooner"
                 );
                 root.reader.fault(line.unwrap_or_default(), text);
             }
             _ if remembered < MESSAGE_IDS_AGE_MIN => {
                 let (remembered, least) = (duration_text(remembered), duration_text(MESSAGE_IDS_AGE_MIN));
                 let text = format!(
-                    "retention.remember_ids is {remembered:?}, and what is sent again after that would be applied \
-                     twice; write remember_ids = {least:?}, the least, or longer"
+                    "retention.remember_ids is {remembered:?}: a message repeated after that would be applied twice; \
+                     write remember_ids = {least:?} (the least) or longer"
                 );
                 root.reader.fault(written.unwrap_or_default(), text);
             }
@@ -165,8 +165,8 @@ impl Config {
             let Some(fresh) = source.fresh_for().filter(|fresh| *fresh >= remembered) else { continue };
             let (name, fresh, remembered) = (source.name.as_str(), duration_text(fresh), duration_text(remembered));
             let text = format!(
-                "sources.{name}.tolerance lets a message be sent again for up to {fresh:?} (twice the tolerance), but \
-                 its id is remembered for {remembered:?} only, and what comes after that would be applied twice; write \
+                "sources.{name}.tolerance accepts a replay of a message for up to {fresh:?} (twice the tolerance), \
+                 but its id is remembered for {remembered:?} only: a later replay would be applied twice; write \
                  tolerance = \"5m\", or a longer retention.remember_ids"
             );
             root.reader.fault(root.line_at(&["sources", name, "tolerance"]).unwrap_or_default(), text);
@@ -184,7 +184,7 @@ fn from_environment(file: &str) -> ReadOptions<'_> {
 pub fn default_toml() -> String {
     "# Postbox. Every value below is the default; uncomment what you change.\n\
      # Check it with `postbox check-config`. Secrets can be written as \"env:NAME\".\n\
-     # More keys, and more of each: docs/guide/configuration.md.\n"
+     # All keys, explained: docs/guide/configuration.md.\n"
         .to_owned()
         + &commented_file(&Config::keys())
 }

@@ -18,37 +18,37 @@ const TOKEN_BYTES_MIN: usize = 16;
 const TIMEOUT_MIN: Duration = Duration::from_millis(100);
 
 fn address(text: &str) -> Result<SocketAddr, String> {
-    text.parse().map_err(|_| format!("{text:?} is no address; write IP:PORT, e.g. \"127.0.0.1:8600\""))
+    text.parse().map_err(|_| format!("{text:?} is not a valid address; write IP:PORT, e.g. \"127.0.0.1:8600\""))
 }
 
 table! {
-    /// The HTTP side.
+    /// The HTTP server.
     #[derive(PartialEq)]
     #[check(check)]
     pub struct ServerConfig {
         /// Address and port of `/healthz`, `/readyz`, `/metrics` and `/in/SOURCE`.
         ///
-        /// HTTP/1.1, behind the proxy that ends TLS. `0.0.0.0` and `[::]` are warned of where there
-        /// is no `status_token`.
+        /// HTTP/1.1; a proxy in front ends TLS. `0.0.0.0` and `[::]` without a `status_token` give
+        /// a warning.
         listen: SocketAddr = text(address), default("127.0.0.1:8600");
         /// Most connections at once.
         ///
-        /// When all are taken, the one that owes us a request for the longest time makes room.
-        /// Messages on their way into one store hold half of them at most, of N stores the N+1st
-        /// part each; beyond it the sender gets 503.
+        /// When the limit is reached, the longest idle connection is closed. Requests being stored
+        /// may use half of the connections for one store, and 1/(N+1) each for N stores; beyond
+        /// that the sender gets 503.
         connections: usize = integer(1..=CONNECTIONS_MAX), default(512);
-        /// How long a connection may go without a whole request head.
+        /// How long a connection may stay open without sending a complete request head.
         header_timeout: Duration = duration(TIMEOUT_MIN), default("10s");
         /// The longest a stop may take.
         ///
-        /// It waits for what is being delivered and for requests that are wholly here, not for
-        /// bodies that do not end.
+        /// It waits for deliveries in progress and for completely received requests; unfinished
+        /// bodies are cut off.
         stop_timeout: Duration = duration(TIMEOUT_MIN), default("20s");
-        /// Who asks for `/metrics`, or for the reasons at `/readyz`, must send `authorization:
+        /// Requests for `/metrics`, and for the reasons at `/readyz`, must send `authorization:
         /// Bearer TOKEN`.
         ///
-        /// 16 visible characters or more. Without it everybody who reaches the port may read them.
-        /// `/healthz`, and whether it is ready, need none; `postbox doctor` sends it.
+        /// At least 16 visible characters. Without it everybody who reaches the port may read them.
+        /// `/healthz` and the status of `/readyz` need no token; `postbox doctor` sends it.
         status_token: Option<Secret> = secret().check(visible), unset("none", r#""env:POSTBOX_STATUS_TOKEN""#);
     }
 }
@@ -64,8 +64,8 @@ impl ServerConfig {
     /// Returns what is risky about the listen address, if anything.
     pub fn risk(&self) -> Option<&'static str> {
         (self.listen.ip().is_unspecified() && self.status_token.is_none()).then_some(
-            "it listens on every address of this machine, where everybody can read /metrics and /readyz; write the one \
-             address that is needed, or set server.status_token",
+            "it listens on every address of this machine, so everybody who reaches it can read /metrics and /readyz; \
+             listen on one address, or set server.status_token",
         )
     }
 
@@ -87,23 +87,22 @@ fn visible(token: &Secret) -> Result<(), String> {
 }
 
 table! {
-    /// What is thrown away, and when.
+    /// What is deleted, and when.
     #[derive(PartialEq)]
     pub struct RetentionConfig {
         /// Dispatched and discarded events older than this are deleted; pending and dead ones
         /// never.
         older_than: Duration = duration(Duration::ZERO), default("7d");
-        /// What has been dead for longer than this is discarded, so that it is deleted when it is
-        /// as old as `older_than` says. A day at least.
+        /// Events that have been dead for longer than this are discarded; retention then deletes
+        /// them like other discarded events. At least a day.
         ///
-        /// Not with `on_dead = "halt"`, where the others of its key wait for a person.
+        /// Not with `on_dead = "halt"`, where a person has to decide before the key continues.
         dead: Option<Duration> = duration(DEAD_AGE_MIN), unset("never", r#""30d""#);
-        /// How long ids of received messages are remembered: 7 days at least, and as long as any
-        /// sender repeats a message.
+        /// How long the ids of received messages are remembered; at least 7 days.
         ///
-        /// Never shorter than a source's `retry_horizon`; both are checked.
+        /// At least as long as the `retry_horizon` of every source; both are checked.
         remember_ids: Duration = duration(Duration::ZERO), default("30d");
-        /// When the sweep runs: second minute hour day month weekday, in UTC.
+        /// When retention runs: second minute hour day month weekday, in UTC.
         schedule: Cron = text(Cron::from_str), default("0 0 3 * * *");
     }
 }
@@ -125,19 +124,19 @@ const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
 fn level(text: &str) -> Result<String, String> {
     match text.contains(['=', ',']) || LEVELS.contains(&text) {
         true => Ok(text.to_owned()),
-        false => Err(format!("{text:?} is no level; {}", suggestion(text, &LEVELS))),
+        false => Err(format!("{text:?} is not a log level; {}", suggestion(text, &LEVELS))),
     }
 }
 
 table! {
-    /// What the program says of itself, on standard error.
+    /// The program's log, on standard error.
     #[derive(PartialEq)]
     pub struct LogConfig {
         /// error, warn, info, debug or trace; or a filter such as `info,postbox_engine=debug`.
         ///
-        /// `--log-level` and `POSTBOX_LOG` win.
+        /// `--log-level` and `POSTBOX_LOG` override it.
         level: String = text(level), default("info");
-        /// `"json"` for machines.
+        /// `"json"`: one JSON object per line.
         format: LogFormat = words([("text", LogFormat::Text), ("json", LogFormat::Json)]), default("text");
     }
 }

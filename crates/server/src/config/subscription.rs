@@ -56,17 +56,17 @@ table! {
     /// Who reads which log, and where the events go.
     #[check(check)]
     struct SubscriptionTable {
-        /// The log that is read: `"outbox"`, `"inbox"`, or one of yours.
+        /// The log to read: `"outbox"`, `"inbox"`, or one of your own.
         log: LogName = text(from_core::<LogName>), default("outbox");
-        /// Patterns; `*` stands for any run of characters.
+        /// Only events whose topic matches one of these patterns; `*` matches any characters.
         topics: Vec<TopicPattern> = list(text(pattern)).not_empty("a topic"), unset("all", r#"["order.*"]"#);
-        /// Of several stores, those that have it.
+        /// The stores that have it, where there are several.
         ///
         /// [Many stores](many-stores.md).
         stores: Vec<StoreName> = store_names(), unset("all", r#"["acme"]"#);
         /// Only this tenant's events.
         tenant: Option<Tenant> = text(from_core::<Tenant>), unset("all", r#""acme""#);
-        /// Only events of these kinds, by their exact names. One that names none is `domain`.
+        /// Only events of these kinds, by their exact names. An event without a kind is `domain`.
         kinds: Vec<String> = contents(list(text(as_written)).not_empty("a kind"), |kinds, filter| filter.kinds = kinds),
             unset("all", r#"["integration"]"#);
         /// Only events of these aggregates, by their exact names.
@@ -77,42 +77,43 @@ table! {
         headers: Headers = contents(
             entries(as_written, text(as_written)).not_empty("a header").map(Headers::from_iter), |headers, filter| filter.headers = headers),
             unset("any", r#"{ region = "eu" }"#);
-        /// `"none"`: everything at once, in no order.
+        /// `"key"`: the events of one key are delivered in order. `"none"`: in no order.
         ordering: Ordering = words([("key", Ordering::Key), ("none", Ordering::None)]), default("key");
-        /// How many replicas can work at once, of a new subscription; later:
-        /// `postbox subscription lanes`.
+        /// How many replicas can work on it at once. Used when the subscription is created; change
+        /// it later with `postbox subscription lanes`.
         lanes: u16 = integer(1..=LANES_MAX), default(2);
-        /// `"now"`: only what is committed after the subscription was made.
+        /// Where a new subscription begins. `"now"`: only events committed after it was created.
         start: StartAt = words([("beginning", StartAt::Beginning), ("now", StartAt::Now)]), default("beginning");
-        /// Most events that go out and are settled together; a read brings up to four times as
+        /// Most events that are delivered and settled together; one read brings up to four times as
         /// many.
         batch: usize = integer(1..=BATCH_EVENTS_MAX), default(500);
-        /// Most bytes of one read.
+        /// Most payload bytes of one read.
         batch_bytes: usize = size(1..=1 << 30), default("8MiB");
-        /// When a failed event goes again: exponential with jitter.
+        /// When a failed event is retried: exponential backoff with jitter.
         retry: RetryTable = nested::<RetryTable>();
-        /// How long a dead destination is left alone.
+        /// How long to wait between tries of a destination that is down.
         breaker: BreakerTable = nested::<BreakerTable>();
-        /// `"halt"`: the key waits for a person.
+        /// After a dead event, its key continues with the next event. `"halt"`: it waits for a
+        /// person.
         on_dead: OnDead = words([("continue", OnDead::Continue), ("halt", OnDead::Halt)]), default("continue");
         /// The longest one delivery may take.
         timeout: Duration = duration(MS), default("30s");
         /// Most deliveries at once.
         concurrency: Option<usize> = integer(1..=CONCURRENCY_MAX), unset("16", "16");
-        /// Most deliveries in a time: per `s`, `m` or `h`.
+        /// Most deliveries per second (`s`), minute (`m`) or hour (`h`).
         ///
-        /// All replicas share it, by the lanes they drive; waiting costs no attempt.
+        /// All replicas share it, in proportion to the lanes they drive. Waiting costs no attempt.
         rate: Option<Rate> = text(from_core::<Rate>), unset("no limit", r#""50/s""#);
-        /// The longest wait between two looks at an idle log.
+        /// The longest wait between two polls of an idle log.
         poll_interval: Duration = duration(MS), default("100ms");
-        /// After this silence another replica takes over.
+        /// Another replica takes over a lane that was not renewed for this long.
         lease: Duration = duration(LEASE_MIN), default("10s");
-        /// Deliver only then, everything that is there: second minute hour day month weekday, in
+        /// Deliver everything pending at these times only: second minute hour day month weekday, in
         /// UTC.
         schedule: Option<Cron> = text(Cron::from_str), unset("always", r#""0 */5 * * * *""#);
         /// Where the events go.
         sink: SinkChoice = sink(), unset("`{ type = \"none\" }`", SINKS[0].example);
-        /// Where dead events go too, with the reason.
+        /// Where dead events are sent as well, with the reason.
         ///
         /// Any of the sinks below: [dead letters](operating.md#dead-letters).
         dead_to: Option<SinkChoice> = sink(), unset("nowhere", r#"{ type = "file", path = "dead.jsonl" }"#);
@@ -120,19 +121,19 @@ table! {
 }
 
 table! {
-    /// When a failed event goes again.
+    /// When a failed event is retried.
     #[check(check)]
     struct RetryTable {
         /// Attempts before an event is dead, or `"unlimited"`. With the defaults that is after 25
         /// to 50 hours.
         max_attempts: Option<u32> = integer(1..=ATTEMPTS_MAX).or_word("unlimited", u32::MAX),
-            unset("30; with `delays`, one more than there are", "30");
-        /// Upper bound of the first wait; it doubles with every attempt. Each wait is half of that
-        /// to all of it.
+            unset("30; with `delays`, one more than their number", "30");
+        /// Upper bound of the first wait; it doubles with every attempt. Each wait is random
+        /// between half of it and all of it.
         base: Duration = duration(MS), default("1s");
-        /// Cap of every wait, `Retry-After` included.
+        /// The longest wait, `Retry-After` included.
         max: Duration = duration(MS), default("3h");
-        /// A list instead: the n-th retry waits so long, the last repeats if `max_attempts` is
+        /// A list of waits instead, one for each retry; the last one repeats if `max_attempts` is
         /// higher.
         delays: Vec<Duration> = list(duration(Duration::ZERO)), unset("none", r#"["1s", "30s", "5m"]"#);
     }
@@ -149,11 +150,11 @@ impl RetryTable {
 }
 
 table! {
-    /// How long a dead destination is left alone.
+    /// How long to wait between tries of a destination that is down.
     struct BreakerTable {
         /// Upper bound of the first wait; it doubles with every failed try.
         base: Duration = duration(MS), default("500ms");
-        /// Cap of the wait. A broker bears being asked every second; somebody else's endpoint may
+        /// The longest wait. A broker tolerates a try every second; a third party's endpoint may
         /// not.
         max: Option<Duration> = duration(MS), unset("30s for `http`, 800ms for everything else", "5s");
     }
@@ -186,7 +187,7 @@ impl SubscriptionTable {
     fn check(&self, section: &Section<'_>) {
         if self.dead_to.as_ref().is_some_and(|sink| !sink.sends_headers()) {
             let name = section.name("dead_to");
-            let text = "has an envelope without headers, and what a dead event is stands in headers; write envelope = \"json\"";
+            let text = "has an envelope without headers, but headers carry the reason of a dead event; write envelope = \"json\"";
             section.fault("dead_to", format!("{name} {text}"));
         }
     }

@@ -8,23 +8,23 @@ use postbox_http::check_url;
 const GRPC_PORT: &str = ":4317";
 
 table! {
-    /// Traces of what becomes of each event, for a collector of OpenTelemetry.
+    /// Traces of each event, for an OpenTelemetry collector.
     #[derive(PartialEq)]
     #[check(check)]
     pub struct TelemetryConfig {
         /// The collector's address for OTLP over HTTP, without `/v1/traces`.
         ///
-        /// Its port is 4318 as a rule; 4317 is that of gRPC. Without it
-        /// `OTEL_EXPORTER_OTLP_ENDPOINT` holds, and where that is unset too, nothing is traced.
+        /// The port is usually 4318; 4317 is for gRPC. If it is unset,
+        /// `OTEL_EXPORTER_OTLP_ENDPOINT` applies; if both are unset, nothing is traced.
         otlp: Option<String> = text(collector), unset("off", r#""http://127.0.0.1:4318""#);
         /// The name of this program in traces.
         ///
-        /// Without it `OTEL_SERVICE_NAME` holds.
+        /// If it is unset, `OTEL_SERVICE_NAME` applies.
         service_name: Option<String> = text(service_name), unset("postbox", r#""postbox-eu""#);
-        /// Which part of the traces that begin here is exported, from 0 to 1.
+        /// The share of the traces that begin here to export, from 0 to 1.
         ///
-        /// What belongs to a trace that began in one of your programs follows that. Without it
-        /// `OTEL_TRACES_SAMPLER_ARG` holds.
+        /// Traces that began in another of your programs keep their sampling decision. If it is
+        /// unset, `OTEL_TRACES_SAMPLER_ARG` applies.
         sample_ratio: Option<f64> = fraction(), unset("1", "0.1");
         /// Headers on every request to the collector.
         ///
@@ -37,8 +37,8 @@ impl TelemetryConfig {
     fn check(&self, section: &Section<'_>) {
         let otlp = self.otlp.as_deref().unwrap_or_default();
         if otlp.trim_end_matches('/').ends_with(GRPC_PORT) {
-            let text = "telemetry.otlp: 4317 is the port of gRPC as a rule, and spans are sent over HTTP; the port of \
-                        that is 4318";
+            let text = "telemetry.otlp: 4317 is usually the gRPC port, but traces are sent over HTTP; its port is \
+                        usually 4318";
             section.warning("otlp", text.to_owned());
         }
     }
@@ -47,7 +47,7 @@ impl TelemetryConfig {
 fn collector(url: &str) -> Result<String, String> {
     check_url(url)?;
     match url.contains("/v1/") || url.contains('?') {
-        true => Err("is the whole address of a request; leave out /v1/traces and what follows".to_owned()),
+        true => Err("includes the path of a request; leave out /v1/traces and what follows".to_owned()),
         false => Ok(url.to_owned()),
     }
 }
@@ -60,7 +60,7 @@ fn service_name(name: &str) -> Result<String, String> {
 }
 
 fn header_name(name: &str) -> Result<String, String> {
-    HeaderName::try_from(name).map(|_| name.to_owned()).map_err(|_| format!("{name:?} is no header name"))
+    HeaderName::try_from(name).map(|_| name.to_owned()).map_err(|_| format!("{name:?} is not a valid header name"))
 }
 
 fn header_value() -> Kind<Secret> {

@@ -31,14 +31,14 @@ families! {
     BUILD_INFO: Gauge "postbox_build_info" ["version"]
         "Which program this is; always 1.";
     STORE_UP: Gauge "postbox_store_up" ["store"]
-        "Whether the store answered when it was asked last.";
+        "Whether the store answered the last query.";
 
     STATS_UP: Gauge "postbox_stats_up" ["store" "subscription"]
-        "Whether the events of the subscription could be counted; if not, what is counted is missing here.";
+        "Whether the events of the subscription could be counted; if not, its counts are missing.";
     STATS_ESTIMATED: Gauge "postbox_stats_estimated" ["store" "subscription"]
-        "Whether there was too much to count, so that pending events are estimated.";
+        "Whether pending events are estimated, because there are too many to count.";
     EVENTS: Gauge "postbox_events" ["store" "subscription" "state"]
-        "Events by state; dispatched: since the subscription began; skipped: passed and not wanted, of what the log still has; too many to count are estimated.";
+        "Events by state; dispatched: since the subscription began; skipped: not wanted, of the events that the log still has; large counts are estimated.";
     OLDEST_PENDING: Gauge "postbox_oldest_pending_seconds" ["store" "subscription"]
         "Age of the oldest event that is not delivered.";
     PAUSED: Gauge "postbox_paused" ["store" "subscription"]
@@ -53,25 +53,25 @@ families! {
     FETCHED: Counter "postbox_fetched" ["store" "subscription"]
         "Events read.";
     DELIVERED: Counter "postbox_delivered" ["store" "subscription"]
-        "Events the destination has, duplicates included.";
+        "Events delivered, duplicates included.";
     DELIVERED_BYTES: Counter "postbox_delivered_bytes" ["store" "subscription"]
-        "Payloads of the events the destination has, in bytes.";
+        "Payload bytes of the events delivered.";
     DELIVERY_DELAY: Histogram "postbox_delivery_delay_seconds" ["store" "subscription"]
-        "From the append of an event, or its deliver_at, to its delivery; without what is replayed.";
+        "Time from the append of an event, or its deliver_at, to its delivery; without replays.";
     CALL_DURATION: Histogram "postbox_call_duration_seconds" ["store" "subscription"]
-        "How long calls of the destination take, whatever they end with; a call is one event or many.";
+        "Duration of the calls to the destination, whatever their outcome; a call sends one event or many.";
     IN_FLIGHT: Gauge "postbox_in_flight" ["store" "subscription"]
-        "Events that the destination is being given now.";
+        "Events being sent to the destination now.";
     RETRIES: Counter "postbox_retries" ["store" "subscription"]
         "Attempts that failed and will be repeated.";
     DEAD: Counter "postbox_dead" ["store" "subscription"]
         "Events that died.";
     DEAD_LETTERS: Counter "postbox_dead_letters" ["store" "subscription"]
-        "Dead events that the dead-letter sink has.";
+        "Dead events delivered to the dead-letter sink.";
     DEAD_LETTERS_FAILED: Counter "postbox_dead_letters_failed" ["store" "subscription"]
-        "Dead events that the dead-letter sink did not take.";
+        "Dead events that the dead-letter sink did not accept.";
     UNAVAILABLE: Counter "postbox_unavailable" ["store" "subscription"]
-        "Deliveries that found the whole destination down.";
+        "Deliveries that failed because the whole destination was down.";
     BLOCKED: Counter "postbox_blocked" ["store" "subscription"]
         "Events put behind an earlier one of their key.";
     BATCHES: Counter "postbox_batches" ["store" "subscription"]
@@ -93,22 +93,22 @@ families! {
     LANE_TAKEOVERS: Counter "postbox_lane_takeovers" ["store" "subscription"]
         "Lanes taken from a relay that vanished without giving them back: it crashed, or was away for longer than its lease.";
     LANE_FAILING: Gauge "postbox_lane_failing_since_seconds" ["store" "subscription" "lane" "code"]
-        "When a lane began to fail at every read or settlement, in seconds since 1970; not there while it works.";
+        "When a lane began to fail at every read or settlement, in seconds since 1970; absent while it works.";
     BREAKER_STATE: Gauge "postbox_breaker_state" ["store" "subscription"]
-        "How the destination stands: 0 answers, 1 is being asked again, 2 does not answer.";
+        "State of the destination: 0 answers, 1 is being tried again, 2 does not answer.";
     HIGH_WATER_MARK: Gauge "postbox_high_water_mark" ["subscription" "stream"]
-        "Where a stream of the destination ends: JetStream's sequence, the milliseconds of Redis' id.";
+        "End of a stream of the destination: JetStream's sequence, or the milliseconds of Redis' id.";
 
     RECEIVED: Counter "postbox_received" ["store" "source" "result"]
-        "Messages from outside by source and answer.";
+        "Messages received, by source and result.";
     POISON: Counter "postbox_poison" ["store" "source"]
-        "Messages of brokers that are kept because nobody can decode them.";
+        "Messages of brokers that cannot be decoded, and are kept.";
     SOURCE_ERRORS: Counter "postbox_source_errors" ["store" "source"]
         "Calls to a broker's source that failed and were repeated.";
     RECEIVE_ERRORS: Counter "postbox_receive_errors" ["store" "source"]
-        "Messages of brokers that a call to the store failed to store.";
+        "Messages of brokers that were not stored because a call to the store failed.";
     HEADERS_DROPPED: Counter "postbox_headers_dropped" ["store" "source"]
-        "Headers of messages from outside that were not kept: an event has no room for them.";
+        "Headers of received messages that were dropped because an event has no room for them.";
     DUPLICATES: Counter "postbox_duplicates" ["store" "layer" "source" "subscription"]
-        "Repetitions by the layer that recognised them (timestamp: signed too long ago, inbox: id known, destination: it said so, which alone has a subscription) and by source.";
+        "Repetitions by source and by the layer that recognised them (timestamp: signed too long ago; inbox: known id; destination: its own report, with a subscription instead of a source).";
 }

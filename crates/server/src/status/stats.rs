@@ -129,6 +129,6 @@ pub async fn stats(store: &dyn Inspect, infos: &[SubscriptionInfo], deadline: In
 
 pub(crate) fn too_slow() -> Error {
     let text =
-        format!("the counts were not there within {STATS_WAIT:?}; is the database overloaded, or a table locked?");
+        format!("the counts did not arrive within {STATS_WAIT:?}; is the database overloaded, or a table locked?");
     Error::new(ErrorKind::Unavailable, "stats", "stats_timeout", text)
 }

@@ -108,19 +108,19 @@ fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, Optio
         let is_partial = !kinds.is_empty() || !aggregates.is_empty() || !headers.is_empty();
         if is_wanted && is_partial {
             let cure = format!(
-                "{} wants these topics, but not of every event: compare its `kinds`, `aggregates` and `headers`, or add a subscription for the others",
+                "{} wants these topics, but its filter excludes these events: check its `kinds`, `aggregates` and `headers`, or add a subscription for the others",
                 info.name
             );
             return (cure, None);
         }
         if let (Some(tenant), true) = (tenant, is_wanted) {
             let cure = format!(
-                "{} wants these topics, but only of the tenant {tenant}: correct its `tenant`, take it out, or add a subscription for the others",
+                "{} wants these topics, but only of the tenant {tenant}: correct or remove its `tenant`, or add a subscription for the others",
                 info.name
             );
             return (cure, Some("tenant_unwanted"));
         }
     }
-    let kept = "they are kept, and go to the first subscription that wants them; to be rid of them: postbox prune --unrouted --older-than AGE";
+    let kept = "they are kept for the first subscription that wants them; to delete them: postbox prune --unrouted --older-than AGE";
     (kept.to_owned(), None)
 }

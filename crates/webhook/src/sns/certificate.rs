@@ -88,10 +88,10 @@ impl fmt::Debug for Certificate {
 #[non_exhaustive]
 pub enum CertificateError {
     /// Not exactly one PEM block of a certificate, or too large.
-    #[error("what was fetched is not one PEM certificate: a proxy's error page?")]
+    #[error("what was fetched is not a PEM certificate: a proxy's error page?")]
     Pem,
     /// The block is not an X.509 certificate.
-    #[error("what was fetched is no X.509 certificate")]
+    #[error("what was fetched is not an X.509 certificate")]
     Certificate,
     /// The key is not RSA, or of an unusual size.
     #[error("the certificate's key is not RSA of 2048 to 8192 bits")]

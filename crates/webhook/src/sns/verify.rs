@@ -36,7 +36,7 @@ impl Verifier {
     pub fn new(topics: impl IntoIterator<Item = TopicArn>) -> Result<Self, SecretError> {
         let topics: BTreeSet<TopicArn> = topics.into_iter().collect();
         if topics.is_empty() {
-            return Err(SecretError::Setting("no topic is allowed; SNS signs for everybody, so name yours"));
+            return Err(SecretError::Setting("no topic is allowed, and SNS signs for every AWS account; name yours"));
         }
         Ok(Self { topics, tolerance: TOLERANCE })
     }

@@ -65,7 +65,7 @@ BEGIN
             RAISE;
           END IF;
           RAISE EXCEPTION 'the log {tag}_log has another event under the id %', new_id USING ERRCODE = 'unique_violation', CONSTRAINT = broken,
-            HINT = 'the same event has the same topic, key, tenant and payload; give another one an id of its own';
+            HINT = 'the same event has the same topic, key, tenant and payload; give a different event its own id';
         END;
       END IF;
       {insert_new};

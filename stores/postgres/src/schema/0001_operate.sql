@@ -60,7 +60,7 @@ BEGIN
   END IF;
   IF cardinality(of_ids) > 1000 THEN
     RAISE EXCEPTION '% ids are too many for one call', cardinality(of_ids) USING ERRCODE = 'check_violation', CONSTRAINT = 'too_many_ids',
-      HINT = 'give at most 1000 at a time, and commit each: a relay waits meanwhile';
+      HINT = 'give at most 1000 at a time, and commit after each: relays wait until then';
   END IF;
   IF dead_micros IS NOT NULL THEN
     may := may || format(' AND d.state = ''dead'' AND NOT d.holds AND d.updated_at <= $3 - %s * interval ''1 microsecond''', dead_micros);
@@ -196,12 +196,12 @@ ${tag}$;
 CREATE FUNCTION {s}.check_message(source text, message_id text) RETURNS void LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog AS ${tag}$
 BEGIN
   IF source IS NULL OR source COLLATE "C" !~ '^[A-Za-z0-9._-]{1,128}$' THEN
-    RAISE EXCEPTION '% is no name of a source', coalesce(quote_literal(source), 'NULL') USING ERRCODE = 'check_violation', CONSTRAINT = 'name_invalid',
+    RAISE EXCEPTION '% is not a valid source name', coalesce(quote_literal(source), 'NULL') USING ERRCODE = 'check_violation', CONSTRAINT = 'name_invalid',
       HINT = 'letters, digits, dot, underscore and hyphen, 1 to 128 of them';
   END IF;
   IF message_id IS NULL OR octet_length(message_id) NOT BETWEEN 1 AND 255 THEN
     RAISE EXCEPTION 'the message id has % bytes', coalesce(octet_length(message_id), 0) USING ERRCODE = 'check_violation', CONSTRAINT = 'message_id_invalid',
-      HINT = 'an id has 1 to 255 bytes; of a longer one give a digest';
+      HINT = 'an id has 1 to 255 bytes; use a digest of a longer one';
   END IF;
 END
 ${tag}$;
@@ -225,7 +225,7 @@ DECLARE
 BEGIN
   PERFORM {s}.check_message(source, message_id);
   IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name = receive_body.log) THEN
-    RAISE EXCEPTION 'there is no log %', quote_literal(log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
+    RAISE EXCEPTION 'there is no log %', quote_literal(log) USING ERRCODE = 'undefined_table', HINT = 'create it with create_log(name)';
   END IF;
   IF body IS NULL THEN
     RAISE EXCEPTION 'the message has no payload' USING ERRCODE = 'check_violation', CONSTRAINT = 'payload_missing', HINT = 'it may be empty, but not NULL';

@@ -196,7 +196,7 @@ BEGIN
   -- sequences are taken.
   IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR EXISTS (SELECT FROM unnest(ARRAY['', '_state', '_dead']) AS of_view(name)
       WHERE to_regclass({schema_literal} || '.' || quote_ident(log_name || of_view.name)) IS NOT NULL) THEN
-    RAISE EXCEPTION '% is no log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
+    RAISE EXCEPTION '% is not a valid log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
       HINT = 'lower-case letters, digits and _, beginning with a letter, at most 40, and no table of Postbox itself';
   END IF;
   EXECUTE replace(${tag}_ddl$
@@ -453,7 +453,7 @@ BEGIN
       parsed := payload::pg_catalog.json;
     EXCEPTION WHEN data_exception THEN
       RAISE EXCEPTION 'the event breaks the rule payload_not_json' USING ERRCODE = 'check_violation', CONSTRAINT = 'payload_not_json',
-        HINT = 'give JSON, or say what it is, e.g. content_type => ''text/plain''';
+        HINT = 'give JSON, or name its type, e.g. content_type => ''text/plain''';
     END;
   END IF;
   RETURN true;
@@ -485,7 +485,7 @@ BEGIN
       coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at, enqueue.expires_at);
   ELSE
     IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name {=} enqueue.log) THEN
-      RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
+      RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'create it with create_log(name)';
     END IF;
     {enqueue_own_id}
     EXECUTE 'INSERT INTO ' {||} {schema_literal} {||} '.' {||} pg_catalog.quote_ident(enqueue.log)
@@ -527,7 +527,7 @@ BEGIN
   -- NULL means the default, because only the default was checked.
   content_type := coalesce(enqueue.content_type, 'application/octet-stream');
   IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name {=} enqueue.log) THEN
-    RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
+    RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'create it with create_log(name)';
   END IF;
   {enqueue_own_id}
   EXECUTE 'INSERT INTO ' {||} {schema_literal} {||} '.' {||} pg_catalog.quote_ident(enqueue.log)

@@ -42,7 +42,7 @@ pub(crate) struct DemoArgs {
     /// How many orders the shop takes; each goes through three steps
     #[arg(long, value_name = "N", default_value_t = 1_000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     orders: u64,
-    /// The same orders, rollbacks and failures again
+    /// Repeat a run with the same orders, rollbacks and failures
     #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
     /// Keep the databases in this folder, to look at them afterwards
@@ -126,7 +126,7 @@ pub(super) async fn run(args: DemoArgs) -> Result<(), Failure> {
 fn prepare(folder: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(folder)?;
     for path in ["shop.db", "receiver.db", "notes.tsv"].map(|name| folder.join(name)) {
-        anyhow::ensure!(!path.exists(), "{} is there already; name an empty folder", path.display());
+        anyhow::ensure!(!path.exists(), "{} exists already; name an empty folder", path.display());
     }
     Ok(())
 }
@@ -228,7 +228,7 @@ impl Demo {
         if !recovered.await? {
             return Ok(false);
         }
-        self.say(&paint(GOOD, "it goes on from what is recorded, not from what the dead one believed"))?;
+        self.say(&paint(GOOD, "it continues from what is recorded, not from what the dead one believed"))?;
         Ok(true)
     }
 

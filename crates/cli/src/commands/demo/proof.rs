@@ -112,7 +112,7 @@ fn load(connection: &Connection, notes: &Path) -> anyhow::Result<()> {
         let line = line?;
         let fields: Vec<&str> = line.split('\t').collect();
         let [outcome, event, name, version, cents] = fields[..] else {
-            anyhow::bail!("the shop's notes have a line that is none: {line:?}");
+            anyhow::bail!("the shop's notes have an invalid line: {line:?}");
         };
         insert.execute(params![outcome, event, name, version.parse::<i64>()?, cents.parse::<i64>()?])?;
     }

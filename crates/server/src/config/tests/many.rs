@@ -36,7 +36,7 @@ fn each_store_has_what_is_not_said_to_be_of_others() {
 #[test]
 fn one_store_and_several_in_one_file_is_a_fault_with_its_cure() {
     let message = fault(&("[store]\nurl = \"sqlite:c.db\"\n".to_owned() + TWO));
-    assert!(message.contains(":1: ") && message.contains("write [store] as one of them"), "{message}");
+    assert!(message.contains(":1: ") && message.contains("write [stores.NAME] instead of [store]"), "{message}");
 }
 
 #[test]

@@ -284,14 +284,14 @@ fn what_is_not_toml_is_said_at_its_line() {
 
 #[test]
 fn names_urls_and_schedules_are_checked() {
-    assert!(fault("[subscriptions.\"a b\"]").contains("no name"));
-    assert!(fault("[subscriptions.a]\nlog = \"Out Box\"").contains("no log name"));
+    assert!(fault("[subscriptions.\"a b\"]").contains("not a valid name"));
+    assert!(fault("[subscriptions.a]\nlog = \"Out Box\"").contains("valid log name"));
     assert!(fault("[subscriptions.a]\nschedule = \"at three\"").contains("second minute hour"));
     assert!(fault("[subscriptions.a]\ntopics = [\"order paid\"]").contains("white space"));
     for (line, said) in [
         ("kinds = [\"integration\", \"\"]", "kinds: the kind must have 1 to 128 bytes and no control characters"),
         ("aggregates = [\"\"]", "aggregates: the aggregate must have 1 to 128 bytes"),
-        ("headers = { \"a b\" = \"x\" }", "\"a b\" is no header name: letters, digits"),
+        ("headers = { \"a b\" = \"x\" }", "\"a b\" is not a valid header name: letters, digits"),
         ("headers = { a = \"x\\ny\" }", "the value of header a has a control character"),
         ("headers = { a = 1 }", "headers.a"),
     ] {
@@ -353,7 +353,7 @@ fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
     for only in [OLD.to_owned(), format!("{OLD}, {OLD}")] {
         let message = fault(&subscription(&only));
         assert!(
-            message.starts_with("postbox.toml:4: ") && message.contains("give the new one too, without an end"),
+            message.starts_with("postbox.toml:4: ") && message.contains("add the new one, without an end"),
             "{message}"
         );
     }
@@ -408,8 +408,8 @@ header_timeout = "2s"
 fn bounds_that_are_none_are_refused_with_a_cure() {
     let sink =
         |keys: &str| fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"https://h/\", {keys} }}"));
-    assert!(sink("allow = [\"10.0.0.0/33\"]").contains("is no network; write e.g. \"10.20.0.0/16\""));
-    assert!(sink("allow = [\"internal\"]").contains("is no network"));
+    assert!(sink("allow = [\"10.0.0.0/33\"]").contains("is not a valid network; write e.g. \"10.20.0.0/16\""));
+    assert!(sink("allow = [\"internal\"]").contains("is not a valid network"));
     assert!(sink("public_only = true").contains("public_only"));
     let guarded = |url: &str| fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\" }}"));
     for url in [
@@ -420,7 +420,7 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
         "http://localhost:1/",
     ] {
         let message = guarded(url);
-        assert!(message.contains("is not public; if it is meant, allow it: allow = [\""), "{message}");
+        assert!(message.contains("is not public; if it is intended, allow it: allow = [\""), "{message}");
     }
     let own = |listen: &str, url: &str| {
         format!(
@@ -431,7 +431,7 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
         for url in ["http://127.0.0.1:8600/in/a", "http://localhost:8600/in/a"] {
             let message = fault(&own(listen, url));
             assert!(
-                message.starts_with("postbox.toml:4: ") && message.contains("where we listen ourselves"),
+                message.starts_with("postbox.toml:4: ") && message.contains("Postbox's own [server] listen"),
                 "{message}"
             );
         }
@@ -446,10 +446,10 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
     let source = |keys: &str| {
         fault(&format!("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\nsecret = \"{KEY}\"\n{keys}"))
     };
-    assert!(source("rate = \"0/s\"").contains("is no rate"));
+    assert!(source("rate = \"0/s\"").contains("is not a valid rate"));
     assert!(source("concurrency = 0").contains("out of range"));
     assert!(source("body_timeout = \"1ms\"").contains("too short"));
-    assert!(source("allowed_origins = [\"*\"]").contains("is no origin; write the name"));
+    assert!(source("allowed_origins = [\"*\"]").contains("is not a valid origin; write the name"));
     assert!(fault("[server]\nconnections = 0").contains("out of range"));
 }
 

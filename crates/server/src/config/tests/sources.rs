@@ -88,10 +88,10 @@ fn an_old_key_may_carry_the_date_its_overlap_ends() {
     assert!(retiring("{ secret = \"env:HOOK_SECRET\", until = \"soon\" }").contains("e.g. \"2026-12-01T00:00:00Z\""));
     assert!(retiring("{ until = \"2026-12-01T00:00:00Z\" }").contains("has no secret"));
     assert!(retiring("{ secret = \"env:HOOK_SECRET\", untill = \"x\" }").contains("did you mean `until`?"));
-    assert!(retiring("7").contains("must be a list, each of it text in quotes or a table, not integer"));
+    assert!(retiring("7").contains("must be a list, each item text in quotes or a table, not integer"));
     // With old keys only, nobody could send after the date.
     let only = fault(&source("{ secret = \"env:HOOK_SECRET\", until = \"2026-12-01T00:00:00Z\" }"));
-    assert!(only.starts_with("postbox.toml:4: ") && only.contains("give the new one too, without an end"), "{only}");
+    assert!(only.starts_with("postbox.toml:4: ") && only.contains("add the new one, without an end"), "{only}");
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn a_tenant_comes_from_what_is_signed() {
     for scheme in ["shopify", "github", "stripe", "slack", "standard-webhooks"] {
         let message = fault(&source(scheme, "tenant = \"header:x-shopify-shop-domain\""));
         assert!(
-            message.starts_with("postbox.toml:5: [sources.a]: the tenant would come from header:x-shopify"),
+            message.starts_with("postbox.toml:5: [sources.a]: the tenant comes from header:x-shopify"),
             "{message}"
         );
         assert!(message.contains("a source for each tenant"), "{message}");
@@ -142,7 +142,7 @@ fn an_id_that_nobody_signed_is_a_warning_at_its_line() {
         |id: &str| format!("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\nsecret = \"{KEY}\"\nid = \"{id}\"\n");
     let found = warnings(&source("header:x-github-delivery"));
     assert_eq!(found.iter().map(|warning| warning.line).collect::<Vec<_>>(), [5]);
-    assert!(found[0].text.contains("applied, again and again under other ids"), "{found:?}");
+    assert!(found[0].text.contains("applied again under other ids"), "{found:?}");
     assert_eq!(warnings(&source("json:/delivery")), []);
     assert!(fault(&source("one")).contains("every message would have the same id"));
 }

@@ -47,7 +47,7 @@ fn paused(known: &Known<'_>, pause: &Pause) -> Finding {
             "endpoint_gone",
             what,
             format!(
-                "ask whoever runs the destination; correct the sink's url or take the subscription out; then: {resume}"
+                "ask the operator of the destination; correct the sink's url or remove the subscription; then: {resume}"
             ),
         ),
         false => Finding::problem("paused", what, resume),
@@ -61,7 +61,7 @@ fn driven(known: &Known<'_>) -> Finding {
         return Finding::problem(
             "lanes_missing",
             "it has no lanes: somebody deleted their rows",
-            "restart its relays: they make them anew, and what is still in the log is sent again",
+            "restart its relays: they create the lanes again, and the events still in the log are sent again",
         );
     }
     let idle: Vec<String> =
@@ -82,8 +82,8 @@ fn driven(known: &Known<'_>) -> Finding {
             "subscription_unconfigured",
             format!("{what}, and it is not in the configuration"),
             format!(
-                "was it renamed there? postbox subscription rename {0} NEW; it is wanted no more? postbox subscription remove {0}; \
-                 else start `postbox run` with it in its configuration",
+                "if it was renamed there: postbox subscription rename {0} NEW; if it is no longer needed: postbox \
+                 subscription remove {0}; otherwise start `postbox run` with it in its configuration",
                 info.name
             ),
         ),
@@ -105,10 +105,10 @@ fn nowhere(known: &Known<'_>, is_served: bool) -> Option<Finding> {
     let schedule = config.schedule.as_ref()?;
     let next = schedule.next_after(Timestamp::now());
     let when = next.map_or_else(|| "never".to_owned(), |next| format!("at {next:.0}"));
-    let what = format!("it delivers only when its schedule says so ({schedule}): the next time {when}");
-    let runs = if is_served { "" } else { " (no service answers at [server] listen: does `postbox run` run?)" };
+    let what = format!("it delivers at its scheduled times only ({schedule}), next {when}");
+    let runs = if is_served { "" } else { " (no service answers at [server] listen: is `postbox run` running?)" };
     Some(Finding::note("schedule_waits", what).cure(format!(
-        "wait{runs}, or deliver now with `postbox dispatch --subscription {}`; without `schedule` events go out at once",
+        "wait{runs}, or deliver now with `postbox dispatch --subscription {}`; without `schedule` events are delivered at once",
         known.info.name
     )))
 }
@@ -122,26 +122,26 @@ fn relay_fails(known: &Known<'_>, address: Option<&str>) -> Option<Finding> {
     if fault.lane.is_none() {
         return Some(Finding::failed(&fault.code, &what));
     }
-    let cure = "the lines \"store call failed\" in its log say why; mend the store";
+    let cure = "the lines \"store call failed\" in its log say why; repair the store";
     Some(Finding::problem("lane_failing", what, cure).reason(&fault.code))
 }
 
 fn store_fails(known: &Known<'_>) -> Option<Finding> {
     let fails = known.work?.store_fails.as_ref()?;
-    let what = format!("calls of the store fail since {}; last reason: {}", fails.since, fails.code);
+    let what = format!("calls to the store have failed since {}; last reason: {}", fails.since, fails.code);
     let cure = match fails.code.as_str() {
         "store_busy" => {
             "another program holds the write lock of the store's file: find its long transaction and end it"
         }
-        "store_full" => "free space on the store's disk; delivery goes on by itself",
+        "store_full" => "free space on the store's disk; delivery then continues by itself",
         "store_read_only" => {
             "the database is a standby or read-only: promote it, or name the primary in the store's URL"
         }
         "store_contention" | "statement_timeout" | "table_locked" => {
-            "somebody holds a lock: where it is known it is named above; else look at pg_locks and pg_stat_activity"
+            "a session holds a lock: it is named above if it is known; otherwise look at pg_locks and pg_stat_activity"
         }
         "pool_exhausted" => "raise `pool` in [store], or look for long calls",
-        _ => "mend the database; delivery goes on by itself",
+        _ => "repair the database; delivery then continues by itself",
     };
     Some(Finding::problem("store_failing", what, cure).reason(&fails.code))
 }
@@ -160,7 +160,7 @@ fn halted(known: &Known<'_>) -> Option<Finding> {
         known.stats.of_rows(known.stats.blocked),
         first.code.as_deref().unwrap_or("unknown")
     );
-    let cure = format!("when its cause is mended: postbox retry {id}; to go on without it: postbox discard {id}");
+    let cure = format!("once its cause is fixed: postbox retry {id}; to continue without it: postbox discard {id}");
     Some(Finding::problem("halted", what, cure).reason(first.code.as_deref().unwrap_or("unknown")))
 }
 
@@ -177,17 +177,19 @@ fn blocked(known: &Known<'_>) -> Option<Finding> {
         Some(head) if head.code.as_deref().is_none_or(Disposition::is_own_code) => finding,
         Some(head) => {
             let id = head.event.id;
-            finding.cure(format!("{id} decides: mend what it fails at, or go on without it: postbox discard {id}"))
+            finding
+                .cure(format!("they wait for {id}: fix what it fails at, or continue without it: postbox discard {id}"))
         }
-        None => finding
-            .cure(format!("the first one of each key decides: postbox list --state retrying --subscription {name}")),
+        None => finding.cure(format!(
+            "they wait for the first event of each key: postbox list --state retrying --subscription {name}"
+        )),
     })
 }
 
 fn dead_to_fails(known: &Known<'_>) -> Option<Finding> {
     let fails = known.work?.dead_to_fails.as_ref()?;
-    let what = format!("the sink of dead_to takes nothing since {}; last reason: {}", fails.since, fails.code);
-    let cure = "mend that sink: it gets what is dead by itself, and nothing else waits for it";
+    let what = format!("the sink of dead_to has failed since {}; last reason: {}", fails.since, fails.code);
+    let cure = "fix that sink: it then gets the dead events by itself; nothing else waits for it";
     Some(Finding::problem("dead_to_down", what, cure).reason(&fails.code))
 }
 
@@ -206,7 +208,7 @@ fn pending(known: &Known<'_>, service: Option<&ServiceStatus>) -> Finding {
     let finding = Finding::note("pending", what);
     match known.is_driven() && known.work.is_none() && known.unread() > 0 {
         true if service.is_none() => finding.cure(
-            "no service answers at [server] listen: run the doctor where its relay runs, with its configuration, to hear how long calls take",
+            "no service answers at [server] listen: run the doctor where its relay runs, with its configuration, to see how long calls take",
         ),
         _ => finding,
     }

@@ -30,12 +30,14 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
     });
     let open = known.work.and_then(|work| work.destination_fails.as_ref()).map(|fails| {
         let (address, since, code) = (address.unwrap_or_default(), &fails.since, &fails.code);
-        format!("the service at {address}: the breaker is open since {since}, nothing is sent; last reason: {code}")
+        format!(
+            "the service at {address}: the breaker has been open since {since}, nothing is sent; last reason: {code}"
+        )
     });
     let what = match (&open, said) {
         (None, None) => return None,
         (Some(open), None) => open.clone(),
-        (None, Some(said)) => format!("the destination takes nothing, no attempt is counted; {said}"),
+        (None, Some(said)) => format!("the destination is unavailable, no attempt is counted; {said}"),
         (Some(open), Some(said)) => format!("{open}; {said}"),
     };
     let code = last.map(|(_, code)| code);
@@ -57,7 +59,7 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
         Finding::note("untried", format!("{of} to be sent again, not tried yet"))
     });
     if failed.is_empty() && untried.is_none() {
-        let under_way = (!known.retrying.is_empty()).then(|| format!("{count} on their way for longer than others"));
+        let under_way = (!known.retrying.is_empty()).then(|| format!("{count} in flight for longer than others"));
         return under_way.map(|what| Finding::note("in_flight", what)).into_iter().collect();
     }
     let soonest = soonest(&known.retrying);
@@ -96,7 +98,7 @@ pub(super) fn dead(known: &Known<'_>) -> Vec<Finding> {
             reason.code
         );
         let first = match is_poison {
-            true => "the message that came in is no event: mend its sender, and have it sent again",
+            true => "the received message is not a valid event: fix its sender, and have it sent again",
             false => cure_refused(reason.code, true),
         };
         Finding::problem("dead", what, format!("{first}; {again}")).reason(reason.code)
@@ -150,7 +152,7 @@ fn text(record: &Record) -> &str {
 
 /// When the next of these events is due.
 pub(super) fn soonest(records: &[Record]) -> String {
-    let Some(at) = records.iter().filter_map(|record| record.due_at).min() else { return "none has a time".into() };
+    let Some(at) = records.iter().filter_map(|record| record.due_at).min() else { return "none has a due time".into() };
     match Duration::try_from(at.duration_since(Timestamp::now())) {
         Ok(left) => format!("the next in {}", span(left)),
         Err(_) => "the next is due now".into(),
@@ -162,34 +164,34 @@ pub(super) fn soonest(records: &[Record]) -> String {
 fn cure_down(code: &str, text: &str) -> &'static str {
     match code {
         "address_forbidden" => {
-            "our own guard refused the address: correct the sink's url, or name the network in its allow = [\"…\"] if it may be called"
+            "Postbox's address guard refused the address: correct the sink's url, or if it may be called, name its network in the sink's allow = [\"…\"]"
         }
         "dns_failed" => {
-            "the name in the sink's url is not found from where the relay runs: correct it, or the resolver there"
+            "the host name in the sink's url cannot be resolved where the relay runs: correct the name, or the resolver there"
         }
         "connect_refused" | "connect_failed" | "connect_timeout" => {
             "is the destination up, and can the relay's machine reach the host and port of the sink's url?"
         }
         // The first bytes of the answer were not TLS.
         "tls_failed" if text.contains("InvalidContentType") => {
-            "this port speaks no TLS: name the one that does in the sink's url, or write http:// if that is meant"
+            "this port does not speak TLS: correct the port in the sink's url, or write http:// if that is intended"
         }
         "tls_failed" => {
-            "is the destination's certificate for this name and still valid? A private authority goes into the sink's ca_file"
+            "is the destination's certificate for this host name, and still valid? If a private CA signed it, set the sink's ca_file"
         }
         "client_cert_required" => "set the sink's client_cert and client_key",
         "client_cert_refused" => {
-            "the destination must trust the authority of the sink's client_cert; is it still valid?"
+            "the destination must trust the CA of the sink's client_cert; has the certificate expired?"
         }
         "timeout" => {
-            "the destination takes connections and does not answer: look there; raise the subscription's `timeout` if it may take so long"
+            "the destination accepts connections but does not answer: look there, or raise the subscription's `timeout` if calls may take that long"
         }
         "connection_lost" => {
-            "the destination, or a proxy before it, closes connections without an answer: look at its log; does the port speak TLS where the sink's url says http://?"
+            "the destination, or a proxy before it, closes connections without an answer: look at its log; does the port expect TLS while the sink's url says http://?"
         }
         "http_429" => "set the subscription's `rate` to what the destination allows",
         "http_502" | "http_503" | "http_504" => {
-            "the gateway answers and what is behind it does not: look there; delivery goes on by itself when it is back"
+            "the gateway answers, but the service behind it does not: look there; delivery continues by itself when it is back"
         }
         "write_failed" => "the file of the sink cannot be written: is its disk full?",
         code if ["connect_failed", "connect_timeout", "_unreachable", "_disconnected"]
@@ -199,31 +201,37 @@ fn cure_down(code: &str, text: &str) -> &'static str {
             "is the broker up, and can the relay's machine reach its host and port?"
         }
         code if code.ends_with("unauthorized") => "the broker refuses the sink's user or password: correct them",
-        _ => "mend the destination, or the sink's configuration; delivery then goes on by itself",
+        _ => "fix the destination, or the sink's configuration; delivery then continues by itself",
     }
 }
 
 /// The cure for a destination that answers and refuses.
 fn cure_refused(code: &str, is_dead: bool) -> &'static str {
     match code {
-        "http_401" | "http_403" => "the destination refuses us: correct the sink's secret, headers or url",
-        "http_404" | "http_405" => "nothing takes events at this address: correct the path in the sink's url",
+        "http_401" | "http_403" => "the destination refuses the sink's credentials: correct its secret, headers or url",
+        "http_404" | "http_405" => {
+            "the destination has no endpoint at this address: correct the path in the sink's url"
+        }
         "http_413" => "the event is too large for the destination: raise its limit, or send less",
         "http_redirect" => "the destination has moved: write its final address into the sink's url",
-        "http_400" | "http_422" => "the destination does not understand the event: mend the one or the other",
-        "row_undecodable" | "headers_invalid" => "nobody can read the event: mend its row or discard it",
-        Disposition::MARKED_DEAD => {
-            "a person gave it up, and its text says why: retry it once that is mended, or discard it for good"
+        "http_400" | "http_422" => {
+            "the destination rejects the event as invalid: fix the program that appends it, or the destination"
         }
-        Disposition::EXPIRED => "it was not delivered before its `expires_at`: append anew what is wanted all the same",
+        "row_undecodable" | "headers_invalid" => "the event cannot be read: repair its row or discard it",
+        Disposition::MARKED_DEAD => {
+            "a person marked it dead, and its text says why: retry it once that is fixed, or discard it for good"
+        }
+        Disposition::EXPIRED => "it was not delivered before its `expires_at`: append it again if it is still wanted",
         "event_missing" => "somebody deleted the event from the log: discard it",
         "timeout" => "the destination takes too long for it: look there, or raise the subscription's `timeout`",
-        "relay_crashed" => "the program ends while it sends the event: its log, its exit code and its memory say why",
+        "relay_crashed" => {
+            "the program crashes while it sends the event: look at its log, its exit code and its memory use"
+        }
         "panic" => "the handler panicked: its message and the log say where",
         code if code.starts_with("http_5") && !is_dead => {
-            "the destination fails at these events: look at its log; they are tried again by themselves"
+            "the destination fails on these events: look at its log; they are retried by themselves"
         }
         code if code.starts_with("http_5") => "the destination failed at each attempt: look at its log",
-        _ => "its text says why: mend that",
+        _ => "its text says why: fix that",
     }
 }

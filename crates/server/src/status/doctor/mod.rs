@@ -82,9 +82,9 @@ fn blocker(blocker: &Blocker) -> Finding {
 fn cure_of_source(code: &str) -> &'static str {
     match code {
         "rabbitmq_message_unreadable" => {
-            "its broker is up, and one of its messages cannot be read: the service's log says how to take it out"
+            "the broker is up, but one of its messages cannot be read: the service's log says how to remove it"
         }
-        _ => "run: postbox check-config --connect, which says what is wrong; it is asked again by itself",
+        _ => "run `postbox check-config --connect`, which says what is wrong; the source is retried by itself",
     }
 }
 
@@ -116,7 +116,7 @@ async fn conflicts(store: &dyn Store) -> Result<Option<Finding>> {
     let most = if conflicts.len() == LOOK { "at least " } else { "" };
     let count = conflicts.len();
     let what = format!(
-        "{most}{count} message(s) came with a known id and another body and were kept out, the last from {}",
+        "{most}{count} message(s) with a known id and another body were rejected, the last from {}",
         last.source
     );
     Ok(Some(Finding::note("message_conflict", what).cure("postbox list --state conflict")))
@@ -126,10 +126,10 @@ async fn conflicts(store: &dyn Store) -> Result<Option<Finding>> {
 fn storm(storm: &StormJson) -> Finding {
     let (repeats, arrivals) = (grouped(storm.repeats), grouped(storm.arrivals));
     let what = format!(
-        "replay storm: {repeats} of the {arrivals} messages of the last minute from {} had come before; they are kept out",
+        "replay storm: {repeats} of the {arrivals} messages of the last minute from {} are repetitions; they are not stored again",
         storm.source
     );
-    let cure = "ask the sender why: it does not see our answers, or somebody sends again what was captured";
+    let cure = "ask the sender why: it does not get the answers, or somebody replays captured messages";
     Finding::problem("replay_storm", what, cure)
 }
 
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_message_that_cannot_be_read_is_no_broker_that_is_down() {
-        assert!(cure_of_source("rabbitmq_message_unreadable").starts_with("its broker is up"));
+        assert!(cure_of_source("rabbitmq_message_unreadable").starts_with("the broker is up"));
         assert!(cure_of_source("redis_connect_failed").contains("check-config --connect"));
     }
 }

@@ -36,19 +36,21 @@ pub(super) fn speed(known: &Known<'_>) -> Option<Finding> {
         _ => format!("each call takes {}", span(Duration::from_secs_f64(calls.seconds_each))),
     };
     if let (true, Some(rate), Some(per_second)) = (calls.held_by_rate, &calls.rate, calls.rate_per_second) {
-        let how = format!("rate = \"{rate}\" lets {} out", a_second(per_second));
+        let how = format!("rate = \"{rate}\" allows {}", a_second(per_second));
         let needed = (arrive * ROOM).ceil();
         let cure = match arrive < per_second {
-            true => "raise the subscription's `rate`, if the destination bears it, or wait".to_owned(),
+            true => "raise the subscription's `rate`, if the destination can take it, or wait".to_owned(),
             false => {
-                format!("raise the subscription's `rate` to \"{needed}/s\" or take it out, if the destination bears it")
+                format!(
+                    "raise the subscription's `rate` to \"{needed}/s\" or remove it, if the destination can take it"
+                )
             }
         };
         return Some(finding("rate_limited", known, &how, Flow { takes: per_second, arrive, share: 1.0 }, cure));
     }
     if let Some((key, share)) = one_key(known, calls) {
         let (takes, arrive) = (1.0 / calls.seconds_each.max(1e-6), arrive * share);
-        let how = format!("{key}, and go out one after the other: {each} = {}", a_second(takes));
+        let how = format!("{key}, and are delivered one after the other: {each} = {}", a_second(takes));
         let cure = "give the events finer keys, set ordering = \"none\" if their order does not matter, or make the destination faster";
         return Some(finding("few_keys", known, &how, Flow { takes, arrive, share }, cure.to_owned()));
     }
@@ -83,7 +85,7 @@ fn finding(code: &str, known: &Known<'_>, how: &str, flow: Flow, cure: String) -
         let drained = Duration::from_secs_f64((known.stats.pending as f64 * share / (takes - arrive)).min(1e9));
         return Finding::note(code, format!("{message}, drained in {}", span(drained))).cure(cure);
     }
-    Finding::problem(code, format!("{message}, and it grows"), cure)
+    Finding::problem(code, format!("{message}, and the backlog grows"), cure)
 }
 
 /// The key that most events have, and its share of them, if events of one key go out one at a time.
@@ -104,7 +106,7 @@ fn one_key(known: &Known<'_>, calls: &CallsJson) -> Option<(String, f64)> {
     // Nothing arrived lately: take the key that blocked events share with an event in flight.
     let mut keys = known.retrying.iter().filter(|it| is_under_way(it)).filter_map(|it| it.event.key.as_ref());
     let key = keys.find(|key| known.blocked.iter().all(|it| it.event.key.as_ref() == Some(key)))?;
-    (!known.blocked.is_empty()).then(|| (format!("the events that wait have the key {}", cut(key.as_str(), 60)), 1.0))
+    (!known.blocked.is_empty()).then(|| (format!("the waiting events have the key {}", cut(key.as_str(), 60)), 1.0))
 }
 
 fn is_under_way(record: &Record) -> bool {
@@ -117,13 +119,15 @@ fn faster(calls: &CallsJson, takes: f64, arrive: f64) -> String {
         // One call at a time, in order: no setting to raise.
         () if calls.at_once_max == 1 && calls.events_each > 1.0 => "make the destination faster".to_owned(),
         () if takes > arrive => {
-            "wait, or raise the subscription's `concurrency` if the destination bears it".to_owned()
+            "wait, or raise the subscription's `concurrency` if the destination can take it".to_owned()
         }
         () if needed > CONCURRENCY_MAX => format!(
-            "make the destination faster: for what arrives {} calls at once would be needed",
+            "make the destination faster: at this rate of arrival, {} concurrent calls would be needed",
             grouped(needed as u64)
         ),
-        () => format!("set concurrency = {needed} in the subscription, if the destination bears it; or make it faster"),
+        () => {
+            format!("set concurrency = {needed} in the subscription, if the destination can take it; or make it faster")
+        }
     }
 }
 
