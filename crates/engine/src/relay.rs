@@ -377,9 +377,20 @@ impl Relay {
         let ttl = context.settings.lease_ttl;
         let (mut lanes, mut known) = (Vec::new(), Vec::new());
         let mut lanes_max = 1;
-        while lanes.len() < lanes_max && !stop.is_cancelled() {
+        let halt = stop.child_token();
+        let mut failed = None;
+        while lanes.len() < lanes_max && !halt.is_cancelled() {
             let asked_at = self.clock.monotonic();
-            let acquired = context.acquire(&self.owner, &known).await?;
+            let acquired = match context.acquire(&self.owner, &known).await {
+                Ok(acquired) => acquired,
+                Err(error) => {
+                    // The lanes taken so far must be given back: a lease that just runs out counts
+                    // as a crash of its holder.
+                    halt.cancel();
+                    failed = Some(error);
+                    break;
+                }
+            };
             lanes_max = usize::from(acquired.lanes);
             if let Some(pause) = &acquired.paused {
                 info!(subscription = self.name(), by = pause.by, why = pause.why, "subscription paused");
@@ -387,10 +398,10 @@ impl Relay {
             let Some(lease) = acquired.lease else { break };
             self.metrics.lane_taken(&lease);
             known.push(lease.lane);
-            let guard = LeaseGuard::new(lease, asked_at, ttl, stop.child_token(), CancellationToken::new());
+            let guard = LeaseGuard::new(lease, asked_at, ttl, halt.child_token(), CancellationToken::new());
             lanes.push(Lane::new(context.clone(), guard));
         }
-        if lanes.is_empty() {
+        if lanes.is_empty() && failed.is_none() {
             info!(subscription = self.name(), "no lane free");
         }
         let ended = futures::future::join_all(lanes.into_iter().map(|lane| lane.drain(&limit))).await;
@@ -398,6 +409,9 @@ impl Relay {
             self.pause(context).await;
         }
         context.leave(&self.owner).await;
+        if let Some(error) = failed {
+            return Err(error);
+        }
         let mut lanes_lost = 0;
         for error in ended.into_iter().filter_map(Result::err) {
             if !error.is_stale() {

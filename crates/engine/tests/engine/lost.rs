@@ -1,13 +1,14 @@
 //! Relays that die, lanes that are lost, stores that go away.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Admin as _, BatchLimit, Call, Capabilities, Change, Clock, ErrorKind, Outcome, Pause, Result, Selection, State,
-    Wire,
+    Admin as _, BatchLimit, Call, Capabilities, Change, Clock, Error, ErrorKind, Log as _, Outcome, OwnerId, Pause,
+    Result, Selection, State, Wire,
 };
 use postbox_engine::{RelaySettings, TokioClock};
 use tokio_util::sync::CancellationToken;
@@ -75,6 +76,37 @@ async fn a_drain_that_loses_its_lane_says_so() {
     let drained = drained.expect("what was delivered counts");
     assert_eq!(drained.lanes_lost, 1);
     assert!((1..30).contains(&drained.delivered), "{drained:?}");
+}
+
+/// Fails every request for a lane after the first.
+#[derive(Default)]
+struct OneLane(AtomicBool);
+
+#[async_trait]
+impl Wire for OneLane {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        if call.operation == "acquire" && self.0.swap(true, Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Unavailable, "simulate", "store_down", "the cable is cut"));
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
+/// Otherwise the lane stands still for a lease, and its next holder takes that for a crash.
+#[tokio::test(start_paused = true)]
+async fn a_drain_that_fails_between_two_lanes_gives_back_the_first() {
+    let env = TestEnv::with_lanes(2).await;
+    env.append([event(1, 1)]).await;
+    let log = Arc::new(env.store.client(Some(Arc::new(OneLane::default()))));
+    let relay = env.relay_on(log, Recorder::new(Capabilities::default()), fast());
+    let error = relay.drain(None).await.expect_err("one of two lanes is missing");
+    assert_eq!(error.code(), "store_down", "{error}");
+    let (name, owner) = (env.subscription().name, OwnerId::new("next").expect("valid"));
+    for held in [&[][..], &[0]] {
+        let acquired = env.store.acquire(&name, &owner, held, fast().lease_ttl).await.expect("asked");
+        assert_eq!(acquired.lease.expect("free").crashes, 0);
+    }
 }
 
 /// Executes each call at once, but answers renewals late. After the first such answer it blocks
