@@ -41,19 +41,19 @@ fn commented(keys: &[Key], all: bool) -> String {
     let (mut lines, mut rest) = (String::new(), Vec::new());
     for key in keys {
         let (value, absent) = match &key.start {
-            Start::Value(value) => (value.clone(), ""),
-            Start::Required(example) => ((*example).to_owned(), ""),
-            Start::Unset(_, "") if !key.shape.keys.is_empty() => (defaults(&key.shape.keys), ""),
+            Start::Value(value) => (value.clone(), String::new()),
+            Start::Required(example) => ((*example).to_owned(), " Required.".to_owned()),
+            Start::Unset(_, "") if !key.shape.keys.is_empty() => (defaults(&key.shape.keys), String::new()),
             Start::Unset(_, "") => {
                 rest.push(key.name);
                 continue;
             }
-            Start::Unset(meaning, example) => ((*example).to_owned(), *meaning),
+            Start::Unset(meaning, example) if meaning.is_empty() => ((*example).to_owned(), String::new()),
+            Start::Unset(meaning, example) => ((*example).to_owned(), format!(" Default: {}.", plain(meaning))),
         };
         let below = key.shape.keys.iter().filter(|key| !matches!(key.start, Start::Value(_)));
         let is_set = !all && matches!(key.start, Start::Value(_));
         let code = format!("{}{} = {value}", if is_set { "" } else { "#" }, key.name);
-        let absent = if absent.is_empty() { String::new() } else { format!(" Default: {}.", plain(absent)) };
         let summary = plain(&key.doc) + &absent + &names(" More keys", below.map(|key| key.name));
         let beside = format!("{code:<COMMENT_COLUMN$} # {summary}\n");
         lines.push_str(&match all && beside.chars().count() <= LINE_CHARS_MAX {

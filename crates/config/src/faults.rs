@@ -63,12 +63,12 @@ pub fn suggestion(wrong: &str, known: &[&str]) -> String {
 }
 
 /// Returns the known word nearest to a wrong one, if it is within two edits or a third of its
-/// length.
+/// length. Of a short word at least half must be right.
 pub fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
     let near = known
         .iter()
         .map(|name| (strsim::damerau_levenshtein(wrong, name), *name))
-        .filter(|(distance, name)| *distance <= 2.max(name.len() / 3));
+        .filter(|(distance, name)| *distance <= (name.len() / 2).min(2.max(name.len() / 3)));
     near.min_by_key(|(distance, _)| *distance).map(|(_, name)| name)
 }
 

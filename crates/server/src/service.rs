@@ -93,6 +93,10 @@ impl Service {
         }
         let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
         info!(%address, stores = stores.len(), subscriptions, sources, "postbox serves");
+        if subscriptions == 0 {
+            let cure = "add [subscriptions.NAME] with a sink to the configuration";
+            warn!(code = "no_subscription", cure, "no event is delivered");
+        }
 
         let stop = CancellationToken::new();
         let mut tasks: JoinSet<Result<()>> = JoinSet::new();

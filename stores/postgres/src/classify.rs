@@ -23,14 +23,26 @@ pub(crate) fn classify(operation: &'static str, error: &tokio_postgres::Error) -
             "store_protocol",
             "a value could not be converted; this is a defect",
         ),
-        None => Error::new(
-            ErrorKind::Unavailable,
-            operation,
-            "store_unreachable",
-            format!("the database cannot be reached ({}); is it running, and is the store's URL right?", chain(error)),
-        ),
+        None => not_connected(operation, &chain(error)),
     };
     classified.with_source(error.to_string())
+}
+
+/// The error of a connection that was not made, or broke. `cause` is what the client says: it has no
+/// codes.
+fn not_connected(operation: &'static str, cause: &str) -> Error {
+    let (kind, code, message) = if cause.contains("password missing") {
+        let message = "the server asks for a password, and the store's URL has none; write postgres://USER:PASSWORD@HOST/DATABASE";
+        (ErrorKind::Unauthorized, "login_refused", message.to_owned())
+    } else if cause.contains("server does not support TLS") {
+        let message = "the server does not offer TLS, which the store's URL requires; enable it there, or write sslmode=disable \
+                       where the network is trusted";
+        (ErrorKind::Mismatch, "store_without_tls", message.to_owned())
+    } else {
+        let message = format!("the database cannot be reached ({cause}); is it running, and is the store's URL right?");
+        (ErrorKind::Unavailable, "store_unreachable", message)
+    };
+    Error::new(kind, operation, code, message)
 }
 
 /// The error of a log that does not exist.
@@ -100,7 +112,10 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
         "42501" => make(
             Unauthorized,
             "permission_denied",
-            format!("{}; grant it to the role that postbox uses", fields.message),
+            format!(
+                "{}; `postbox migrate grants --relay ROLE` (or --writer, --reader) prints the rights that the role needs",
+                fields.message
+            ),
         ),
         "3D000" => make(Mismatch, "database_missing", format!("{}; create it first", fields.message)),
         "57014" => make(
@@ -123,6 +138,11 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
         }
         // Raised by `<log>_window`.
         "PB001" => cursor_foreign(operation),
+        "53300" => make(
+            Unavailable,
+            "store_unavailable",
+            format!("{}; lower `pool` in [store], or raise the limit of the role or the server", fields.message),
+        ),
         "53100" => make(
             Unavailable,
             "store_full",

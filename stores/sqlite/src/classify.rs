@@ -120,9 +120,7 @@ pub(crate) fn read_only(operation: &'static str) -> Error {
 /// The error of a missing schema; `path` if we know the file.
 pub(crate) fn schema_missing(operation: &'static str, path: Option<&std::path::Path>) -> Error {
     let store = path.map_or_else(|| "sqlite:FILE".into(), |path| format!("sqlite:{}", path.display()));
-    let message = format!(
-        "{store} has no Postbox tables; run: postbox migrate up (where no configuration names it, with --store {store})"
-    );
+    let message = format!("{store} has no Postbox tables; run: postbox migrate up --store {store}");
     Error::new(ErrorKind::Mismatch, operation, "schema_missing", message)
 }
 

@@ -4,7 +4,7 @@ use postbox_core::{Change, Criteria, EventId, IdPrefix, Prune, Replay, Selection
 use postbox_server::Roles;
 
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, New, SubscriptionCommand};
-use crate::context::{Context, Purpose, load};
+use crate::context::{Context, Purpose, load, require_store};
 use crate::failure::Failure;
 use crate::selectors::{Chosen, Meant};
 
@@ -39,6 +39,9 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
     let (global, json) = (&args.global, args.global.json);
     if json && !args.command.has_results() {
         return Err(Failure::usage("this command has no JSON output; leave --json out"));
+    }
+    if args.command.works_on_store() {
+        require_store(global)?;
     }
     let inspect = || Context::load(global, Purpose::Inspect);
     let inspect_each = || Context::load_each(global, Purpose::Inspect);
@@ -149,6 +152,20 @@ async fn known(context: &Context, typed: Option<Vec<IdPrefix>>) -> Result<Option
 }
 
 impl Command {
+    /// Whether it needs a store that is there already.
+    fn works_on_store(&self) -> bool {
+        !matches!(
+            self,
+            Self::Demo(_)
+                | Self::Init { .. }
+                | Self::New(_)
+                | Self::CheckConfig { .. }
+                | Self::Config(_)
+                | Self::Completions { .. }
+                | Self::Migrate(_)
+        )
+    }
+
     /// Whether it has a result that can be printed as JSON. The other commands write a file, SQL, a
     /// schema or a log.
     fn has_results(&self) -> bool {

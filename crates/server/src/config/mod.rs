@@ -182,7 +182,8 @@ fn from_environment(file: &str) -> ReadOptions<'_> {
 
 /// The commented file that `postbox init` writes; every value in it is the default.
 pub fn default_toml() -> String {
-    "# Postbox. Every value below is the default; uncomment what you change.\n\
+    "# Postbox. Active lines hold the defaults. Commented-out lines are examples: uncomment what you\n\
+     # need; each names its default, or that it is required.\n\
      # Check it with `postbox check-config`. Secrets can be written as \"env:NAME\".\n\
      # All keys, explained: docs/guide/configuration.md.\n"
         .to_owned()
