@@ -12,6 +12,8 @@ use crate::failure::Failure;
 use crate::output;
 use crate::telemetry;
 
+/// The file of the default store.
+const STORE_FILE_DEFAULT: &str = "postbox.db";
 /// Most store names in an error.
 const NAMES_SHOWN: usize = 10;
 
@@ -166,9 +168,10 @@ impl Context {
         Err(Failure::usage(format!("there is no log {log}; there are: {known}")))
     }
 
-    /// The selected logs with events that no subscription reads, and their counts.
+    /// The selected logs with events that no subscription reads, and their counts. One tenant does
+    /// not see who reads for all of them.
     pub(crate) async fn unread(&self, store: &dyn Store) -> postbox_core::Result<Vec<(LogName, Count)>> {
-        if self.only.is_some() {
+        if self.only.is_some() || self.config.store.is_of_one_tenant() {
             return Ok(Vec::new());
         }
         let read: Vec<LogName> = store.subscriptions().await?.into_iter().map(|info| info.log).collect();
@@ -265,6 +268,7 @@ impl Context {
         }
         Err(Failure::failed(match (self.never_run(&infos).next(), &self.log) {
             (Some(name), _) => self.why_unread(name, &infos),
+            (None, _) if self.config.store.is_of_one_tenant() => NO_SUBSCRIPTION_OF_TENANT.to_owned(),
             (None, None) => {
                 "there is no subscription yet; add [subscriptions.NAME] to the configuration and name it with --config"
                     .to_owned()
@@ -283,6 +287,10 @@ impl Context {
         }
     }
 }
+
+/// Why one tenant may see no subscription.
+pub(crate) const NO_SUBSCRIPTION_OF_TENANT: &str =
+    "the tenant has no subscription of its own; those that read for all tenants are not shown to it";
 
 fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {
     known.sort();
@@ -348,6 +356,19 @@ fn few(names: &[&str]) -> String {
         0 => shown,
         more => format!("{shown}, or one of {more} more"),
     }
+}
+
+/// Rejects a folder in which nothing names a store. The default store would be a new file there, and
+/// the cure for its missing tables would create them in the wrong place.
+pub(crate) fn require_store(global: &Global) -> Result<(), Failure> {
+    let file = Path::new(postbox_server::FILE_DEFAULT);
+    if global.config.is_some() || global.store.is_some() || file.exists() || Path::new(STORE_FILE_DEFAULT).exists() {
+        return Ok(());
+    }
+    Err(Failure::usage(
+        "there is no postbox.toml in this folder, and no store is named; go to the folder that has it, or pass \
+         --config FILE or --store URL; to start anew: postbox init, then postbox migrate up",
+    ))
 }
 
 /// Loads the named file; else `postbox.toml` if it exists; else the defaults and the sinks in the

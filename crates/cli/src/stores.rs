@@ -114,6 +114,9 @@ pub(crate) fn rows(head: &[&str], rows: Vec<(&Context, Vec<String>)>) -> Result<
 }
 
 /// Fetches the status of the running service, if there is one; it covers all stores.
-pub(crate) async fn fetch(contexts: &[Context]) -> Option<status::ServiceStatus> {
-    status::fetch(&contexts.first()?.config.server).await
+pub(crate) async fn fetch(contexts: &[Context]) -> Result<Option<status::ServiceStatus>, status::Finding> {
+    match contexts.first() {
+        Some(context) => status::fetch(&context.config.server).await,
+        None => Ok(None),
+    }
 }

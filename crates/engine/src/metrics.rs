@@ -286,9 +286,11 @@ impl Metrics {
         }
     }
 
-    /// Notes that a lane was taken.
+    /// Notes that a lane was taken. That is a write, so the store is back: earlier failures of the
+    /// lane because it was away are over, even if their call is never made again.
     pub(crate) fn lane_taken(&self, lease: &Lease) {
         self.lanes_acquired.fetch_add(1, Ordering::Relaxed);
+        lock(&self.failures).retain(|(lane, _), failures| *lane != lease.lane || !failures.of_store);
         let before = lock(&self.taken).insert(lease.lane, lease.epoch);
         // A relay that takes its own lane again still finds the crash from when it first took it.
         if lease.crashes > 0 && before.is_none_or(|epoch| epoch + 1 != lease.epoch) {

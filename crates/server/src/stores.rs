@@ -112,6 +112,14 @@ impl StoreConfig {
         config
     }
 
+    /// Whether it works for one tenant of several. What others and subscriptions for all tenants
+    /// do is then not visible.
+    pub fn is_of_one_tenant(&self) -> bool {
+        let chosen = self.chosen().ok().map(|chosen| chosen as &dyn Any);
+        let postgres = chosen.and_then(|chosen| chosen.downcast_ref::<PostgresTable>());
+        postgres.is_some_and(|postgres| postgres.config(self.url.expose()).tenant.is_some())
+    }
+
     /// Returns what is risky about the connection to the store, if anything. Never repeats the URL.
     pub fn risk(&self) -> Option<&'static str> {
         self.chosen().ok()?.risk(self.url.expose())

@@ -156,7 +156,7 @@ async fn a_dead_destination_makes_it_unready_and_healthy() -> Result<()> {
 /// The service's status, fetched as `doctor` does.
 async fn asked(service: &Service) -> Result<ServiceStatus> {
     let config = ServerConfig { listen: service.address(), ..ServerConfig::default() };
-    fetch(&config).await.context("no status")
+    fetch(&config).await.ok().flatten().context("no status")
 }
 
 #[tokio::test]
@@ -179,10 +179,20 @@ async fn only_a_service_of_ours_has_a_status() -> Result<()> {
         };
         let (status, served) = tokio::join!(fetch(&config), other);
         served?;
-        ensure!(status.is_none(), "{answer:?} gave {status:?}");
+        ensure!(status == Ok(None), "{answer:?} gave {status:?}");
     }
     drop(listener);
-    ensure!(fetch(&config).await.is_none(), "nobody listens");
+    ensure!(fetch(&config).await == Ok(None), "nobody listens");
+    Ok(())
+}
+
+/// As one that was stopped: the kernel still accepts connections for it.
+#[tokio::test(start_paused = true)]
+async fn a_service_that_does_not_answer_is_a_finding() -> Result<()> {
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let config = ServerConfig { listen: listener.local_addr()?, ..ServerConfig::default() };
+    let silent = fetch(&config).await.expect_err("nobody answers");
+    ensure!(silent.code == "service_silent", "{silent:?}");
     Ok(())
 }
 

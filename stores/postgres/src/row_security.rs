@@ -134,6 +134,18 @@ pub(crate) async fn subscription_not_seen(session: &Session, unknown: Error) -> 
     }
 }
 
+/// Refuses a role that sees no subscription because it named no tenant. Otherwise everything would
+/// look empty to it.
+pub(crate) async fn require_sight(session: &Session) -> Result<()> {
+    let rows = session.rows(SEES_NONE, &params![session.schema().as_str()]).await?;
+    if rows.first().is_some_and(|row| row.get(0)) {
+        let message = "row-level security shows this role nothing, because no tenant is named: set `tenant` in [store], \
+                       or use a role that was named in `postbox migrate grants --all-tenants`";
+        return Err(Error::new(ErrorKind::Unauthorized, session.operation(), "tenant_not_named", message));
+    }
+    Ok(())
+}
+
 /// Returns why the row of a log could not be locked: it does not exist, or the role works for one
 /// tenant.
 pub(crate) async fn log_not_locked(session: &Session, log: &LogName) -> Error {

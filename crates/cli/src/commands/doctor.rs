@@ -5,14 +5,20 @@ use postbox_core::{Error, LogName, Store, SubscriptionName};
 use postbox_server::open_store;
 use postbox_server::status::{self, Finding, ServiceStatus, Severity};
 
-use crate::context::Context;
+use crate::context::{Context, NO_SUBSCRIPTION_OF_TENANT};
 use crate::failure::Failure;
 use crate::output;
 use crate::stores::{self, OfStore, ask_each};
 
 pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure> {
-    let service = stores::fetch(contexts).await;
-    let asked = ask_each(contexts, |context| examine(context, service.as_ref())).await;
+    let (service, silent) = match stores::fetch(contexts).await {
+        Ok(service) => (service, None),
+        Err(silent) => (None, Some(silent)),
+    };
+    let mut asked = ask_each(contexts, |context| examine(context, service.as_ref())).await;
+    if let (Some((_, findings)), Some(silent)) = (asked.answers.first_mut(), silent) {
+        findings.insert(0, silent);
+    }
     let findings = || asked.answers.iter().flat_map(|(context, of)| of.iter().map(move |finding| (*context, finding)));
     if json {
         if asked.is_answered() {
@@ -84,7 +90,10 @@ async fn look(
         service.iter().flat_map(|it| &it.faults).any(|fault| fault.subscription.as_ref() == Some(name))
     };
     findings.extend(context.never_run(&infos).filter(|name| !is_known(name)).map(never_run));
-    if findings.is_empty() && infos.is_empty() && unread.is_empty() {
+    let is_nobody = findings.is_empty() && infos.is_empty() && unread.is_empty();
+    if is_nobody && context.config.store.is_of_one_tenant() {
+        findings.push(Finding::note("no_subscription", NO_SUBSCRIPTION_OF_TENANT));
+    } else if is_nobody {
         let log = context.log.clone().unwrap_or_else(LogName::outbox);
         let what = format!("there is no subscription: nobody reads the {log}");
         findings.push(Finding::problem("no_subscription", what, context.reader_wanted(&log)));

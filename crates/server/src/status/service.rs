@@ -16,7 +16,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{MarksJson, StatsJson, StormJson, WorkJson};
+use super::{Finding, MarksJson, StatsJson, StormJson, WorkJson};
 use crate::config::ServerConfig;
 use crate::fault::Fault;
 
@@ -59,9 +59,13 @@ impl ServiceStatus {
 }
 
 /// Fetches the status of the service that listens as configured; `None` if none does, or if another
-/// program answers.
-pub async fn fetch(config: &ServerConfig) -> Option<ServiceStatus> {
-    timeout(WAIT_MAX, ask(config, "/status")).await.ok()?.ok()
+/// program answers. A service that listens and does not answer is a finding.
+pub async fn fetch(config: &ServerConfig) -> Result<Option<ServiceStatus>, Finding> {
+    timeout(WAIT_MAX, ask(config, "/status")).await.map(Result::ok).map_err(|_| {
+        let what = format!("the service at {} accepts connections, and has not answered for {WAIT_MAX:?}", config.listen);
+        let cure = "is its process stopped (SIGSTOP, a debugger) or starved? Let it go on, or end it and start `postbox run` again";
+        Finding::problem("service_silent", what, cure)
+    })
 }
 
 /// Adds the high-water marks to each count, if a service listens as configured.

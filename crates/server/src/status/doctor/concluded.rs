@@ -31,7 +31,8 @@ pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Ve
     if known.stats.scheduled > 0 {
         let scheduled = known.stats.of_rows(known.stats.scheduled);
         let what = format!("{scheduled} wait for their time; {}", soonest(&known.scheduled));
-        findings.push(Finding::note("scheduled", what).cure("wait; `postbox discard ID` cancels one"));
+        let cure = format!("wait; `postbox discard ID --subscription {}` cancels one", known.info.name);
+        findings.push(Finding::note("scheduled", what).cure(cure));
     }
     findings.push(pending(known, service));
     findings.into_iter().map(|finding| finding.of(&known.info.name)).collect()
@@ -88,12 +89,12 @@ fn driven(known: &Known<'_>) -> Finding {
             ),
         ),
     };
-    if known.stats.pending > 0 { finding } else { Finding { severity: super::Severity::Note, ..finding } }
+    if known.may_be_pending() { finding } else { Finding { severity: super::Severity::Note, ..finding } }
 }
 
 /// A subscription that is configured to keep its events for now.
 fn nowhere(known: &Known<'_>, is_served: bool) -> Option<Finding> {
-    let config = known.config.filter(|_| known.stats.pending > 0)?;
+    let config = known.config.filter(|_| known.may_be_pending())?;
     if config.sink.is_none() {
         let what = "it has no sink: its events are kept until it has one";
         return Some(Finding::problem(
@@ -160,7 +161,9 @@ fn halted(known: &Known<'_>) -> Option<Finding> {
         known.stats.of_rows(known.stats.blocked),
         first.code.as_deref().unwrap_or("unknown")
     );
-    let cure = format!("once its cause is fixed: postbox retry {id}; to continue without it: postbox discard {id}");
+    let of = format!("--subscription {}", known.info.name);
+    let cure =
+        format!("once its cause is fixed: postbox retry {id} {of}; to continue without it: postbox discard {id} {of}");
     Some(Finding::problem("halted", what, cure).reason(first.code.as_deref().unwrap_or("unknown")))
 }
 
@@ -177,9 +180,12 @@ fn blocked(known: &Known<'_>) -> Option<Finding> {
         Some(head) if head.code.as_deref().is_none_or(Disposition::is_own_code) => finding,
         Some(head) => {
             let id = head.event.id;
-            finding
-                .cure(format!("they wait for {id}: fix what it fails at, or continue without it: postbox discard {id}"))
+            finding.cure(format!(
+                "they wait for {id}: fix what it fails at, or continue without it: postbox discard {id} --subscription {name}"
+            ))
         }
+        // Reported by `halted`.
+        None if known.dead.iter().any(|it| it.event.key == first.event.key) => return None,
         None => finding.cure(format!(
             "they wait for the first event of each key: postbox list --state retrying --subscription {name}"
         )),
@@ -195,6 +201,10 @@ fn dead_to_fails(known: &Known<'_>) -> Option<Finding> {
 
 fn pending(known: &Known<'_>, service: Option<&ServiceStatus>) -> Finding {
     let stats = known.stats;
+    if stats.pending == 0 && stats.estimated {
+        let what = "the log has too many unread events to tell whether any is pending here; none was found in a sample";
+        return Finding::note("pending_unknown", what);
+    }
     if stats.pending == 0 {
         return Finding::fine("nothing_pending", "nothing is pending");
     }

@@ -55,8 +55,8 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
     let failed: Vec<&Record> = failed.collect();
     let count = known.stats.of_rows(known.stats.retrying);
     let untried = (!untried.is_empty()).then(|| {
-        let of = of_all(known.stats, untried.len(), known.retrying.len(), known.stats.retrying);
-        Finding::note("untried", format!("{of} to be sent again, not tried yet"))
+        let state = "to be sent again, not tried yet";
+        Finding::note("untried", of_all(known.stats, state, untried.len(), known.retrying.len(), known.stats.retrying))
     });
     if failed.is_empty() && untried.is_none() {
         let under_way = (!known.retrying.is_empty()).then(|| format!("{count} in flight for longer than others"));
@@ -67,8 +67,8 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
     let mut findings: Vec<Finding> = reasons
         .iter()
         .map(|reason| {
-            let of = of_all(known.stats, reason.count, known.retrying.len(), known.stats.retrying);
-            let what = format!("{of} retrying: {}; {soonest}", reason.said());
+            let of = of_all(known.stats, "retrying", reason.count, known.retrying.len(), known.stats.retrying);
+            let what = format!("{of}: {}; {soonest}", reason.said());
             let charged = failed.iter().filter(|it| it.code.as_deref() == Some(reason.code) && it.attempts > 0);
             if charged.count() < SAME_MIN {
                 return Finding::note("retrying", what).reason(reason.code);
@@ -86,8 +86,8 @@ pub(super) fn dead(known: &Known<'_>) -> Vec<Finding> {
     let dead: Vec<&Record> = known.dead.iter().collect();
     let name = &known.info.name;
     let finding = |reason: &Reason<'_>| {
-        let of = of_all(known.stats, reason.count, dead.len(), known.stats.dead);
-        let what = format!("{of} dead: {}", reason.said());
+        let of = of_all(known.stats, "dead", reason.count, dead.len(), known.stats.dead);
+        let what = format!("{of}: {}", reason.said());
         // An expired event would expire again, and poison is never sent: discard both.
         let is_of_reason = |record: &&&Record| record.code.as_deref() == Some(reason.code);
         let is_poison =
@@ -137,12 +137,12 @@ fn reasons<'a>(records: &[&'a Record]) -> Vec<Reason<'a>> {
     reasons
 }
 
-/// Phrases how many of all events this is about; only the first few were looked at.
-fn of_all(stats: &StatsJson, count: usize, looked: usize, all: u64) -> String {
+/// Phrases how many of all events in a state this is about; only the first few were looked at.
+fn of_all(stats: &StatsJson, state: &str, count: usize, looked: usize, all: u64) -> String {
     match () {
-        () if count == looked => stats.of_rows(all),
-        () if all <= LOOK as u64 => count.to_string(),
-        () => format!("of {} {count} of the first {looked}", stats.of_rows(all)),
+        () if count == looked => format!("{} {state}", stats.of_rows(all)),
+        () if all <= LOOK as u64 => format!("{count} {state}"),
+        () => format!("{} {state}, of the first {looked} {count}", stats.of_rows(all)),
     }
 }
 

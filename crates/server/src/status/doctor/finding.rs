@@ -48,7 +48,7 @@ impl Finding {
     }
 
     /// Worth knowing.
-    pub(in crate::status) fn note(code: &str, message: impl Into<String>) -> Self {
+    pub fn note(code: &str, message: impl Into<String>) -> Self {
         Self::new(Severity::Note, code, message)
     }
 

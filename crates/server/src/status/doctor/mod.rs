@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout_at};
 use self::asked::{Known, LOOK};
 use self::concluded::conclude;
 pub use self::finding::{Finding, Severity};
-use super::stats::{STATS_WAIT, stats, too_slow};
+use super::stats::{STATS_WAIT, StatsJson, stats, too_slow};
 use super::unrouted::{UnroutedLog, unrouted};
 use super::{Fault, ServiceStatus, StormJson};
 use crate::config::SubscriptionConfig;
@@ -32,7 +32,8 @@ pub async fn diagnose(
     let blockers = timeout_at(deadline, store.blockers()).await.unwrap_or_else(|_| Err(too_slow()));
     findings.extend(blockers.iter().flatten().map(blocker));
     findings.extend(service.iter().flat_map(|service| of_service(service, infos)));
-    let all = stats(store, infos, deadline).await;
+    let mut all = stats(store, infos, deadline).await;
+    count_alone(store, infos, &mut all, deadline).await;
     let deadline = Instant::now() + STATS_WAIT;
     for (info, counted) in infos.iter().zip(all) {
         let config = configured.iter().find(|config| config.subscription.name == info.name);
@@ -63,6 +64,26 @@ pub async fn diagnose(
     }
     findings.extend(service.iter().flat_map(|service| service.storms.iter().map(storm)));
     findings
+}
+
+/// Counts each estimated subscription again, alone. Several share what one count may cost, and an
+/// estimate of zero must not hide a cause.
+async fn count_alone(
+    store: &dyn Store,
+    infos: &[SubscriptionInfo],
+    counted: &mut [Result<StatsJson>],
+    deadline: Instant,
+) {
+    if infos.len() < 2 {
+        return;
+    }
+    for (info, counted) in infos.iter().zip(counted) {
+        if counted.as_ref().is_ok_and(|stats| stats.estimated)
+            && let Some(Ok(alone)) = stats(store, std::slice::from_ref(info), deadline).await.pop()
+        {
+            *counted = Ok(alone);
+        }
+    }
 }
 
 /// A session holds a lock that others wait for.

@@ -30,17 +30,17 @@ pub(super) fn speed(known: &Known<'_>) -> Option<Finding> {
     if !is_known || !is_late(known) || !waits {
         return None;
     }
-    let arrive = known.arrivals.as_ref().map_or(0.0, |it| it.per_second);
+    let arrive = known.arrivals.as_ref().map(|it| it.per_second);
     let each = match calls.ended {
         0 => format!("each call takes {} and more", span(Duration::from_secs_f64(calls.seconds_each))),
         _ => format!("each call takes {}", span(Duration::from_secs_f64(calls.seconds_each))),
     };
     if let (true, Some(rate), Some(per_second)) = (calls.held_by_rate, &calls.rate, calls.rate_per_second) {
         let how = format!("rate = \"{rate}\" allows {}", a_second(per_second));
-        let needed = (arrive * ROOM).ceil();
-        let cure = match arrive < per_second {
-            true => "raise the subscription's `rate`, if the destination can take it, or wait".to_owned(),
-            false => {
+        let cure = match arrive.filter(|arrive| *arrive >= per_second) {
+            None => "raise the subscription's `rate`, if the destination can take it, or wait".to_owned(),
+            Some(arrive) => {
+                let needed = (arrive * ROOM).ceil();
                 format!(
                     "raise the subscription's `rate` to \"{needed}/s\" or remove it, if the destination can take it"
                 )
@@ -49,7 +49,7 @@ pub(super) fn speed(known: &Known<'_>) -> Option<Finding> {
         return Some(finding("rate_limited", known, &how, Flow { takes: per_second, arrive, share: 1.0 }, cure));
     }
     if let Some((key, share)) = one_key(known, calls) {
-        let (takes, arrive) = (1.0 / calls.seconds_each.max(1e-6), arrive * share);
+        let (takes, arrive) = (1.0 / calls.seconds_each.max(1e-6), arrive.map(|arrive| arrive * share));
         let how = format!("{key}, and are delivered one after the other: {each} = {}", a_second(takes));
         let cure = "give the events finer keys, set ordering = \"none\" if their order does not matter, or make the destination faster";
         return Some(finding("few_keys", known, &how, Flow { takes, arrive, share }, cure.to_owned()));
@@ -71,7 +71,8 @@ pub(super) fn is_late(known: &Known<'_>) -> bool {
 #[derive(Clone, Copy)]
 struct Flow {
     takes: f64,
-    arrive: f64,
+    /// `None`: unknown.
+    arrive: Option<f64>,
     /// The part of all waiting events that this is about.
     share: f64,
 }
@@ -80,6 +81,9 @@ struct Flow {
 fn finding(code: &str, known: &Known<'_>, how: &str, flow: Flow, cure: String) -> Finding {
     let Flow { takes, arrive, share } = flow;
     let pending = estimated(known.stats.pending, known.stats.estimated);
+    let Some(arrive) = arrive else {
+        return Finding::note(code, format!("{how}; {pending} wait")).cure(cure);
+    };
     let message = format!("{how}, {} arrive; {pending} wait", a_second(arrive));
     if takes > arrive {
         let drained = Duration::from_secs_f64((known.stats.pending as f64 * share / (takes - arrive)).min(1e9));
@@ -113,7 +117,8 @@ fn is_under_way(record: &Record) -> bool {
     record.code.as_deref() == Some(Disposition::IN_FLIGHT)
 }
 
-fn faster(calls: &CallsJson, takes: f64, arrive: f64) -> String {
+fn faster(calls: &CallsJson, takes: f64, arrive: Option<f64>) -> String {
+    let arrive = arrive.unwrap_or_default();
     let needed = (calls.at_once_max as f64 * arrive * ROOM / takes.max(1e-6)).ceil();
     match () {
         // One call at a time, in order: no setting to raise.
