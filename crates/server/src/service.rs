@@ -93,7 +93,7 @@ impl Service {
         }
         let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
         info!(%address, stores = stores.len(), subscriptions, sources, "postbox serves");
-        if subscriptions == 0 {
+        if subscriptions + sources == 0 {
             let cure = "add [subscriptions.NAME] with a sink to the configuration";
             warn!(code = "no_subscription", cure, "no event is delivered");
         }

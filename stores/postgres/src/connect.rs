@@ -45,6 +45,12 @@ impl Target {
                 format!("the store URL is invalid: {error}; expected postgres://user@host:port/database"),
             )
         })?;
+        // The driver ends a password at the first @, and the rest of it would be printed, and looked
+        // up, as the host.
+        if settings.get_hosts().iter().any(|host| matches!(host, Host::Tcp(name) if name.contains('@'))) {
+            let message = "the store URL is invalid: there is an @ in its host; write an @ in a password as %40";
+            return Err(Error::new(ErrorKind::Mismatch, "connect", "store_url_invalid", message));
+        }
         settings.connect_timeout(config.connect_timeout).keepalives_idle(std::time::Duration::from_secs(15));
         // A network that drops packets silently must not hold a call longer than its own timeout.
         settings.tcp_user_timeout(config.statement_timeout);
@@ -241,5 +247,7 @@ mod tests {
         let error = Target::parse(&PostgresConfig::new("postgres://u:hunter2@h:port/d")).err().expect("refused");
         assert_eq!(error.code(), "store_url_invalid");
         assert!(!format!("{error} {error:?}").contains("hunter2"));
+        let error = Target::parse(&PostgresConfig::new("postgres://u:se@hunter2@h/d")).err().expect("refused");
+        assert!(error.message().contains("%40") && !format!("{error} {error:?}").contains("hunter2"), "{error}");
     }
 }

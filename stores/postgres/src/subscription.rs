@@ -46,11 +46,12 @@ RETURNING id, xmax = 0 AS is_new,
   coalesce((SELECT k.everything FROM known AS k), false) AS took_everything,
   coalesce((SELECT k.revision FROM known AS k), revision) <> revision AS is_changed";
 
-/// Without order no row holds its key, and no row waits for a turn. Index: `delivery_held`. Locks
+/// Without order no row holds its key, and no row waits for a turn: neither a blocked one, nor a
+/// follower that has no due time until the row before it is settled. Index: `delivery_held`. Locks
 /// the rows.
 const DELIVERY_UNBLOCK: &str = "
 UPDATE {s}.delivery SET ordered = false, updated_at = clock_timestamp(),
-  state = CASE state WHEN 'blocked' THEN 'retrying' ELSE state END, due_at = CASE state WHEN 'blocked' THEN clock_timestamp() ELSE due_at END
+  state = CASE state WHEN 'blocked' THEN 'retrying' ELSE state END, due_at = CASE WHEN state = 'blocked' OR (state = 'retrying' AND due_at IS NULL) THEN clock_timestamp() ELSE due_at END
 WHERE subscription = $1 AND holds";
 
 /// Stores the new filter. Index: primary key of `filter`.

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Delivery, EventId, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Subscription,
+    Append as _, Delivery, EventId, Inspect as _, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId,
+    Subscription,
 };
 use postbox_engine::{Relay, handler_sink};
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
