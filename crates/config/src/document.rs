@@ -48,7 +48,7 @@ fn commented(keys: &[Key], all: bool) -> String {
                 rest.push(key.name);
                 continue;
             }
-            Start::Unset(meaning, example) if meaning.is_empty() => ((*example).to_owned(), String::new()),
+            Start::Unset("", example) => ((*example).to_owned(), String::new()),
             Start::Unset(meaning, example) => ((*example).to_owned(), format!(" Default: {}.", plain(meaning))),
         };
         let below = key.shape.keys.iter().filter(|key| !matches!(key.start, Start::Value(_)));

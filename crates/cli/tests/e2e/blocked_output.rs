@@ -83,7 +83,7 @@ async fn a_send_that_cannot_say_the_id_on_standard_output_says_it_in_the_error()
         env.dispatch(&[])?;
         let lines = env.lines("out.jsonl")?;
         let id = lines[0]["id"].as_str().context("an id")?;
-        ensure!(said.contains(&format!("event {id} is in the outbox all the same")), "{said}");
+        ensure!(said.contains(&format!("event {id} is in the outbox nevertheless")), "{said}");
     }
     Ok(())
 }

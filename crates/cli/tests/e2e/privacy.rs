@@ -62,7 +62,7 @@ async fn with_a_status_token_strangers_learn_only_whether_it_is_ready() -> Resul
         ensure!(get(&served.address, "/healthz", wrong).await?.ends_with("ok\n"));
     }
     ensure!(get(&served.address, "/metrics", &right).await?.contains("postbox_delivered_total"));
-    ensure!(get(&served.address, "/readyz", &right).await?.contains("out: the breaker is open"));
+    ensure!(get(&served.address, "/readyz", &right).await?.contains("out: the breaker has been open"));
     ensure!(get(&served.address, "/status", &right).await?.contains("\"subscription\":\"out\""));
     let log = served.terminate().await?;
     ensure!(log.iter().all(|line| !line.contains(TOKEN)), "{log:#?}");

@@ -231,7 +231,7 @@ async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
     let gauge = "postbox_lane_failing_since_seconds{subscription=\"out\",lane=\"0\",code=\"store_error\"}";
     ensure!(metrics.contains(gauge), "{metrics}");
     env.config(&format!("{}[server]\nlisten = {:?}\n", endpoint.subscription("out"), relay.address))?;
-    ensure!(env.said(&["doctor"])?.contains("lane 0 cannot be read or settled"));
+    ensure!(env.said(&["doctor"])?.contains("lane 0 has failed to read or settle"));
     // A full database answers reads of its state, and accepts no work.
     env.sql(&format!(
         "DROP FUNCTION postbox.outbox_window;
