@@ -369,7 +369,7 @@ async fn without_a_subscription_the_outbox_is_pending() -> Result<()> {
 async fn init_writes_a_file_that_is_right_and_overwrites_nothing() -> Result<()> {
     let env = TestEnv::empty(Kind::Sqlite).await?;
     ensure!(env.ok(&["init"])?.contains("postbox.toml"));
-    ensure!(env.ok(&["check-config"])?.contains("right"));
+    ensure!(env.ok(&["check-config"])?.contains("valid"));
     ensure!(env.refuses(1, &["init"])?.contains("--force"));
     env.ok(&["init", "--force"])?;
     Ok(())
