@@ -33,7 +33,7 @@ async fn subscriptions_are_listed_and_shown(kind: Kind) -> Result<()> {
 
 async fn a_renamed_subscription_goes_on_under_its_new_name(kind: Kind) -> Result<()> {
     let env = delivered(kind).await?;
-    ensure!(env.ok(&["subscription", "rename", "out", "billing"])?.contains("billing now"));
+    ensure!(env.ok(&["subscription", "rename", "out", "billing"])?.contains("now called billing"));
     let complaint = env.refuses(1, &["subscription", "rename", "out", "other"])?;
     ensure!(complaint.contains("out was never run"), "{complaint}");
     env.config(&FILE_SINK.replace("out]", "billing]"))?;
