@@ -102,7 +102,7 @@ fn documents_say_what_is_declared() {
     assert_eq!(
         commented_file(&keys),
         "\n[queue]\n# Most things that wait.\ncapacity = 100\n# Longest wait. Default: for ever.\n#wait = \"30s\"\n\
-         # Where to.\n#target = \"here\"\n# In which order.\norder = \"first\"\n# Bounds.\n\
+         # Where to. Required.\n#target = \"here\"\n# In which order.\norder = \"first\"\n# Bounds.\n\
          #bounds = { low = 1, high = 2 }\n# Names. Default: none.\n#names = [\"a\"]\n# More keys: labels.\n"
     );
     let guide = guide_table(&keys, "queue").expect("it is there");

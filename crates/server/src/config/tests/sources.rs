@@ -8,7 +8,7 @@ fn ids_are_remembered_longer_than_senders_repeat() {
         format!("[sources.partner]\ntype = \"webhook\"\nscheme = \"{scheme}\"\nsecret = \"{KEY}\"\n{more}\n")
     };
     // The minimum is a week, whatever the horizon, and with or without a source.
-    let cure = "write remember_ids = \"7d\", the least";
+    let cure = "write remember_ids = \"7d\" (the least)";
     let message = fault(&(source("", "stripe") + "[retention]\nremember_ids = \"47h\"\n"));
     assert!(message.contains(":7: ") && message.contains("\"47h\"") && message.contains(cure), "{message}");
     for short in ["0s", "1s", "3d", "6d23h59m59s"] {
