@@ -358,8 +358,8 @@ fn few(names: &[&str]) -> String {
     }
 }
 
-/// Rejects a folder in which nothing names a store. The default store would be a new file there, and
-/// the cure for its missing tables would create them in the wrong place.
+/// Rejects a folder in which nothing names a store. The default store would be a new file there,
+/// and the cure for its missing tables would create them in the wrong place.
 pub(crate) fn require_store(global: &Global) -> Result<(), Failure> {
     let file = Path::new(postbox_server::FILE_DEFAULT);
     if global.config.is_some() || global.store.is_some() || file.exists() || Path::new(STORE_FILE_DEFAULT).exists() {

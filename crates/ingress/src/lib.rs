@@ -1,5 +1,5 @@
-//! Webhook ingress: `POST /in/{source}`. Each message is verified on its raw bytes, stored once, and
-//! answered only after that.
+//! Webhook ingress: `POST /in/{source}`. Each message is verified on its raw bytes, stored once,
+//! and answered only after that.
 //!
 //! ```no_run
 //! use std::sync::Arc;

@@ -5,8 +5,8 @@
 //!   configuration, never from `Host` or `X-Forwarded-*`, which anybody can write. Only the query
 //!   is taken from the request, because the signature covers it.
 //! - Forms: names and values are concatenated, sorted by name; several values of one name are
-//!   sorted, and duplicates count once. Like Twilio's own libraries, the URL is tried as configured,
-//!   and with and without its port.
+//!   sorted, and duplicates count once. Like Twilio's own libraries, the URL is tried as
+//!   configured, and with and without its port.
 //! - JSON: the query contains `bodySHA256`, and the body must have that hash. Any other body is
 //!   refused, because nothing signs it.
 //! - No time is signed. The message id is a digest of the signed text, because one form can be

@@ -28,8 +28,8 @@ pub(crate) fn classify(operation: &'static str, error: &tokio_postgres::Error) -
     classified.with_source(error.to_string())
 }
 
-/// The error of a connection that was not made, or broke. `cause` is what the client says: it has no
-/// codes.
+/// The error of a connection that was not made, or broke. `cause` is what the client says: it has
+/// no codes.
 fn not_connected(operation: &'static str, cause: &str) -> Error {
     let (kind, code, message) = if cause.contains("password missing") {
         let message = "the server asks for a password, and the store's URL has none; write postgres://USER:PASSWORD@HOST/DATABASE";

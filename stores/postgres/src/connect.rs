@@ -45,8 +45,8 @@ impl Target {
                 format!("the store URL is invalid: {error}; expected postgres://user@host:port/database"),
             )
         })?;
-        // The driver ends a password at the first @, and the rest of it would be printed, and looked
-        // up, as the host.
+        // The driver ends a password at the first @, and the rest of it would be printed, and
+        // looked up, as the host.
         if settings.get_hosts().iter().any(|host| matches!(host, Host::Tcp(name) if name.contains('@'))) {
             let message = "the store URL is invalid: there is an @ in its host; write an @ in a password as %40";
             return Err(Error::new(ErrorKind::Mismatch, "connect", "store_url_invalid", message));

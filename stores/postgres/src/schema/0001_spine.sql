@@ -33,8 +33,7 @@ BEGIN
 END
 ${tag}$;
 
--- The rule that the headers break, or NULL. The header in which the inbox keeps the sender's id
--- does not count.
+-- The rule that the headers break, or NULL. The inbox's header for the sender's id does not count.
 CREATE FUNCTION {s}.headers_fault(headers jsonb) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog AS ${tag}$
 BEGIN
   IF jsonb_typeof(headers) <> 'object' THEN
@@ -161,8 +160,7 @@ CREATE TABLE {s}.log (
   routed_seq bigint NOT NULL DEFAULT 0,
   -- Events that this snapshot sees had a reader that took everything, even if it is removed by now.
   taken_snap pg_snapshot NOT NULL DEFAULT '1:1:',
-  -- New lanes begin with this epoch, so that no lease of an earlier subscription with the same name
-  -- is valid.
+  -- New lanes begin with this epoch: no lease of an earlier subscription of the name is valid.
   epoch_next bigint NOT NULL DEFAULT 0
 );
 
@@ -192,8 +190,7 @@ BEGIN
   IF EXISTS (SELECT FROM {s}.log WHERE name = log_name) THEN
     RETURN;
   END IF;
-  -- `create` is reserved because of `create_window`. Names of existing tables, views, indexes and
-  -- sequences are taken.
+  -- `create` is reserved because of `create_window`. Names of existing objects are taken.
   IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR EXISTS (SELECT FROM unnest(ARRAY['', '_state', '_dead']) AS of_view(name)
       WHERE to_regclass({schema_literal} || '.' || quote_ident(log_name || of_view.name)) IS NOT NULL) THEN
     RAISE EXCEPTION '% is not a valid log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
@@ -222,8 +219,7 @@ BEGIN
       slot smallint NOT NULL GENERATED ALWAYS AS ((hashtextextended(coalesce(key, id::text) COLLATE "C", 0) & 32767)::smallint) STORED
     );
     CREATE INDEX {tag}_log_xid_seq ON {s}."{tag}_log" (xid, seq);
-    -- The CHECK of every writer reads the last number drawn. This allows reading it, not drawing
-    -- one.
+    -- The CHECK of every writer reads the last number drawn; this allows no drawing.
     GRANT SELECT ON SEQUENCE {s}.{tag}_log_seq_seq TO PUBLIC;
   ${tag}_ddl$, '{tag}_log', log_name);
   PERFORM {s}.guard_log(log_name);
@@ -240,8 +236,7 @@ BEGIN
 END
 ${tag}$;
 
--- The id of this cluster. A cursor consists of transaction ids, and those of another cluster are
--- meaningless numbers. PUBLIC may execute it.
+-- The id of this cluster: transaction ids of another mean nothing here. PUBLIC may execute it.
 CREATE FUNCTION {s}.cluster_id() RETURNS bigint LANGUAGE sql STABLE AS ${tag}$
   SELECT c.system_identifier FROM pg_catalog.pg_control_system() AS c
 ${tag}$;
@@ -255,14 +250,12 @@ CREATE TABLE {s}.subscription (
   aggregates text[] NOT NULL DEFAULT '{}',
   headers jsonb,
   tenant text,
-  -- It had another tenant before, or none: what is stored of it does not belong to its tenant
-  -- alone.
+  -- It had another tenant before, or none: what it has stored is not of its tenant alone.
   mixed boolean NOT NULL DEFAULT false,
   ordering text NOT NULL CHECK (ordering IN ('key', 'none')),
   on_dead text NOT NULL DEFAULT 'continue' CHECK (on_dead IN ('continue', 'halt')),
   lanes smallint NOT NULL CHECK (lanes BETWEEN 1 AND 256),
-  -- Raised by every change of the filter. A relay that reads with an older one reloads it before it
-  -- reads on.
+  -- Raised by every change of the filter, which a relay then reloads before it reads on.
   revision int NOT NULL DEFAULT 1,
   -- The revision of the filter that was compared with unrouted events, and how far.
   rerouted int NOT NULL DEFAULT 0,
