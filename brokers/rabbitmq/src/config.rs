@@ -266,7 +266,7 @@ mod tests {
             ("url = \"amqp://u:canary@h\"", "user and password"),
             ("url = \"amqp://h/?heartbeat=0\"", "no parameters"),
             ("url = \"amqp://h/\"", "slash"),
-            ("url = \"amqp://\"", "no address"),
+            ("url = \"amqp://\"", "not a valid address"),
             ("url = \"amqp://h\"\nuser = \"u\"", "needs both"),
             ("url = \"amqp://h\"\ntls = { ca_file = \"x\" }", "amqps://"),
             ("url = \"amqp://h\"\nrouting_key = \"{topik}\"", "{topik} is no field"),

@@ -106,7 +106,7 @@ async fn a_publish_that_we_have_no_right_to_is_named() {
             panic!("nobody may")
         };
         assert_eq!(code, "nats_publish_denied", "{version:?}");
-        assert!(error.contains("publish to in.forbidden; grant"), "{error}");
+        assert!(error.contains("publishing to in.forbidden; grant"), "{error}");
         // The other event of the call is accepted: only this subject is denied.
         let two = deliveries([NewEvent::json("t", "{}"), NewEvent::json("forbidden", "{}")]);
         let outcomes: Vec<String> = deliver(&sink, &two).await.iter().map(said).collect();

@@ -69,7 +69,7 @@ async fn a_look_makes_nothing() {
     assert_eq!(will.as_deref(), Ok("answers; the stream EVENTS will be created"));
     assert_eq!(api(&broker.client, "STREAM.INFO.EVENTS", Value::Null).await.err(), Some(10_059), "nothing was made");
     broker.stream("EVENTS", &["in.>"], json!({})).await;
-    assert_eq!(sink("").await.as_deref(), Ok("answers; the stream EVENTS is there"));
+    assert_eq!(sink("").await.as_deref(), Ok("answers; the stream EVENTS exists"));
     assert_eq!(source("").await.as_deref(), Ok("answers; the consumer postbox of EVENTS will be created"));
     assert!(source("create = false").await.is_err_and(|text| text.contains("nats consumer add EVENTS postbox")));
     assert_eq!(api(&broker.client, "CONSUMER.INFO.EVENTS.postbox", Value::Null).await.err(), Some(10_014));

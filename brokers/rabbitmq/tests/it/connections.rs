@@ -44,7 +44,7 @@ async fn what_is_missing_is_named_and_a_look_makes_nothing() {
     let broker = Broker::connect(&url).await;
     broker.queue(&name, quorum(&[]), &name, "#").await;
     assert_eq!(look_sink(&url, &sink_keys).await.expect("there"), format!("answers; the exchange {name} exists"));
-    assert_eq!(look_source(&url, &keys).await.expect("there"), format!("answers; the queue {name} is there"));
+    assert_eq!(look_source(&url, &keys).await.expect("there"), format!("answers; the queue {name} exists"));
     assert_eq!(look_sink(&url, "exchange = \"{tenant}\"").await.expect("there"), "answers");
     let nobody = listen_anywhere().and_then(|listener| Ok(listener.local_addr()?)).expect("a port");
     let error = look_sink(&format!("amqp://{nobody}"), &sink_keys).await.expect_err("nobody");
