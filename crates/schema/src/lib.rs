@@ -121,7 +121,7 @@ mod tests {
         }
         assert!(!error.message().contains("secret"), "{error}");
         assert!(check("{}").expect_err("refused").message().matches("/ (required): ").count() == 2);
-        assert!(check("{").expect_err("refused").message().contains("no JSON (line 1, column 1)"));
+        assert!(check("{").expect_err("refused").message().contains("not JSON (line 1, column 1)"));
     }
 
     #[test]

@@ -111,7 +111,7 @@ async fn check_config_says_what_is_there_and_what_is_not() {
         table::<SqsSinkTable>(&keys).connect(&context(PATIENCE)).await
     };
     let found = connect(&there, &broker.server.url()).await.expect("there");
-    assert_eq!(found, "answers; the queue events is there and takes messages of up to 1048576 bytes");
+    assert_eq!(found, "answers; the queue events exists and takes messages of up to 1048576 bytes");
     assert_eq!(broker.remaining(&there).await, 0, "nothing is written");
     let missing = connect(&broker.url_of("missing"), &broker.server.url()).await.expect_err("not there");
     assert_eq!(missing.code(), "sqs_queue_missing");
