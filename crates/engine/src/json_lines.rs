@@ -1,64 +1,83 @@
 //! The file and stdout sinks: one JSON object per line.
 
-use std::fs::Metadata;
+use std::fs::{File, Metadata, OpenOptions, TryLockError};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock};
+use std::thread;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{Capabilities, Delivery, Envelope, Error, ErrorKind, Event, Outcome, Sink};
-use tokio::fs::{File, OpenOptions};
-use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWrite, AsyncWriteExt, SeekFrom, Stdout};
+use tokio::io::{AsyncWrite, AsyncWriteExt, Stdout};
 use tokio::sync::Mutex;
+use tokio::task::spawn_blocking;
 
 /// Maximum events in one write. Each write is flushed once, and this bounds the line buffer.
 const BATCH_MAX: usize = 500;
+
+/// Longest wait for another process that writes to the same file. A write takes milliseconds; one
+/// that takes longer is that of a stopped process, or of a disk that hangs.
+const LOCK_TRIES_MAX: u32 = 1_000;
+const LOCK_TRY_EVERY: Duration = Duration::from_millis(5);
+
+/// The standard output of the process, which all sinks share, and whether a call left half a line.
+static STDOUT: LazyLock<Mutex<(Stdout, bool)>> = LazyLock::new(|| Mutex::new((tokio::io::stdout(), false)));
 
 /// Writes each event as one JSON object on its own line, to a file or to stdout. The default is the
 /// [envelope](Envelope::Json) with every field; other envelopes that are objects can be chosen.
 ///
 /// A file is synced before its events count as delivered. After a crash the last lines may be
-/// written again, with the same ids.
+/// written again, with the same ids. Several sinks and processes may append to one file: each write
+/// holds the file's lock.
 #[derive(Debug)]
 pub struct JsonLines {
-    output: Mutex<Output>,
+    to: Destination,
     envelope: Envelope,
     source: String,
 }
 
 #[derive(Debug)]
-struct Output {
-    to: Destination,
-    /// A call was written only in part, because it failed or was dropped. The next write must first
-    /// end that line.
+enum Destination {
+    /// Lent to the task that writes, which a dropped call does not end.
+    File(Arc<Mutex<LineFile>>),
+    Stdout,
+}
+
+/// A file to which lines are appended.
+#[derive(Debug)]
+struct LineFile {
+    file: File,
+    path: PathBuf,
+    /// A pipe or a device took a call only in part. The next write must first end that line.
     is_torn: bool,
 }
 
-#[derive(Debug)]
-enum Destination {
-    File { file: File, path: PathBuf },
-    Stdout(Stdout),
-}
-
 impl JsonLines {
-    /// Appends to a file, creating it if needed. A line that a crash cut short is ended first, so
-    /// that the next one is whole. A file that was removed or replaced since (by log rotation, for
-    /// example) is opened again.
+    /// Appends to a file, creating it if needed. Before the next line is written, one that a crash
+    /// cut short is ended. A file that was removed or replaced since (by log rotation, for example)
+    /// is opened again.
     pub async fn file(path: impl AsRef<Path>) -> postbox_core::Result<Self> {
         let path = path.as_ref().to_owned();
-        let fault = |source: std::io::Error| {
-            let text = format!("cannot append to {}: {source}", path.display());
-            Error::new(ErrorKind::Invalid, "open file sink", "file_not_writable", text).with_source(source)
+        let opened = match open(&path) {
+            Ok(file) => LineFile { file, path, is_torn: false },
+            Err(source) => {
+                let text = format!("cannot append to {}: {source}", path.display());
+                return Err(
+                    Error::new(ErrorKind::Invalid, "open file sink", "file_not_writable", text).with_source(source)
+                );
+            }
         };
-        let file = open(&path).await.map_err(fault)?;
-        Ok(Self::new(Destination::File { file, path }))
+        Ok(Self::new(Destination::File(Arc::new(Mutex::new(opened)))))
     }
 
     /// Writes to stdout.
     pub fn stdout() -> Self {
-        Self::new(Destination::Stdout(tokio::io::stdout()))
+        Self::new(Destination::Stdout)
     }
 
     fn new(to: Destination) -> Self {
-        Self { output: Mutex::new(Output { to, is_torn: false }), envelope: Envelope::Json, source: "postbox".into() }
+        Self { to, envelope: Envelope::Json, source: "postbox".into() }
     }
 
     /// Sets the envelope, one of [`Envelope::OBJECTS`], and the CloudEvents source for events
@@ -77,33 +96,100 @@ impl JsonLines {
     }
 }
 
-async fn open(path: &Path) -> std::io::Result<File> {
+fn open(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.create(true).append(true).read(true);
     // Readable by its owner only, because it holds payloads. An existing file keeps its mode.
     #[cfg(unix)]
-    options.mode(0o600);
-    let mut file = options.open(path).await?;
-    end_torn_line(&mut file).await?;
-    Ok(file)
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    options.open(path)
 }
 
 /// Returns whether the path still leads to this file.
 #[cfg(unix)]
-async fn is_in_place(file: &Metadata, path: &Path) -> bool {
+fn is_in_place(file: &Metadata, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt as _;
-    let there = tokio::fs::metadata(path).await;
-    there.is_ok_and(|there| (there.dev(), there.ino()) == (file.dev(), file.ino()))
+    std::fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (file.dev(), file.ino()))
 }
 
 #[cfg(not(unix))]
-async fn is_in_place(_: &Metadata, path: &Path) -> bool {
-    tokio::fs::try_exists(path).await.is_ok_and(|is_there| is_there)
+fn is_in_place(_: &Metadata, path: &Path) -> bool {
+    path.exists()
+}
+
+/// Locks a file against other writers, within a limit. A file system without locks has one writer.
+fn lock(file: &File) -> io::Result<()> {
+    for _ in 0..LOCK_TRIES_MAX {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) => thread::sleep(LOCK_TRY_EVERY),
+            Err(TryLockError::Error(error)) if error.kind() != io::ErrorKind::Unsupported => return Err(error),
+            Ok(()) | Err(TryLockError::Error(_)) => return Ok(()),
+        }
+    }
+    Err(io::Error::new(io::ErrorKind::WouldBlock, "another process holds the lock of the file"))
+}
+
+impl LineFile {
+    /// Writes all or nothing, as far as the file system allows.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        loop {
+            let metadata = self.file.metadata()?;
+            let is_file = metadata.is_file();
+            if is_file {
+                lock(&self.file)?;
+            }
+            if is_in_place(&metadata, &self.path) {
+                let written = if is_file { self.write_locked(bytes) } else { self.write_all(bytes) };
+                return if is_file { self.file.unlock().and(written) } else { written };
+            }
+            // Closing the former file ends its lock.
+            self.file = open(&self.path)?;
+            self.is_torn = false;
+        }
+    }
+
+    /// Appends to a regular file. Nobody else writes to it meanwhile.
+    fn write_locked(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let end = self.file.metadata()?.len();
+        // A crash of any writer may have left half a line.
+        self.is_torn = end > 0 && {
+            let mut last = [0];
+            self.file.seek(SeekFrom::End(-1))?;
+            self.file.read_exact(&mut last)?;
+            last != *b"\n"
+        };
+        let written = self.write_all(bytes).and_then(|()| self.file.sync_data());
+        if written.is_err() {
+            // The disk is full: remove the part that was written, or the repetition would follow
+            // half a line.
+            self.file.set_len(end)?;
+        }
+        written
+    }
+
+    fn write_all(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        if self.is_torn {
+            self.file.write_all(b"\n")?;
+            self.is_torn = false;
+        }
+        while !bytes.is_empty() {
+            let taken = match self.file.write(bytes) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                taken => taken?,
+            };
+            bytes = &bytes[taken..];
+            self.is_torn = !bytes.is_empty();
+            if taken == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Writes all bytes. At every moment `is_torn` is true if a part is written and the rest is not.
 /// This holds even if the future is dropped: bytes that a write took stay written.
-async fn write_all(to: &mut (impl AsyncWrite + Unpin), mut bytes: &[u8], is_torn: &mut bool) -> std::io::Result<()> {
+async fn write_all(to: &mut (impl AsyncWrite + Unpin), mut bytes: &[u8], is_torn: &mut bool) -> io::Result<()> {
     if *is_torn {
         to.write_all(b"\n").await?;
         *is_torn = false;
@@ -113,63 +199,25 @@ async fn write_all(to: &mut (impl AsyncWrite + Unpin), mut bytes: &[u8], is_torn
         bytes = &bytes[taken..];
         *is_torn = !bytes.is_empty();
         if taken == 0 {
-            return Err(std::io::ErrorKind::WriteZero.into());
+            return Err(io::ErrorKind::WriteZero.into());
         }
     }
     to.flush().await
 }
 
-/// Ends a torn last line. A special file (pipe, device) has no end to look at, so nothing is done.
-async fn end_torn_line(file: &mut File) -> std::io::Result<()> {
-    let metadata = file.metadata().await?;
-    if !metadata.is_file() || metadata.len() == 0 {
-        return Ok(());
-    }
-    let mut last = [0];
-    file.seek(SeekFrom::End(-1)).await?;
-    file.read_exact(&mut last).await?;
-    if last != *b"\n" {
-        file.write_all(b"\n").await?;
-        file.flush().await?;
-    }
-    Ok(())
-}
-
-impl Output {
-    /// Writes all or nothing, as far as the file system allows. If it is dropped midway it leaves
-    /// half a line, which the next call ends.
-    async fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
-        let Self { to, is_torn } = self;
-        match to {
-            Destination::Stdout(stdout) => write_all(stdout, bytes, is_torn).await,
-            Destination::File { file, path } => {
-                let mut metadata = file.metadata().await?;
-                if !is_in_place(&metadata, path).await {
-                    *file = open(path).await?;
-                    *is_torn = false;
-                    metadata = file.metadata().await?;
-                }
-                let was_torn = *is_torn;
-                let written = async {
-                    write_all(file, bytes, is_torn).await?;
-                    if metadata.is_file() { file.sync_data().await } else { Ok(()) }
-                };
-                let written = written.await;
-                if written.is_err() && metadata.is_file() {
-                    // The disk is full: remove the part that was written, or the repetition would
-                    // follow half a line.
-                    file.set_len(metadata.len()).await?;
-                    *is_torn = was_torn;
-                }
-                written
-            }
-        }
-    }
-
-    fn name(&self) -> String {
+impl JsonLines {
+    /// Writes all bytes; `Err` has the destination's name.
+    async fn write(&self, bytes: Vec<u8>) -> Result<(), String> {
         match &self.to {
-            Destination::File { path, .. } => path.display().to_string(),
-            Destination::Stdout(_) => "stdout".to_owned(),
+            Destination::File(file) => {
+                let mut file = Arc::clone(file).lock_owned().await;
+                let writing = move || file.write(&bytes).map_err(|error| format!("{}: {error}", file.path.display()));
+                spawn_blocking(writing).await.unwrap_or_else(|error| Err(error.to_string()))
+            }
+            Destination::Stdout => {
+                let (stdout, is_torn) = &mut *STDOUT.lock().await;
+                write_all(stdout, &bytes, is_torn).await.map_err(|error| format!("stdout: {error}"))
+            }
         }
     }
 }
@@ -184,20 +232,21 @@ impl Sink for JsonLines {
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         let lines = deliveries.iter().map(|delivery| self.line(&delivery.event)).collect::<Vec<_>>();
         let bytes: Vec<u8> = lines.iter().flatten().flatten().copied().collect();
-        let mut output = self.output.lock().await;
-        let written = output.write(&bytes).await;
+        let written = self.write(bytes).await;
         let outcome = |line: Result<Vec<u8>, Outcome>| match (line, &written) {
             (Err(dead), _) => dead,
             (Ok(_), Ok(())) => Outcome::DELIVERED,
-            (Ok(_), Err(error)) => Outcome::unavailable("write_failed", format!("{}: {error}", output.name())),
+            (Ok(_), Err(error)) => Outcome::unavailable("write_failed", error.clone()),
         };
         lines.into_iter().map(outcome).collect()
     }
 
     async fn close(&self) {
-        let mut output = self.output.lock().await;
-        // Everything delivered is flushed already. What a failed call left is repeated later.
-        _ = output.write(b"").await;
+        // Everything delivered is flushed already. What a failed call left is repeated later; only
+        // its half line is ended.
+        if matches!(self.to, Destination::Stdout) {
+            _ = self.write(Vec::new()).await;
+        }
     }
 }
 
@@ -206,6 +255,7 @@ mod tests {
     use super::*;
     use jiff::Timestamp;
     use postbox_core::{EventId, NewEvent};
+    use tokio::io::AsyncReadExt as _;
 
     #[tokio::test]
     async fn an_event_stays_on_one_line_in_every_envelope() {
@@ -270,6 +320,28 @@ mod tests {
         folder.close().expect("removed");
         let outcomes = sink.deliver(&[&delivery(4)]).await;
         assert!(matches!(&outcomes[..], [Outcome::Unavailable { code, .. }] if code == "write_failed"), "{outcomes:?}");
+    }
+
+    /// Two replicas, or two subscriptions. A batch is larger than what one write takes.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn two_writers_of_one_file_leave_every_line_whole() {
+        const ROUNDS: usize = 10;
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("events.jsonl");
+        let mut large = delivery(1);
+        large.event.payload = format!("{:?}", "x".repeat(20_000)).into();
+        let writing = async |sink: JsonLines| {
+            for _ in 0..ROUNDS {
+                let outcomes = sink.deliver(&[&large; 250]).await;
+                assert!(outcomes.iter().all(Outcome::is_delivered), "{outcomes:?}");
+            }
+        };
+        let open = async || JsonLines::file(&path).await.expect("opened");
+        tokio::join!(writing(open().await), writing(open().await));
+        let text = std::fs::read_to_string(&path).expect("read");
+        let length = text.lines().next().expect("a line").len();
+        assert_eq!(text.lines().count(), 2 * ROUNDS * 250);
+        assert!(text.lines().all(|line| line.len() == length), "a line was torn");
     }
 
     /// The reader of a pipe stalls; the relay drops the call and sends all of it again.
