@@ -127,7 +127,8 @@ pub trait Log: Send + Sync + 'static {
         ttl: Duration,
     ) -> Result<Acquired>;
 
-    /// Extends the lease to `ttl` from now. A pause ends the lease: `Stale`.
+    /// Extends the lease to `ttl` from now. Refused with `Stale` while the subscription is paused;
+    /// the lease then lasts to its end, so that what is in flight can be settled.
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()>;
 
     /// Releases the lane at once, for anybody to acquire, and stores its [`Lease::crashes`].

@@ -400,15 +400,17 @@ fn heartbeat(tx: &Transaction<'_>, name: &SubscriptionName, owner: &OwnerId, now
 pub(crate) fn renew(session: &mut Session, lease: &Lease, ttl: Duration) -> Work<bool> {
     let now = session.settings.now();
     session.transact(Flush::Configured, |tx| {
-        let paused = find(tx, &lease.subscription)?.is_none_or(|stored| stored.paused(now).is_some());
-        let until = if paused { 0 } else { now.saturating_add(micros(ttl)) };
+        if find(tx, &lease.subscription)?.is_none_or(|stored| stored.paused(now).is_some()) {
+            return Ok(false);
+        }
+        let until = now.saturating_add(micros(ttl));
         let (name, owner) = (lease.subscription.as_str(), lease.owner.as_str());
         let row = params![name, lease.lane, lease.epoch, owner, now, until, micros(ttl)];
         let changed = tx.prepare_cached(LANE_RENEW)?.execute(row)?;
         if changed == 1 {
             heartbeat(tx, &lease.subscription, &lease.owner, now, ttl)?;
         }
-        Ok(changed == 1 && !paused)
+        Ok(changed == 1)
     })
 }
 

@@ -93,10 +93,8 @@ impl Server {
         let (reader, _) = state.data.leased("renew", lease, monotonic)?;
         reader.alive_until.insert(lease.owner.clone(), monotonic + ttl);
         let paused = reader.paused(now).is_some();
-        let lane = &mut reader.lanes[usize::from(lease.lane)];
-        match paused {
-            true => lane.lease_until = None,
-            false => lane.hold(monotonic, ttl),
+        if !paused {
+            reader.lanes[usize::from(lease.lane)].hold(monotonic, ttl);
         }
         state.flush();
         if paused { Err(Error::stale("renew")) } else { Ok(()) }

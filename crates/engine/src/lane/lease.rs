@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use postbox_core::{Error, ErrorKind, Lease};
 use tokio_util::sync::CancellationToken;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::context::RelayContext;
 use crate::lock::lock;
@@ -76,6 +76,17 @@ impl LeaseGuard {
         self.abandon.cancel();
     }
 
+    /// Sends nothing more, because the store refused to renew the lease: the subscription is
+    /// paused, or another relay has the lane. Calls in flight may still return and be settled until the
+    /// lease ends, so that a pause repeats nothing. If the lane has another owner, settling changes
+    /// nothing.
+    fn not_renewed(&self, context: &RelayContext, error: Error) {
+        let (lane, epoch) = (self.lease.lane, self.lease.epoch);
+        info!(subscription = context.name(), lane, epoch, code = error.code(), "lease not renewed");
+        *lock(&self.loss) = Some(error);
+        self.halt.cancel();
+    }
+
     /// Marks the lane as lost, because the store did not confirm the lease in time.
     pub(crate) fn run_out(&self, context: &RelayContext) {
         let message = "the lease was not renewed in time: the store did not answer, or this process stood still";
@@ -107,7 +118,11 @@ pub(super) async fn keep(context: Arc<RelayContext>, guard: Arc<LeaseGuard>) {
                 context.metrics.add(&context.metrics.renewals_ok, 1);
                 wait = guard.ttl / 3;
             }
-            Err(error) if error.is_stale() => return guard.lose(&context, error),
+            Err(error) if error.is_stale() => {
+                guard.not_renewed(&context, error);
+                clock.sleep(guard.safe_until().saturating_sub(clock.monotonic())).await;
+                return guard.take_loss().map_or((), |error| guard.lose(&context, error));
+            }
             Err(error) => {
                 context.metrics.add(&context.metrics.renewals_failed, 1);
                 if !context.store_failed(&error) {

@@ -78,6 +78,25 @@ async fn a_drain_that_loses_its_lane_says_so() {
     assert!((1..30).contains(&drained.delivered), "{drained:?}");
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_pause_repeats_nothing_that_is_answered_within_the_lease() {
+    let env = TestEnv::with((0..4).map(|n| event(n, n))).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.takes(3 * S);
+    let name = env.subscription().name;
+    let pausing = async {
+        tokio::time::sleep(S).await;
+        let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };
+        env.store.pause(&name, Some(&pause)).await.expect("paused");
+        tokio::time::sleep(10 * S).await;
+        assert_eq!(env.stats().await.dispatched, 4, "what was in flight is settled");
+        env.store.pause(&name, None).await.expect("resumed");
+        tokio::time::sleep(10 * S).await;
+    };
+    env.run_while(&relay, pausing).await;
+    assert_eq!(sink.calls(), 4);
+}
+
 /// Fails every request for a lane after the first.
 #[derive(Default)]
 struct OneLane(AtomicBool);

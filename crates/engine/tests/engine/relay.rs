@@ -422,6 +422,7 @@ async fn a_store_that_comes_back_is_served_within_two_seconds() {
             let back = tokio::time::Instant::now();
             sink.wait_for(2).await;
             assert!(back.elapsed() <= 2 * S, "{:?} after an outage of {outage:?}", back.elapsed());
+            tokio::time::sleep(2 * S).await;
             assert_eq!((relay.store_outage(), relay.failing_lanes()), (None, vec![]), "after {outage:?}");
         })
         .await;

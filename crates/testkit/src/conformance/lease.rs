@@ -204,9 +204,13 @@ pub async fn replicas_forgets_who_fell_silent(fixture: &dyn StoreFixture) {
 
 pub async fn a_pause_gives_no_lease_and_ends_the_running_one(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
+    append(&lane.store, [event("1")]).await;
+    let in_flight = lane.next(10).await;
     let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };
     lane.store.pause(&named("reader"), Some(&pause)).await.expect("paused");
     stale(lane.store.renew(&lane.lease, LONG).await);
+    lane.settle(&in_flight, Vec::new()).await;
+    assert_eq!(stats(&lane.store).await.dispatched, 1, "what was in flight is settled");
     lane.store.release(&lane.lease).await.expect("does no harm");
     let refused = acquire(&lane.store, "reader", "one", LONG).await;
     assert_eq!((refused.lease, refused.paused), (None, Some(pause)));
