@@ -77,9 +77,9 @@ impl LeaseGuard {
     }
 
     /// Sends nothing more, because the store refused to renew the lease: the subscription is
-    /// paused, or another relay has the lane. Calls in flight may still return and be settled until the
-    /// lease ends, so that a pause repeats nothing. If the lane has another owner, settling changes
-    /// nothing.
+    /// paused, or another relay has the lane. Calls in flight may still return and be settled until
+    /// the lease ends, so that a pause repeats nothing. If the lane has another owner, settling
+    /// changes nothing.
     fn not_renewed(&self, context: &RelayContext, error: Error) {
         let (lane, epoch) = (self.lease.lane, self.lease.epoch);
         info!(subscription = context.name(), lane, epoch, code = error.code(), "lease not renewed");
