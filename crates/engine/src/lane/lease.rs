@@ -68,7 +68,8 @@ impl LeaseGuard {
         if self.lost.swap(true, Ordering::AcqRel) {
             return;
         }
-        context.metrics.add(&context.metrics.leases_lost, 1);
+        // A refused renewal was counted already.
+        context.metrics.add(&context.metrics.leases_lost, usize::from(lock(&self.loss).is_none()));
         let (lane, epoch) = (self.lease.lane, self.lease.epoch);
         warn!(subscription = context.name(), lane, epoch, code = error.code(), why = error.message(), "lease lost");
         *lock(&self.loss) = Some(error);
@@ -81,6 +82,7 @@ impl LeaseGuard {
     /// the lease ends, so that a pause repeats nothing. If the lane has another owner, settling
     /// changes nothing.
     fn not_renewed(&self, context: &RelayContext, error: Error) {
+        context.metrics.add(&context.metrics.leases_lost, 1);
         let (lane, epoch) = (self.lease.lane, self.lease.epoch);
         info!(subscription = context.name(), lane, epoch, code = error.code(), "lease not renewed");
         *lock(&self.loss) = Some(error);
@@ -121,7 +123,8 @@ pub(super) async fn keep(context: Arc<RelayContext>, guard: Arc<LeaseGuard>) {
             Err(error) if error.is_stale() => {
                 guard.not_renewed(&context, error);
                 clock.sleep(guard.safe_until().saturating_sub(clock.monotonic())).await;
-                return guard.take_loss().map_or((), |error| guard.lose(&context, error));
+                guard.lost.store(true, Ordering::Release);
+                return guard.abandon.cancel();
             }
             Err(error) => {
                 context.metrics.add(&context.metrics.renewals_failed, 1);
