@@ -12,8 +12,8 @@ use postbox_core::{Envelope, Error, ErrorKind, LogName, Result, Sink, Source, Te
 use redis::Value;
 use tokio::time::timeout;
 
-use crate::connection::{Connection, Server, check_url};
-use crate::{RedisSink, RedisSource, classify, stream};
+use crate::connection::{Connection, Server};
+use crate::{RedisSink, RedisSource, address, classify, stream};
 
 /// Most calls at once unless the subscription says otherwise: one is answered while another is
 /// written, and more only queue at the server, which does one thing at a time.
@@ -29,6 +29,8 @@ table! {
     /// Events into Redis streams, or Valkey's.
     pub struct RedisSinkConfig {
         /// Where the primary is: `redis://HOST:PORT/DATABASE`, or `rediss://` for TLS.
+        ///
+        /// With [Sentinels](redis.md#failover), `redis+sentinel://HOST:PORT,HOST:PORT/NAME`.
         url: String = text(url), required(r#""redis://127.0.0.1:6379""#);
         /// The user (ACL); without one, the password is the server's.
         user: Option<String> = text(plain), unset("the default user", r#""postbox""#);
@@ -62,6 +64,8 @@ table! {
     #[check(check)]
     pub struct RedisSourceConfig {
         /// Where the primary is: `redis://HOST:PORT/DATABASE`, or `rediss://` for TLS.
+        ///
+        /// With [Sentinels](redis.md#failover), `redis+sentinel://HOST:PORT,HOST:PORT/NAME`.
         url: String = text(url), required(r#""redis://127.0.0.1:6379""#);
         /// The user (ACL); without one, the password is the server's.
         user: Option<String> = text(plain), unset("the default user", r#""postbox""#);
@@ -94,7 +98,7 @@ table! {
 }
 
 fn url(text: &str) -> Result<String, String> {
-    check_url(text).map(|()| text.to_owned())
+    address::parse(text).map(|_| text.to_owned())
 }
 
 impl RedisSinkConfig {

@@ -11,13 +11,13 @@ use postbox_core::{Error, ErrorKind, Result};
 use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
 use redis::{
-    AsyncConnectionConfig, Client, ClientTlsConfig, ConnectionInfo, FromRedisValue, IntoConnectionInfo, Pipeline,
-    ProtocolVersion, PushInfo, PushKind, RedisResult, TlsCertificates, Value,
+    AsyncConnectionConfig, Client, ClientTlsConfig, ConnectionAddr, FromRedisValue, IntoConnectionInfo, Pipeline,
+    ProtocolVersion, PushInfo, PushKind, RedisConnectionInfo, RedisResult, TlsCertificates, Value,
 };
 use tokio::time::timeout;
 use tracing::warn;
-use url::Url;
 
+use crate::address::{self, Address};
 use crate::classify;
 
 /// The largest value that a server takes by default (`proto-max-bulk-len`).
@@ -26,10 +26,21 @@ const BULK_BYTES_MAX: usize = 512 * 1024 * 1024;
 /// A server, and how to connect to it.
 #[derive(Debug)]
 pub(crate) struct Server {
-    client: Client,
+    /// The server, or the Sentinels that know it.
+    clients: Vec<Client>,
+    /// What the Sentinels call it.
+    primary: Option<String>,
+    settings: Settings,
     timeout: Duration,
     /// What is risky about the server was said.
     warned: AtomicBool,
+}
+
+/// Everything about a connection but the address.
+#[derive(Debug)]
+struct Settings {
+    redis: RedisConnectionInfo,
+    certificates: Option<TlsCertificates>,
 }
 
 impl Server {
@@ -41,23 +52,25 @@ impl Server {
         tls: Option<&TlsTable>,
         timeout: Duration,
     ) -> Result<Self> {
-        let wrong = |text: String| Error::invalid("configure", "redis_config_invalid", text);
-        check_url(url).map_err(wrong)?;
-        // Our own text: the client's may repeat the URL.
-        let info = url.into_connection_info().map_err(|_| wrong("the url does not lead to a server".to_owned()))?;
+        let Address { urls, primary, database } = address::parse(url).map_err(invalid)?;
         // RESP3, because only there the client tells at once that a connection is lost, and an
         // answer to wrong credentials has a code.
-        let mut settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
-        settings = settings.set_lib_name("postbox", env!("CARGO_PKG_VERSION"));
+        let plain = RedisConnectionInfo::default()
+            .set_protocol(ProtocolVersion::RESP3)
+            .set_lib_name("postbox", env!("CARGO_PKG_VERSION"));
+        let mut redis = plain.clone().set_db(database);
         if let Some(user) = user {
-            settings = settings.set_username(user);
+            redis = redis.set_username(user);
         }
         if let Some(password) = password {
-            settings = settings.set_password(password.expose());
+            redis = redis.set_password(password.expose());
         }
-        let info = info.set_redis_settings(settings).set_tcp_settings(TcpSettings::default().set_nodelay(true));
-        let client = client(info, tls)?;
-        Ok(Self { client, timeout, warned: AtomicBool::new(false) })
+        let certificates = tls.map(certificates).transpose()?;
+        // Sentinels have users of their own, and no databases.
+        let first = Settings { redis: if primary.is_some() { plain } else { redis.clone() }, certificates };
+        let clients = urls.iter().map(|url| first.client(url)).collect::<Result<_>>()?;
+        let settings = Settings { redis, ..first };
+        Ok(Self { clients, primary, settings, timeout, warned: AtomicBool::new(false) })
     }
 
     /// Longest wait for an answer.
@@ -67,28 +80,47 @@ impl Server {
 
     /// A new connection to a server that takes writes.
     pub(crate) async fn connect(&self) -> Result<Connection> {
-        match timeout(self.timeout, self.try_connect()).await {
-            Ok(connected) => connected,
-            Err(_) => Err(Error::new(ErrorKind::Unavailable, "connect", "redis_connect_timeout", classify::SILENT)),
-        }
+        in_time(self.timeout, self.try_connect()).await
     }
 
+    /// Sentinels are asked one after the other, until one names a server that is a primary: one
+    /// that is cut off from the others goes on naming the former primary.
     async fn try_connect(&self) -> Result<Connection> {
+        let mut failed = invalid("no server is named".to_owned());
+        for client in &self.clients {
+            let Some(primary) = &self.primary else { return self.connect_to(client).await };
+            let via = async { self.connect_to(&self.settings.named(client, primary).await?).await };
+            match in_time(self.timeout / (self.clients.len() as u32 + 1), via).await {
+                Ok(connection) => return Ok(connection),
+                Err(error) => failed = error,
+            }
+        }
+        Err(failed)
+    }
+
+    async fn connect_to(&self, client: &Client) -> Result<Connection> {
         let lost = Arc::new(AtomicBool::new(false));
         let noted = Arc::clone(&lost);
         let note = move |push: PushInfo| -> Result<(), ()> {
             noted.fetch_or(push.kind == PushKind::Disconnection, Ordering::SeqCst);
             Ok(())
         };
-        // One deadline is around all of it, and each call has its own.
-        let config =
-            AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None).set_push_sender(note);
-        let connection = self.client.get_multiplexed_async_connection_with_config(&config).await;
+        let connection =
+            client.get_multiplexed_async_connection_with_config(&one_deadline().set_push_sender(note)).await;
         let mut connection = connection.map_err(|error| classify::failure("connect", error))?;
         let asked = Asked::of(&mut connection).await.map_err(|error| classify::failure("connect", error))?;
-        if asked.is_replica {
-            let text = "the server is a replica, which takes no writes; the url must lead to the primary";
-            return Err(Error::new(ErrorKind::Unavailable, "connect", "redis_readonly", text));
+        let refused = match asked.role.as_str() {
+            "" | "master" => None,
+            "sentinel" => {
+                Some(("redis_is_sentinel", "this is a Sentinel; write redis+sentinel://HOST:PORT,HOST:PORT/NAME"))
+            }
+            _ => Some((
+                "redis_readonly",
+                "the server is a replica, which takes no writes; the url must lead to the primary",
+            )),
+        };
+        if let Some((code, text)) = refused {
+            return Err(Error::new(ErrorKind::Unavailable, "connect", code, text));
         }
         if !self.warned.swap(true, Ordering::SeqCst) {
             asked.warn();
@@ -97,27 +129,63 @@ impl Server {
     }
 }
 
-/// Checks the form of a URL. The message never repeats it: it may hold a password.
-pub(crate) fn check_url(text: &str) -> Result<(), String> {
-    let url = Url::parse(text).map_err(|error| format!("the url is none ({error}); write redis://HOST:PORT"))?;
-    let database = url.path().trim_start_matches('/');
-    if !matches!(url.scheme(), "redis" | "rediss") || url.host_str().is_none_or(str::is_empty) {
-        return Err("the url must begin with redis:// or rediss:// (TLS) and name a host".into());
-    }
-    if !url.username().is_empty() || url.password().is_some() {
-        return Err("the url holds a user name or password; give them as user and password".into());
-    }
-    if url.fragment().is_some() || url.query().is_some() {
-        return Err("the url has a query or a fragment, which mean nothing here; leave them out".into());
-    }
-    if !database.is_empty() && database.parse::<u32>().is_err() {
-        return Err("the url's path is no number of a database; write redis://HOST:PORT/0, or no path".into());
-    }
-    Ok(())
+/// One deadline is around all of a connection's making, and each call has its own.
+fn one_deadline() -> AsyncConnectionConfig {
+    AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None)
 }
 
-fn client(info: ConnectionInfo, tls: Option<&TlsTable>) -> Result<Client> {
-    let Some(tls) = tls else { return Client::open(info).map_err(|error| classify::failure("configure", error)) };
+async fn in_time<T>(limit: Duration, connecting: impl Future<Output = Result<T>>) -> Result<T> {
+    let late = || Err(Error::new(ErrorKind::Unavailable, "connect", "redis_connect_timeout", classify::SILENT));
+    timeout(limit, connecting).await.unwrap_or_else(|_| late())
+}
+
+fn invalid(text: String) -> Error {
+    Error::invalid("configure", "redis_config_invalid", text)
+}
+
+impl Settings {
+    fn client(&self, url: &str) -> Result<Client> {
+        // Our own text: the client's may repeat the URL.
+        let info = url.into_connection_info();
+        let info = info.map_err(|_| invalid("the url does not lead to a server".to_owned()))?;
+        let info =
+            info.set_redis_settings(self.redis.clone()).set_tcp_settings(TcpSettings::default().set_nodelay(true));
+        let Some(certificates) = self.certificates.clone() else {
+            return Client::open(info).map_err(|error| classify::failure("configure", error));
+        };
+        let wrong =
+            |error| Error::invalid("configure", "tls_invalid", format!("the certificates are unusable: {error}"));
+        Client::build_with_tls(info, certificates).map_err(wrong)
+    }
+
+    /// The primary, as a Sentinel names it.
+    async fn named(&self, sentinel: &Client, primary: &str) -> Result<Client> {
+        let failed = |error| {
+            let error = classify::failure("connect", error);
+            Error::new(error.kind(), "connect", error.code().to_owned(), format!("a Sentinel: {}", error.message()))
+        };
+        let connection = sentinel.get_multiplexed_async_connection_with_config(&one_deadline()).await;
+        let mut question = redis::cmd("SENTINEL");
+        question.arg("GET-MASTER-ADDR-BY-NAME").arg(primary);
+        let answer = question.query_async(&mut connection.map_err(failed)?).await.map_err(failed)?;
+        let Some((host, port)): Option<(String, u16)> = answer else {
+            let text = format!("a Sentinel knows no primary {primary}; correct the name in the url");
+            return Err(Error::new(ErrorKind::Unavailable, "connect", "redis_primary_unknown", text));
+        };
+        let scheme = if matches!(sentinel.get_connection_info().addr(), ConnectionAddr::TcpTls { .. }) {
+            "rediss"
+        } else {
+            "redis"
+        };
+        self.client(&if host.contains(':') {
+            format!("{scheme}://[{host}]:{port}")
+        } else {
+            format!("{scheme}://{host}:{port}")
+        })
+    }
+}
+
+fn certificates(tls: &TlsTable) -> Result<TlsCertificates> {
     let wrong = |text: String| Error::invalid("configure", "tls_invalid", text);
     let read = |key: &str, path: &Path| {
         std::fs::read(path).map_err(|error| wrong(format!("{key} {} is unusable: {error}", path.display())))
@@ -129,8 +197,7 @@ fn client(info: ConnectionInfo, tls: Option<&TlsTable>) -> Result<Client> {
         None => None,
     };
     let root_cert = tls.ca_file.as_deref().map(|path| read("ca_file", path)).transpose()?;
-    let certificates = TlsCertificates { client_tls, root_cert };
-    Client::build_with_tls(info, certificates).map_err(|error| wrong(format!("the certificates are unusable: {error}")))
+    Ok(TlsCertificates { client_tls, root_cert })
 }
 
 /// A connection that all calls share. It never sends anything twice, and never connects anew.
@@ -164,7 +231,8 @@ impl Connection {
 /// What a server says of itself, as far as we may ask.
 #[derive(Debug, Default)]
 struct Asked {
-    is_replica: bool,
+    /// `master`, `slave` or `sentinel`; empty where we may not ask.
+    role: String,
     bulk_bytes_max: usize,
     policy: Option<String>,
     appendonly: Option<String>,
@@ -185,12 +253,18 @@ impl Asked {
             let pairs: Vec<(String, String)> = redis::from_redis_value(answers.next()??).ok()?;
             pairs.into_iter().next().map(|(_, value)| value)
         };
-        let is_replica = match role {
-            Some(Value::Array(role)) => matches!(role.first(), Some(Value::BulkString(word)) if word == b"slave"),
-            _ => false,
+        let role = match role {
+            Some(Value::Array(role)) => role.into_iter().next().and_then(|word| redis::from_redis_value(word).ok()),
+            _ => None,
         };
         let bulk_bytes_max = setting().and_then(|bytes| bytes.parse().ok()).unwrap_or(BULK_BYTES_MAX);
-        Ok(Self { is_replica, bulk_bytes_max, policy: setting(), appendonly: setting(), save: setting() })
+        Ok(Self {
+            role: role.unwrap_or_default(),
+            bulk_bytes_max,
+            policy: setting(),
+            appendonly: setting(),
+            save: setting(),
+        })
     }
 
     /// What may lose what this server has taken.
@@ -207,28 +281,6 @@ impl Asked {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn urls_are_checked_and_never_repeated() {
-        for url in ["redis://h", "redis://127.0.0.1:6379", "rediss://redis.example:6380/3", "redis://[::1]:1/0"] {
-            assert_eq!(check_url(url), Ok(()), "{url}");
-        }
-        for url in [
-            "",
-            "127.0.0.1:6379",
-            "http://h",
-            "redis://",
-            "redis://canary:canary@h",
-            "redis://:canary@h",
-            "rediss://h/#insecure",
-            "redis://h/?protocol=resp2&canary",
-            "redis://h/canary",
-            "redis+unix:///canary",
-        ] {
-            let fault = check_url(url).expect_err(url);
-            assert!(!fault.contains("canary"), "{fault}");
-        }
-    }
 
     #[test]
     fn no_secret_prints() {

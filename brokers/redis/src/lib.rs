@@ -9,9 +9,10 @@
 //!
 //! # What this crate deliberately does not do
 //!
-//! It never retries (the engine does), knows no cluster and no sentinel (it connects to the address
-//! it was given), and never trims a stream but by the `maxlen` it was given.
+//! It never retries (the engine does), knows no cluster, and never trims a stream but by the
+//! `maxlen` it was given.
 
+mod address;
 mod classify;
 mod config;
 mod connection;

@@ -7,6 +7,7 @@ mod envelopes;
 mod hostile;
 mod looks;
 mod portions;
+mod sentinel;
 mod sink_faults;
 mod source_faults;
 mod tls;

@@ -54,7 +54,7 @@ pub use private::{PrivatePostgres, Settings};
 pub use private_server::{PrivateServer, Program};
 pub use prometheus::{PrivatePrometheus, Prometheus, promtool};
 pub use rabbitmq::{PrivateRabbitmq, Rabbit, Rabbitmq};
-pub use redis::{PrivateRedis, Redis, RedisKind};
+pub use redis::{PrivateRedis, PrivateSentinel, Redis, RedisKind, Sentinel};
 pub use sqs::{Moto, PrivateSqs};
 
 use std::io::Write as _;

@@ -65,9 +65,14 @@ pub(super) fn command(program: &Path, folder: &Path) -> anyhow::Result<Command> 
 /// Creates `folder` for the unprivileged user. Every user can traverse its parents.
 pub(super) fn own_folder(folder: &Path, mode: u32) -> anyhow::Result<()> {
     fs::create_dir_all(folder)?;
-    fs::set_permissions(folder, fs::Permissions::from_mode(mode))?;
+    own(folder, mode)
+}
+
+/// Gives a file or folder to the unprivileged user.
+pub(super) fn own(path: &Path, mode: u32) -> anyhow::Result<()> {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
     if let Some((uid, gid)) = unprivileged()? {
-        std::os::unix::fs::chown(folder, Some(uid), Some(gid))?;
+        std::os::unix::fs::chown(path, Some(uid), Some(gid))?;
     }
     Ok(())
 }

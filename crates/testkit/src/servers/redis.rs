@@ -1,5 +1,6 @@
 //! A Redis or Valkey for a single test.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -66,16 +67,71 @@ impl Program for Redis {
         Ok(command)
     }
 
-    /// Returns whether it has read its data and accepts commands. A request for a password also
-    /// counts as an answer.
     async fn answers(port: u16) -> bool {
-        let asked = async {
-            let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;
-            stream.write_all(b"PING\r\n").await?;
-            let mut answer = [0; 7];
-            stream.read_exact(&mut answer).await?;
-            std::io::Result::Ok(answer)
-        };
-        asked.await.is_ok_and(|answer| answer == *b"+PONG\r\n" || answer.starts_with(b"-NOAUTH"))
+        answers(port).await
     }
+}
+
+/// A Sentinel that watches a primary called `main`.
+pub type PrivateSentinel = PrivateServer<Sentinel>;
+
+/// How a Sentinel is started.
+#[derive(Debug)]
+pub struct Sentinel {
+    program: PathBuf,
+    primary: u16,
+}
+
+impl PrivateServer<Sentinel> {
+    /// Starts one of three, of which two must agree that the primary is gone after a second.
+    ///
+    /// Only once the replica follows: a Sentinel asks the primary for its replicas every ten
+    /// seconds, and knows nobody to promote before.
+    ///
+    /// # Panics
+    ///
+    /// As [`PrivateRedis::launch`].
+    pub async fn launch(kind: RedisKind, primary: &PrivateRedis) -> Self {
+        let primary = primary.port();
+        Self::of(install::redis(kind).map(|program| Sentinel { program, primary })).await
+    }
+}
+
+impl Program for Sentinel {
+    const NAME: &'static str = "sentinel";
+
+    /// It keeps what it knows in its configuration.
+    fn command(&self, folder: &Path, port: u16) -> anyhow::Result<Command> {
+        let (data, primary) = (folder.join("data"), self.primary);
+        let file = data.join("sentinel.conf");
+        if !file.exists() {
+            let text = format!(
+                "port {port}\nbind 127.0.0.1\ndir {}\nsentinel monitor main 127.0.0.1 {primary} 2\n\
+                 sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 5000\n",
+                data.display()
+            );
+            fs::write(&file, text)?;
+            process::own(&file, 0o600)?;
+        }
+        let mut command = process::command(&self.program, &data)?;
+        command.arg(&file).arg("--sentinel");
+        Ok(command)
+    }
+
+    async fn answers(port: u16) -> bool {
+        answers(port).await
+    }
+}
+
+/// Whether it has read its data and takes commands; a password that we do not have is an answer,
+/// too.
+async fn answers(port: u16) -> bool {
+    let asked = async {
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;
+        stream.write_all(b"PING\r\n").await?;
+        let mut answer = [0; 7];
+        stream.read_exact(&mut answer).await?;
+        std::io::Result::Ok(answer)
+    };
+    asked.await.is_ok_and(|answer| answer == *b"+PONG\r\n" || answer.starts_with(b"-NOAUTH"))
 }
