@@ -28,10 +28,8 @@ pub(crate) fn answer(code: &str) -> (Concerns, &'static str, &'static str) {
         "CLUSTERDOWN" | "MASTERDOWN" => (Everybody, "redis_cluster_down", "it has lost its cluster or its primary"),
         "BUSY" => (Everybody, "redis_busy", "a script runs; SCRIPT KILL ends it"),
         "NOAUTH" | "WRONGPASS" => (Credentials, "redis_unauthorized", "set user and password"),
-        "NOPERM" => {
-            (Perhaps, "redis_not_permitted", "allow the user XADD and the others of the guide, on these streams")
-        }
-        "WRONGTYPE" => (Perhaps, "redis_wrong_type", "the key is no stream; rename it, or name another stream"),
+        "NOPERM" => (Perhaps, "redis_not_permitted", "allow the user the commands and keys that the guide names"),
+        "WRONGTYPE" => (Perhaps, "redis_wrong_type", "the key is of another type; rename it, or name another"),
         "MOVED" | "ASK" | "TRYAGAIN" | "CROSSSLOT" => {
             (Perhaps, "redis_cluster_redirect", "this is a node of a cluster, which is not supported")
         }

@@ -5,15 +5,15 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_config::{
-    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, boolean, duration, envelope,
-    event_source, from_core, integer, nested, plain, secret, size, table, text,
+    LeaseConfig, Leases, Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, boolean,
+    duration, envelope, event_source, from_core, integer, nested, plain, secret, size, table, text,
 };
 use postbox_core::{Envelope, Error, ErrorKind, LogName, Result, Sink, Source, Template};
 use redis::Value;
 use tokio::time::timeout;
 
 use crate::connection::{Connection, Server};
-use crate::{RedisSink, RedisSource, address, classify, stream};
+use crate::{RedisLeases, RedisSink, RedisSource, address, classify, stream};
 
 /// Most calls at once unless the subscription says otherwise: one is answered while another is
 /// written, and more only queue at the server, which does one thing at a time.
@@ -97,6 +97,34 @@ table! {
     }
 }
 
+table! {
+    /// In Redis, or Valkey, beside the store: a relay needs a lane in both.
+    pub struct RedisLeaseConfig {
+        /// Where the primary is: `redis://HOST:PORT/DATABASE`, or `rediss://` for TLS.
+        ///
+        /// With [Sentinels](redis.md#failover), `redis+sentinel://HOST:PORT,HOST:PORT/NAME`.
+        url: String = text(url), required(r#""redis://127.0.0.1:6379""#);
+        /// The user (ACL); without one, the password is the server's.
+        user: Option<String> = text(plain), unset("the default user", r#""postbox""#);
+        /// The password.
+        password: Option<Secret> = secret(), unset("none", r#""env:REDIS_PASSWORD""#);
+        /// Certificates, with `rediss://`.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
+        /// What the keys begin with. Databases that share a server need one each, or they wait for
+        /// each other.
+        prefix: String = text(prefix), default("postbox");
+    }
+}
+
+/// The rest of a key is in braces.
+fn prefix(text: &str) -> Result<String, String> {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"._:-".contains(&byte);
+    match (1..=128).contains(&text.len()) && text.bytes().all(fits) {
+        true => Ok(text.to_owned()),
+        false => Err("is no prefix; write 1 to 128 letters, digits, dots, colons, - and _".to_owned()),
+    }
+}
+
 fn url(text: &str) -> Result<String, String> {
     address::parse(text).map(|_| text.to_owned())
 }
@@ -104,6 +132,13 @@ fn url(text: &str) -> Result<String, String> {
 impl RedisSinkConfig {
     pub(crate) fn server(&self, timeout: Duration) -> Result<Server> {
         Server::new(&self.url, self.user.as_deref(), self.password.as_ref(), self.tls.as_ref(), timeout)
+    }
+}
+
+impl RedisLeaseConfig {
+    pub(crate) fn server(&self, timeout: Duration) -> Result<Server> {
+        let (user, password) = (self.user.as_deref(), self.password.as_ref());
+        Ok(Server::new(&self.url, user, password, self.tls.as_ref(), timeout)?.without_warnings())
     }
 }
 
@@ -179,6 +214,17 @@ impl SourceConfig for RedisSourceConfig {
 
     async fn connect(&self, _: &SourceContext) -> Result<String> {
         look(&self.server()?, Some(&self.stream), true).await
+    }
+}
+
+#[async_trait]
+impl LeaseConfig for RedisLeaseConfig {
+    fn build(&self) -> Result<Option<Arc<dyn Leases>>> {
+        Ok(Some(Arc::new(RedisLeases::new(self)?)))
+    }
+
+    async fn connect(&self) -> Result<String> {
+        RedisLeases::new(self)?.look().await
     }
 }
 

@@ -73,6 +73,11 @@ impl Server {
         Ok(Self { clients, primary, settings, timeout, warned: AtomicBool::new(false) })
     }
 
+    /// One that keeps nothing of value, so that nothing about that is risky.
+    pub(crate) fn without_warnings(self) -> Self {
+        Self { warned: AtomicBool::new(true), ..self }
+    }
+
     /// Longest wait for an answer.
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout

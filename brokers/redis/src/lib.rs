@@ -4,6 +4,7 @@
 //!   its own.
 //! - [`RedisSource`] reads a stream as a member of a consumer group, and acknowledges what is
 //!   stored.
+//! - [`RedisLeases`] takes lanes in Redis too, for whoever has such a rule.
 //!
 //! The README of this crate has the tables: fields, answers, codes.
 //!
@@ -17,10 +18,12 @@ mod classify;
 mod config;
 mod connection;
 mod fields;
+mod lease;
 mod sink;
 mod source;
 mod stream;
 
-pub use config::{RedisSinkConfig, RedisSourceConfig};
+pub use config::{RedisLeaseConfig, RedisSinkConfig, RedisSourceConfig};
+pub use lease::RedisLeases;
 pub use sink::RedisSink;
 pub use source::RedisSource;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Clock, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Store};
+use postbox_core::{Clock, Inbound, Log, LogName, RawMessage, Result, Sink, Source, SourceName, Store, StoreName};
 use serde_json::{Value, json};
 
 use crate::document;
@@ -99,7 +99,24 @@ pub trait StoreOptions: Any + fmt::Debug + Send + Sync {
     async fn open(&self, url: &str, is_one_of_many: bool) -> Result<Arc<dyn Store>>;
 }
 
+/// The configuration of who, beside the store, says which relay has a lane.
+#[async_trait]
+pub trait LeaseConfig: fmt::Debug + Send + Sync + 'static {
+    /// Who else is asked, by every relay of the process; `None`: the store alone says it.
+    fn build(&self) -> Result<Option<Arc<dyn Leases>>>;
+
+    /// Tries to reach it, as [`SinkConfig::connect`] does. Takes no lane.
+    async fn connect(&self) -> Result<String>;
+}
+
+/// Says beside the store which relay has a lane.
+pub trait Leases: Send + Sync + 'static {
+    /// The same log, whose lanes are taken there too. `store` names it where there are several.
+    fn on(self: Arc<Self>, log: Arc<dyn Log>, store: Option<&StoreName>) -> Arc<dyn Log>;
+}
+
 const _: Option<(&dyn SinkConfig, &dyn SourceConfig, &dyn StoreOptions)> = None;
+const _: Option<(&dyn LeaseConfig, &dyn Leases)> = None;
 
 /// One row of a constant table of adapters; `C` is the contract of their configurations.
 pub struct Adapter<C: ?Sized + 'static> {

@@ -43,7 +43,9 @@ mod secret;
 mod table;
 mod units;
 
-pub use adapter::{Adapter, SinkConfig, SinkContext, SourceConfig, SourceContext, StoreOptions, adapter};
+pub use adapter::{
+    Adapter, LeaseConfig, Leases, SinkConfig, SinkContext, SourceConfig, SourceContext, StoreOptions, adapter,
+};
 pub use client::{TlsTable, plain};
 pub use document::{commented_file, guide_table, json_schema};
 pub use faults::{Fault, Faults, nearest, suggestion};

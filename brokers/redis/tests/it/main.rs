@@ -5,6 +5,8 @@ mod support;
 
 mod envelopes;
 mod hostile;
+mod lease_keys;
+mod lease_relays;
 mod looks;
 mod portions;
 mod sentinel;
