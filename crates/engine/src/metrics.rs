@@ -232,6 +232,11 @@ impl Metrics {
         of_lanes.chain(self.leases_fail.get()).min_by_key(|it| it.since)
     }
 
+    /// Returns since when and why no lane is granted or renewed, if so.
+    pub(crate) fn lease_outage(&self) -> Option<Outage> {
+        self.leases_fail.get()
+    }
+
     /// Notes the result of asking for a lane or renewing one. A relay with nothing to send makes no
     /// other store calls.
     pub(crate) fn lease_answered(&self, error: Option<&Error>, now: Timestamp) {

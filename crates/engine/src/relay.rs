@@ -207,6 +207,13 @@ impl Relay {
         self.metrics.store_outage(self.clock.now())
     }
 
+    /// Returns since when and why it can neither take a lane nor keep one, once that has lasted for
+    /// longer than a lease.
+    pub fn lease_outage(&self) -> Option<Outage> {
+        let (ttl, now) = (self.context.as_ref()?.settings.lease_ttl, self.clock.now());
+        self.metrics.lease_outage().filter(|outage| now.duration_since(outage.since).unsigned_abs() > ttl)
+    }
+
     /// Returns how fast the destination takes events; `None` without a destination, or if handlers
     /// apply in a transaction.
     pub fn pace(&self) -> Option<Pace> {

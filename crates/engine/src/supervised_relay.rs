@@ -31,6 +31,8 @@ pub enum RelayFault {
     Ended(Arc<Error>),
     /// A lane cannot be read or settled.
     Lane(FailingLane),
+    /// No lane can be taken or kept, for longer than a lease lasts.
+    Lease(Outage),
     /// The breaker is open. The cause may be the destination, the way there or our own limits; the
     /// code says which.
     Destination(Outage),
@@ -42,7 +44,7 @@ impl RelayFault {
         match self {
             Self::Ended(error) => error.code(),
             Self::Lane(lane) => &lane.code,
-            Self::Destination(outage) => &outage.code,
+            Self::Lease(outage) | Self::Destination(outage) => &outage.code,
         }
     }
 }
@@ -53,6 +55,9 @@ impl fmt::Display for RelayFault {
             Self::Ended(error) => error.fmt(f),
             Self::Lane(FailingLane { lane, since, code }) => {
                 write!(f, "lane {lane} has failed to read or settle since {since:.0}; last reason: {code}")
+            }
+            Self::Lease(Outage { since, code }) => {
+                write!(f, "no lane can be taken or kept since {since:.0}; last reason: {code}")
             }
             Self::Destination(Outage { since, code }) => {
                 write!(f, "the breaker has been open since {since:.0}, nothing is sent; last reason: {code}")
@@ -77,14 +82,16 @@ impl SupervisedRelay {
         &self.relay.subscription().name
     }
 
-    /// Returns why its events do not flow, if they do not. Failing lanes are left out if the store
-    /// is down: that is the reason, and the caller knows it already.
+    /// Returns why its events do not flow, if they do not. Failing lanes and leases are left out if
+    /// the store is down: that is the reason, and the caller knows it already.
     pub fn fault(&self, store_is_up: bool) -> Option<RelayFault> {
         let ended = lock(&self.ended).clone();
         let lane = || store_is_up.then(|| self.relay.failing_lanes().into_iter().next()).flatten();
+        let lease = || store_is_up.then(|| self.relay.lease_outage()).flatten();
         ended
             .map(RelayFault::Ended)
             .or_else(|| lane().map(RelayFault::Lane))
+            .or_else(|| lease().map(RelayFault::Lease))
             .or_else(|| self.relay.metrics().outage().map(RelayFault::Destination))
     }
 
