@@ -20,6 +20,12 @@ pub fn commented_file(sections: &[Key]) -> String {
                 let head = format!("{}#[{}.{name}]\n{kind}", comment(&plain(doc)), section.name);
                 text.push_str(&format!("\n{head}{}", commented(keys, true)));
             }
+            // What has a type is its default until somebody writes another.
+            _ if !kind.is_empty() && keys.is_empty() => {}
+            _ if !kind.is_empty() => {
+                let head = format!("{}#[{}]\n{kind}", comment(&plain(doc)), section.name);
+                text.push_str(&format!("\n{head}{}", commented(keys, true)));
+            }
             _ => text.push_str(&format!("\n[{}]\n{}", section.name, commented(keys, false))),
         };
         if section.shape.variants.is_empty() {

@@ -35,6 +35,9 @@ pub async fn connect(config: &Config) -> Vec<Tried> {
         one(&name, store(&share)).await
     });
     let mut tried: Vec<Tried> = iter(stores).buffered(STORES_AT_ONCE_MAX).collect().await;
+    if !config.lease.is_store_alone() {
+        tried.push(one("lease", config.lease.connect()).await);
+    }
     let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
     for subscription in &config.subscriptions {
         let context = wiring::sink_context(&subscription.settings, config.server.listen, &clock);

@@ -17,6 +17,7 @@ use tracing::{Instrument as _, Span, error_span};
 use crate::cache::Cached;
 use crate::config::Config;
 use crate::fault::Fault;
+use crate::lease::LaneLeases;
 use crate::metrics::Measured;
 use crate::service::join;
 use crate::sources::Sources;
@@ -42,6 +43,7 @@ pub(crate) struct ServedStore {
     /// Its share of the configuration, as if it were the only store.
     config: Config,
     sinks: Arc<Sinks>,
+    leases: LaneLeases,
     sources: Sources,
     taken_up: Arc<TakenUp>,
     /// Why the store is not taken up yet.
@@ -62,7 +64,7 @@ impl ServedStore {
     /// store, `drain_timeout` how long a stop waits for what is in flight.
     pub(crate) async fn new(
         (name, mut config): (Option<StoreName>, Config),
-        sinks: Arc<Sinks>,
+        (sinks, leases): (Arc<Sinks>, LaneLeases),
         (connections, drain_timeout): (usize, Duration),
         clock: &Arc<dyn Clock>,
     ) -> Result<Arc<Self>> {
@@ -75,6 +77,7 @@ impl ServedStore {
             name,
             config,
             sinks,
+            leases,
             sources,
             taken_up,
             missing: Mutex::default(),
@@ -105,7 +108,8 @@ impl ServedStore {
         let mut relays = Vec::with_capacity(self.config.subscriptions.len());
         for subscription in &self.config.subscriptions {
             store.subscribe(&subscription.subscription).await?;
-            let relay = wiring::relay(&store, subscription, &self.sinks, &self.clock)?;
+            let log = self.leases.log(&store, self.name.as_ref());
+            let relay = wiring::relay(&store, log, subscription, &self.sinks, &self.clock)?;
             let schedule = subscription.schedule.clone().map(|cron| Box::new(cron) as Box<dyn Schedule>);
             relays.push(SupervisedRelay::new(relay, schedule));
         }

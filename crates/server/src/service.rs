@@ -78,12 +78,16 @@ impl Service {
         let address = listener.local_addr().unwrap_or(config.server.listen);
         let drain_timeout = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
         let sinks = Arc::new(Sinks::build(&config.subscriptions, config.stores.len(), address, &clock).await?);
+        let leases = config.lease.build()?;
         let (mut stores, shares) = (Vec::new(), config.per_store());
         // Requests that wait for a store that does not answer must leave connections for the other
         // stores, and for probes and scrapers.
         let connections = config.server.connections / (shares.len() + 1);
         for share in shares {
-            stores.push(ServedStore::new(share, Arc::clone(&sinks), (connections, drain_timeout), &clock).await?);
+            stores.push(
+                ServedStore::new(share, (Arc::clone(&sinks), leases.clone()), (connections, drain_timeout), &clock)
+                    .await?,
+            );
         }
         if let (Some(store), [served]) = (store, &stores[..]) {
             // Read-only is temporary: a standby is about to be promoted, or somebody inspects the

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use futures::future::join_all;
 use postbox_config::SinkContext;
-use postbox_core::{Capabilities, Clock, Delivery, HighWaterMarks, Outcome, Result, Sink, Store, SubscriptionName};
+use postbox_core::{
+    Capabilities, Clock, Delivery, HighWaterMarks, Log, Outcome, Result, Sink, Store, SubscriptionName,
+};
 use postbox_engine::{Relay, RelaySettings};
 
 use crate::config::SubscriptionConfig;
@@ -80,14 +82,16 @@ impl Sink for Shared {
     }
 }
 
-/// Builds the relay of a subscription on a store. Touches no store.
+/// Builds the relay of a subscription on a store, with its sink. Touches no store. `log` is the
+/// store's, as [`LaneLeases`](crate::LaneLeases) give it.
 pub fn relay(
     store: &Arc<dyn Store>,
+    log: Arc<dyn Log>,
     config: &SubscriptionConfig,
     sinks: &Sinks,
     clock: &Arc<dyn Clock>,
 ) -> Result<Relay> {
-    let mut builder = Relay::builder(Arc::clone(store) as _, config.subscription.clone())
+    let mut builder = Relay::builder(log, config.subscription.clone())
         .admin(Arc::clone(store) as _)
         .settings(config.settings.clone())
         .clock(Arc::clone(clock));

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use postbox_core::{Clock, Store, SubscriptionName};
 use postbox_engine::{Drained, MetricsSnapshot, Relay, TokioClock, UnroutedFinder};
-use postbox_server::{ServerConfig, Sinks, SubscriptionConfig};
+use postbox_server::{LaneLeases, ServerConfig, Sinks, SubscriptionConfig};
 use tokio_util::sync::CancellationToken;
 
 use crate::context::Context;
@@ -29,13 +29,15 @@ pub(super) async fn run(
     }
     let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
     let sinks = sinks(contexts, &clock).await?;
+    // It is the same in all of them.
+    let leases = contexts.first().map_or_else(|| Ok(LaneLeases::default()), |first| first.config.lease.build())?;
     let stop = CancellationToken::new();
     let stopping = stop.clone();
     let signal = tokio::spawn(async move {
         stopped().await;
         stopping.cancel();
     });
-    let drain = Drain { sinks: &sinks, clock: &clock, stop: &stop, limit, until_empty };
+    let drain = Drain { sinks: &sinks, leases: &leases, clock: &clock, stop: &stop, limit, until_empty };
     let asked = ask_each(contexts, |context| drain.store(context)).await;
     signal.abort();
     let mut done = Drained::default();
@@ -68,6 +70,7 @@ async fn sinks(contexts: &[Context], clock: &Arc<dyn Clock>) -> Result<Sinks, Fa
 /// What is needed to drain each store.
 struct Drain<'a> {
     sinks: &'a Sinks,
+    leases: &'a LaneLeases,
     clock: &'a Arc<dyn Clock>,
     stop: &'a CancellationToken,
     limit: Option<usize>,
@@ -79,8 +82,8 @@ impl Drain<'_> {
     async fn store(&self, context: &Context) -> Result<(Drained, Result<(), Failure>), Failure> {
         let store = context.store().await?;
         store.validate().await?;
-        let relays = relays(context, &store, self.sinks, self.clock)?;
-        let ended = self.relays(context, &store, &relays).await;
+        let relays = self.relays_of(context, &store)?;
+        let ended = self.rounds(context, &store, &relays).await;
         // Taken from the metrics, not the rounds, so that the work of a run that failed midway is
         // included.
         let mut done = Drained::default();
@@ -90,7 +93,7 @@ impl Drain<'_> {
         Ok((done, ended))
     }
 
-    async fn relays(&self, context: &Context, store: &Arc<dyn Store>, relays: &[Relay]) -> Result<(), Failure> {
+    async fn rounds(&self, context: &Context, store: &Arc<dyn Store>, relays: &[Relay]) -> Result<(), Failure> {
         let Self { stop, until_empty, .. } = *self;
         let configs = context.configured()?;
         // Stores the filters as configured now: unrouted events are handed over by them.
@@ -142,6 +145,25 @@ impl Drain<'_> {
         }
         Ok(())
     }
+
+    fn relays_of(&self, context: &Context, store: &Arc<dyn Store>) -> Result<Vec<Relay>, Failure> {
+        let configs = context.configured()?;
+        let mut relays = Vec::with_capacity(configs.len());
+        for config in &configs {
+            if config.sink.is_none() {
+                context.note(&format!("{} has no sink; its events stay pending", config.subscription.name));
+                continue;
+            }
+            let log = self.leases.log(store, context.name.as_ref());
+            relays.push(postbox_server::relay(store, log, config, self.sinks, self.clock)?);
+        }
+        if configs.is_empty() {
+            context.note(
+                "no subscription is configured; add [subscriptions.NAME] to postbox.toml, or name the file with --config",
+            );
+        }
+        Ok(relays)
+    }
 }
 
 /// What is left to do after a round that found nothing.
@@ -176,27 +198,4 @@ async fn left(context: &Context, store: &dyn Store) -> postbox_core::Result<Left
         }
     }
     Ok(left)
-}
-
-fn relays(
-    context: &Context,
-    store: &Arc<dyn Store>,
-    sinks: &Sinks,
-    clock: &Arc<dyn Clock>,
-) -> Result<Vec<Relay>, Failure> {
-    let configs = context.configured()?;
-    let mut relays = Vec::with_capacity(configs.len());
-    for config in &configs {
-        if config.sink.is_none() {
-            context.note(&format!("{} has no sink; its events stay pending", config.subscription.name));
-            continue;
-        }
-        relays.push(postbox_server::relay(store, config, sinks, clock)?);
-    }
-    if configs.is_empty() {
-        context.note(
-            "no subscription is configured; add [subscriptions.NAME] to postbox.toml, or name the file with --config",
-        );
-    }
-    Ok(relays)
 }

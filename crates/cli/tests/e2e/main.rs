@@ -18,6 +18,7 @@ mod faults;
 mod hostile;
 mod inbox;
 mod kafka;
+mod lease;
 mod migration_files;
 mod monitoring;
 mod mqtt;

@@ -21,6 +21,7 @@ use serde_json::Value;
 pub use service::{LogConfig, LogFormat, RetentionConfig, ServerConfig};
 pub use subscription::SubscriptionConfig;
 
+use crate::lease::{LeaseChoice, lease};
 use crate::sources::{NamedSource, sources};
 use crate::stores::{NamedStore, StoreConfig, stores};
 pub(crate) use subscription::store_names;
@@ -76,6 +77,10 @@ table! {
         subscriptions: Vec<SubscriptionConfig> = subscriptions(), unset("", "orders-out");
         /// Where messages come from.
         sources: Vec<NamedSource> = sources(), unset("", "partner");
+        /// Where relays take the leases of their lanes.
+        ///
+        /// `"redis"` is for rules that ask for it ([Redis](redis.md#leases-in-redis)).
+        lease: LeaseChoice = lease();
         /// What is deleted, and when.
         retention: RetentionConfig = nested::<RetentionConfig>();
         /// The program's log.

@@ -10,6 +10,7 @@
 //! | [`PrivatePostgres::launch`] | ~1 s | tests that stop, kill or configure their server |
 //! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
 //! | [`PrivateRedis::launch`] | ~80 ms | every test with Redis or Valkey |
+//! | [`PrivateSentinel::launch`] | ~80 ms | tests of a failover |
 //! | [`PrivateSqs::launch`] | ~1 s | every test with SQS or SNS |
 //! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |
 //! | [`PrivateMqtt::launch`] | ~50 ms | a server with MQTT 5 |

@@ -1,6 +1,7 @@
 //! What a configuration accepts, and the faults it reports.
 
 mod documents;
+mod lease;
 mod many;
 mod safety;
 mod sources;

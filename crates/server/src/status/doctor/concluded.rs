@@ -8,13 +8,14 @@ use super::Finding;
 use super::asked::{Known, is_driven};
 use super::destination::{dead, down, retrying, soonest};
 use super::speed::{is_late, speed};
-use crate::status::ServiceStatus;
+use crate::status::{FailsJson, ServiceStatus};
 use crate::text::{cut, estimated, span};
 
 /// Returns all findings about a subscription.
 pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Vec<Finding> {
     let address = service.map(|service| service.address.to_string());
     let mut findings: Vec<Finding> = known.info.paused.iter().map(|pause| paused(known, pause)).collect();
+    findings.extend(lease_fails(known));
     findings.push(driven(known));
     findings.extend(nowhere(known, service.is_some()));
     findings.extend(relay_fails(known, address.as_deref()));
@@ -128,7 +129,7 @@ fn relay_fails(known: &Known<'_>, address: Option<&str>) -> Option<Finding> {
 }
 
 fn store_fails(known: &Known<'_>) -> Option<Finding> {
-    let fails = known.work?.store_fails.as_ref()?;
+    let fails = known.work?.store_fails.as_ref().filter(|fails| !is_of_redis(&fails.code))?;
     let what = format!("calls to the store have failed since {}; last reason: {}", fails.since, fails.code);
     let cure = match fails.code.as_str() {
         "store_busy" => {
@@ -145,6 +146,26 @@ fn store_fails(known: &Known<'_>) -> Option<Finding> {
         _ => "repair the database; delivery then continues by itself",
     };
     Some(Finding::problem("store_failing", what, cure).reason(&fails.code))
+}
+
+/// Whether the error came from the Redis in which lanes are taken too, and not from the store.
+fn is_of_redis(code: &str) -> bool {
+    code.starts_with("redis_")
+}
+
+/// Lanes are taken in Redis too, and it does not grant them, so nobody drives them.
+fn lease_fails(known: &Known<'_>) -> Option<Finding> {
+    let FailsJson { since, code } = known.work?.store_fails.as_ref().filter(|fails| is_of_redis(&fails.code))?;
+    let what = format!("lanes cannot be taken or kept in Redis ([lease]) since {since}; last reason: {code}");
+    let cure = match code.as_str() {
+        "redis_lease_held" => {
+            "after a crash, wait until the former lease ends; otherwise another database uses the same keys: set another prefix in [lease]"
+        }
+        _ => {
+            "run `postbox check-config --connect`, which says what is wrong with Redis; until it is back nothing is sent"
+        }
+    };
+    Some(Finding::problem("lease_failing", what, cure).reason(code))
 }
 
 /// Keys that wait for a person (`on_dead = "halt"`).
