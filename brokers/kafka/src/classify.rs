@@ -1,14 +1,15 @@
-//! What an answer of a broker, its absence, or a failure of the client means.
+//! Classifies brokers' answers, missing answers and failures of the client.
 
 use krafka::KrafkaError;
 use krafka::error::ErrorCode;
 use postbox_core::{Error, ErrorKind, Outcome, excerpt};
 
-/// What became of a record that was not confirmed.
+/// Returns the outcome of a record that was not confirmed.
 pub(crate) fn failure(error: &KrafkaError, topic: &str) -> Outcome {
     let text = excerpt(&error.to_string());
     match error {
-        // The client resolves what it still held by then, and sends it no more.
+        // The delivery timeout has passed. The client has given up the record and does not send it
+        // again.
         KrafkaError::DeliveryTimeout { possibly_written: true, .. } => Outcome::ambiguous("kafka_ack_timeout", text),
         error if is_unreachable(error) => Outcome::unavailable("kafka_unreachable", text),
         KrafkaError::Auth { .. } => Outcome::unavailable("kafka_unauthorized", text),
@@ -21,14 +22,16 @@ pub(crate) fn failure(error: &KrafkaError, topic: &str) -> Outcome {
             ErrorCode::ClusterAuthorizationFailed | ErrorCode::SaslAuthenticationFailed => {
                 Outcome::unavailable("kafka_unauthorized", text)
             }
-            // A batch of several is refused as one, so it need not be this record.
+            // A batch of several records is refused as a whole, so this record need not be the
+            // cause.
             ErrorCode::MessageTooLarge | ErrorCode::RecordListTooLarge => Outcome::ambiguous(
                 "kafka_message_too_large",
                 format!("{text} (the topic's max.message.bytes is less than the sink's message_max)"),
             ),
             _ => Outcome::ambiguous("kafka_refused", text),
         },
-        // An earlier batch of the partition was lost, or somebody is taken for us: not written.
+        // An earlier batch of the partition was lost, or another producer uses our id. The record
+        // was not written.
         KrafkaError::OutOfOrderSequence { .. } | KrafkaError::Fenced { .. } => {
             Outcome::ambiguous("kafka_sequence_lost", text)
         }
@@ -39,37 +42,38 @@ pub(crate) fn failure(error: &KrafkaError, topic: &str) -> Outcome {
     }
 }
 
-/// The deadline of the call passed, and the client had not resolved it.
+/// The call's deadline passed before the client reported a result.
 pub(crate) fn no_ack() -> Outcome {
     Outcome::ambiguous("kafka_ack_timeout", "the brokers did not acknowledge it in time")
 }
 
-/// Nobody has this topic, or nobody leads it yet.
+/// The topic does not exist, or its partition has no leader yet.
 fn topic_missing(topic: &str) -> Outcome {
     Outcome::ambiguous(TOPIC_MISSING, missing(topic))
 }
 
-/// The code of a topic that is not there.
+/// The code of a missing topic.
 pub(crate) const TOPIC_MISSING: &str = "kafka_topic_missing";
 
-/// What to do about it.
+/// Returns the error text for a missing topic, with the command that creates it.
 pub(crate) fn missing(topic: &str) -> String {
     format!("there is no topic {topic}; make it: kafka-topics.sh --bootstrap-server HOST:PORT --create --topic {topic}")
 }
 
-/// Whether nothing was sent because nobody could be reached.
+/// Returns whether nothing was sent because no broker could be reached.
 pub(crate) fn is_unreachable(error: &KrafkaError) -> bool {
     use KrafkaError::{DeliveryTimeout, Network, Timeout};
     matches!(error, DeliveryTimeout { possibly_written: false, .. } | Network(_) | Timeout { .. })
 }
 
-/// Whether the client cannot go on and another must be made.
+/// Returns whether the client cannot continue and must be replaced.
 pub(crate) fn is_final(error: &KrafkaError) -> bool {
     error.is_fatal() || matches!(error, KrafkaError::IllegalState { .. })
 }
 
-/// Whether the group goes on without us, or is about to share its partitions anew: what we had is
-/// somebody's else, or comes again.
+/// Returns whether we are no longer a member of the group, or a rebalance is in progress. Our
+/// partitions may then belong to another member, and messages that are not committed are delivered
+/// again.
 pub(crate) fn is_membership_lost(error: &KrafkaError) -> bool {
     let KrafkaError::Broker { code, .. } = error else { return false };
     matches!(
@@ -81,7 +85,7 @@ pub(crate) fn is_membership_lost(error: &KrafkaError) -> bool {
     )
 }
 
-/// What a failure of the client means for whoever connects, receives or settles.
+/// Classifies a failure of the client while connecting, receiving or settling.
 pub(crate) fn error(operation: &'static str, error: &KrafkaError) -> Error {
     let text = excerpt(&error.to_string());
     let (kind, code) = match error {

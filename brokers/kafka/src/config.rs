@@ -17,94 +17,93 @@ use crate::sink::{Acks, KafkaSink, Publishing};
 use crate::source::{KafkaSource, Membership, OffsetReset};
 use crate::topic;
 
-/// Longest time of a call: a partition has a new leader by then, or none for long.
+/// The longest time of a call. An election of a partition leader is over by then, or takes much
+/// longer.
 const TIMEOUT_MAX: Duration = Duration::from_secs(30);
-/// Most messages given out at once.
+/// The highest value of `in_flight`.
 const IN_FLIGHT_MAX: usize = 10_000;
-/// The largest message that is allowed to be configured.
+/// The highest value of `message_max`, in bytes.
 const MESSAGE_BYTES_MAX: usize = 32 * 1024 * 1024;
 
 table! {
-    /// SASL: who we are.
+    /// The credentials (SASL).
     pub struct AuthTable {
-        /// How the password is proven: `plain`, `scram-sha-256` or `scram-sha-512`.
+        /// How the client authenticates: `plain`, `scram-sha-256` or `scram-sha-512`.
         mechanism: Mechanism = words([
             ("plain", Mechanism::Plain),
             ("scram-sha-256", Mechanism::ScramSha256),
             ("scram-sha-512", Mechanism::ScramSha512),
         ]), required(r#""scram-sha-512""#);
-        /// The user's name.
+        /// The user name.
         user: String = text(plain), required(r#""postbox""#);
-        /// The user's password.
+        /// The password.
         password: Secret = secret(), required(r#""env:KAFKA_PASSWORD""#);
     }
 }
 
 table! {
-    /// One record per event, to a topic of Kafka.
+    /// One record per event, to a Kafka topic.
     pub struct KafkaSinkTable {
-        /// Where brokers are: `HOST:PORT`, several with commas between; the others are found.
+        /// The bootstrap brokers: `HOST:PORT`, separated by commas.
         brokers: String = text(brokers), required(r#""127.0.0.1:9092""#);
-        /// SASL: who we are.
-        auth: Option<AuthTable> = nested::<AuthTable>(), unset("nobody", r#"{ mechanism = "scram-sha-512", user = "postbox", password = "env:KAFKA_PASSWORD" }"#);
-        /// TLS, which is then required.
+        /// The credentials (SASL).
+        auth: Option<AuthTable> = nested::<AuthTable>(), unset("none", r#"{ mechanism = "scram-sha-512", user = "postbox", password = "env:KAFKA_PASSWORD" }"#);
+        /// TLS; without this table, connections are not encrypted.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("no TLS", r#"{ ca_file = "ca.pem" }"#);
-        /// Where to: a topic, or a template with `{topic}`, `{key}`, `{kind}`, `{aggregate}` or
-        /// `{tenant}`.
+        /// The topic, or a template with `{topic}`, `{key}`, `{kind}`, `{aggregate}` or `{tenant}`.
         ///
-        /// An event of which no topic can be made is dead with the code `topic_invalid`. The
-        /// record's key is the event's, which chooses the partition.
+        /// If the result is no valid topic name, the event is dead with the code `topic_invalid`.
+        /// The record's key is the event's key, which selects the partition.
         topic: Template = text(topic::parse), required(r#""orders""#);
         /// Who confirms a record: `all` in-sync replicas, or the `leader` alone.
         ///
-        /// With `leader` a record can be lost after it was confirmed, and an unanswered request may
-        /// be stored twice; a warning says so at the start.
+        /// With `leader`, a record can be lost after it was confirmed, and a request without an
+        /// answer may be stored twice. A warning at the start says so.
         acks: Acks = words([("all", Acks::All), ("leader", Acks::Leader)]), default("all");
-        /// What a record holds.
+        /// The form in which events are sent.
         ///
         /// See [envelopes](envelopes.md).
         envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
-        /// The CloudEvents `source` of events that name none.
+        /// The CloudEvents `source` of events that have none.
         source: String = event_source(), default("postbox");
-        /// Events with more bytes of key, headers and value are dead. Keep it below the topic's
-        /// `max.message.bytes`.
+        /// The largest record: key, headers and value together. Larger events are dead. Keep it
+        /// below the topic's `max.message.bytes`.
         message_max: usize = size(1..=MESSAGE_BYTES_MAX), default("1MB");
     }
 }
 
 table! {
-    /// A member of a consumer group of Kafka.
+    /// Messages from Kafka topics, as a member of a consumer group.
     pub struct KafkaSourceTable {
-        /// Where brokers are: `HOST:PORT`, several with commas between; the others are found.
+        /// The bootstrap brokers: `HOST:PORT`, separated by commas.
         brokers: String = text(brokers), required(r#""127.0.0.1:9092""#);
-        /// SASL: who we are.
-        auth: Option<AuthTable> = nested::<AuthTable>(), unset("nobody", r#"{ mechanism = "scram-sha-512", user = "postbox", password = "env:KAFKA_PASSWORD" }"#);
-        /// TLS, which is then required.
+        /// The credentials (SASL).
+        auth: Option<AuthTable> = nested::<AuthTable>(), unset("none", r#"{ mechanism = "scram-sha-512", user = "postbox", password = "env:KAFKA_PASSWORD" }"#);
+        /// TLS; without this table, connections are not encrypted.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("no TLS", r#"{ ca_file = "ca.pem" }"#);
-        /// The topic; several with commas between.
+        /// The topics, separated by commas.
         topic: Vec<String> = text(topics), required(r#""orders""#);
-        /// The consumer group: all replicas of a service share one.
+        /// The consumer group; all replicas of a service use the same.
         group: String = text(plain), default("postbox");
-        /// Where a group begins that has no place in a partition, or whose place is gone:
-        /// `earliest` or `latest`.
+        /// Where a group starts in a partition without a committed offset, or if that offset no
+        /// longer exists: `earliest` or `latest`.
         offset_reset: OffsetReset =
             words([("earliest", OffsetReset::Earliest), ("latest", OffsetReset::Latest)]), default("earliest");
-        /// The header with the id by which a message is stored once; without it, the id is its
-        /// place: topic, partition and offset.
+        /// The header with the message id, by which a message is stored once. Without this header,
+        /// the id is topic, partition and offset.
         id_header: String = text(plain), default("postbox-id");
-        /// After this silence the group gives our partitions to others.
+        /// Without a heartbeat for so long, the group assigns our partitions to others.
         session_timeout: Duration = duration(Duration::from_secs(1)), default("45s");
-        /// Most messages on their way into the store at once.
+        /// Most messages that are read and not yet stored.
         in_flight: usize = integer(1..=IN_FLIGHT_MAX), default(256);
-        /// What a message is that does not say so.
+        /// The content type of messages without a `content-type` header.
         content_type: String = text(plain), default("application/json");
-        /// The log it stores into.
+        /// The log where messages are stored.
         log: LogName = text(from_core::<LogName>), default("inbox");
     }
 }
 
-/// Addresses with commas between. The message never repeats one: somebody may have written a
-/// password there.
+/// Checks addresses separated by commas. The error never repeats one: it may contain a password.
 fn brokers(text: &str) -> Result<String, String> {
     let is_broker = |broker: &str| {
         let (host, port) = broker.trim().rsplit_once(':').unwrap_or_default();
@@ -182,8 +181,8 @@ impl SourceConfig for KafkaSourceTable {
         cluster(&self.brokers, &self.auth, &self.tls).look(&self.topic).await
     }
 
-    /// A CloudEvent in binary mode becomes the event that it was; of every other message, the topic
-    /// is Kafka's.
+    /// A CloudEvent in binary mode becomes the original event. Any other message has its Kafka
+    /// topic as topic.
     fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
         Binding::KAFKA.read(message, name).map(Some)
     }

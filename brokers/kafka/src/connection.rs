@@ -1,4 +1,4 @@
-//! Where the brokers are, and who we are to them.
+//! Connecting: addresses of brokers, credentials, TLS.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use tokio::time::timeout;
 
 use crate::classify;
 
-/// Longest wait until a broker takes a connection.
+/// The longest wait until a broker accepts a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How the password is proven.
+/// The SASL mechanism.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Mechanism {
-    /// It is sent as it is: with TLS only.
+    /// PLAIN: the password is sent as it is, so use this only with TLS.
     #[default]
     Plain,
     /// SCRAM with SHA-256.
@@ -26,7 +26,7 @@ pub enum Mechanism {
     ScramSha512,
 }
 
-/// Who we are.
+/// The SASL credentials.
 #[derive(Debug, Clone)]
 pub(crate) struct Auth {
     pub(crate) mechanism: Mechanism,
@@ -34,18 +34,18 @@ pub(crate) struct Auth {
     pub(crate) password: Secret,
 }
 
-/// Where to and as whom.
+/// The brokers and the credentials.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Cluster {
-    /// `HOST:PORT`, several with commas between.
+    /// `HOST:PORT`, several separated by commas.
     pub(crate) brokers: String,
     pub(crate) auth: Option<Auth>,
     pub(crate) tls: Option<TlsTable>,
 }
 
 impl Cluster {
-    /// Connects to whichever broker answers first. `request_timeout` is for each request after
-    /// that.
+    /// Connects to the first broker that answers. `request_timeout` limits connecting as a whole,
+    /// and then each request.
     pub(crate) async fn connect(&self, request_timeout: Duration) -> Result<Kafka> {
         let connecting = self.builder(request_timeout).connect();
         match timeout(request_timeout, connecting).await {
@@ -57,22 +57,22 @@ impl Cluster {
         }
     }
 
-    /// Whether these topics are there; says so to a person.
+    /// Checks for an operator whether these topics exist.
     pub(crate) async fn look(&self, topics: &[String]) -> Result<String> {
         let kafka = self.connect(CONNECT_TIMEOUT).await?;
-        // It belongs to no group and reads nothing.
-        let looker = kafka.consumer_without_group().metrics_push(false).build().await;
-        let looker = looker.map_err(|error| classify::error("connect", &error))?;
+        // This consumer has no group and reads no records. It only fetches metadata.
+        let consumer = kafka.consumer_without_group().metrics_push(false).build().await;
+        let consumer = consumer.map_err(|error| classify::error("connect", &error))?;
         for topic in topics {
-            let found = looker.fetch_metadata(Some(topic)).await;
+            let found = consumer.fetch_metadata(Some(topic)).await;
             let found = found.map_err(|error| classify::error("connect", &error))?;
             if found.topics.is_empty() {
                 let text = classify::missing(topic);
                 return Err(Error::new(ErrorKind::Mismatch, "connect", classify::TOPIC_MISSING, text));
             }
         }
-        // An error says that it is closed.
-        let _ = looker.close().await;
+        // An error means that it is closed already.
+        let _ = consumer.close().await;
         Ok(match topics {
             [] => "answers".to_owned(),
             topics => format!("answers; the topic {} is there", topics.join(", ")),

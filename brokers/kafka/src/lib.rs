@@ -1,5 +1,5 @@
-//! Postbox to and from Kafka topics: a sink that publishes in bulk, and a source that is a member
-//! of a consumer group.
+//! Sends events to Kafka topics, and receives messages from them: a sink that publishes in batches,
+//! and a source that is a member of a consumer group.
 //!
 //! ```no_run
 //! use postbox_config::{ReadOptions, SinkConfig, SinkContext, read};
@@ -12,14 +12,15 @@
 //! # Ok(()) }
 //! ```
 //!
-//! - A [`KafkaSink`] hands all events of a call to one idempotent producer, and settles each by its
-//!   own confirmation. The record's key is the event's, so a key stays in one partition.
+//! - A [`KafkaSink`] passes all events of a call to one idempotent producer, and settles each by
+//!   its own confirmation. The record's key is the event's, so a key stays in one partition.
 //! - A [`KafkaSource`] commits an offset once everything before it is stored.
 //!
 //! # What this crate deliberately does not do
 //!
-//! It makes no topics, uses no transactions, and repeats nothing but a request whose answer is
-//! missing, within one call and under its sequence number: that is how Kafka's idempotence works.
+//! It creates no topics and uses no transactions. It repeats only a request whose answer is
+//! missing, within one call and under its sequence number, as Kafka's idempotent producer does.
+//! With `acks = "leader"` there are no sequence numbers, so a repeated record may be stored twice.
 
 mod classify;
 mod config;

@@ -1,4 +1,4 @@
-//! The record of an event, and the message in a record.
+//! Converts events to records, and records to messages.
 
 use bytes::Bytes;
 use krafka::ConsumerRecord;
@@ -11,7 +11,8 @@ use sha2::{Digest as _, Sha256};
 pub(crate) const ID: &str = "postbox-id";
 const CONTENT_TYPE: &str = "content-type";
 
-/// The record of an event in its envelope, and how many bytes of it are ours.
+/// Makes the record of an event in its envelope. Also returns the size of its key, headers and
+/// value, in bytes.
 pub(crate) fn record(topic: String, delivery: &Delivery, wrapped: &Wrapped<'_>) -> (Record, usize) {
     let event = &delivery.event;
     let is_reserved = |name: &str| Binding::KAFKA.is_reserved(name) || name.eq_ignore_ascii_case(ID);
@@ -25,15 +26,16 @@ pub(crate) fn record(topic: String, delivery: &Delivery, wrapped: &Wrapped<'_>) 
     let key = event.key.as_ref().map(|key| Bytes::copy_from_slice(key.as_str().as_bytes()));
     let of_headers = headers.iter().map(|(name, value)| name.len() + value.as_ref().map_or(0, Bytes::len));
     let bytes = of_headers.sum::<usize>() + key.as_ref().map_or(0, Bytes::len) + wrapped.body.len();
-    // The time is the client's: retention goes by it, so an old event would be deleted at once.
+    // The client sets the record's time to now. Retention goes by that time, so with the event's
+    // own time an old event would be deleted at once.
     let mut record = Record::new(topic, wrapped.body.clone());
     (record.key, record.headers) = (key, headers);
     (record, bytes)
 }
 
-/// The message in a record. Its id is what the header `id_header` says, or its place:
-/// `TOPIC/PARTITION/OFFSET`. No value is an empty payload; a key that is no text is its bytes in
-/// hexadecimal, so that different keys stay different.
+/// Converts a record to a message. Its id is the value of the header `id_header`, or else the
+/// record's position `TOPIC/PARTITION/OFFSET`. A record without a value has an empty payload. A key
+/// that is not text becomes its bytes in hexadecimal, so that different keys stay different.
 pub(crate) fn raw_message(record: ConsumerRecord, id_header: &str, content_type: &str) -> RawMessage {
     let payload = record.value.clone().unwrap_or_default();
     let word = |name: &str| {
@@ -60,7 +62,7 @@ fn key(bytes: &[u8]) -> String {
     }
 }
 
-/// The headers that an event can have; several values as one.
+/// Returns the headers that an event can have. Several values of one name are joined.
 fn kept(record: &ConsumerRecord, id_header: &str) -> Headers {
     let is_name = |name: &str| {
         !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))

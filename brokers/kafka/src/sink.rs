@@ -1,4 +1,4 @@
-//! The sink: a call hands all its events to the producer, then waits for their confirmations.
+//! The sink: a call passes all its events to the producer, then waits for their confirmations.
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -19,35 +19,39 @@ use crate::connection::Cluster;
 use crate::message;
 use crate::topic;
 
-/// Most events of a call; what is larger only waits in the producer.
+/// The most events of a call. More would only wait in the producer.
 const BATCH_MAX: usize = 1_000;
-/// Most calls at once unless the subscription says so: while one request of a partition is
-/// answered, the producer gathers the next.
+/// How many calls run at once, unless the subscription sets it. While a request for a partition is
+/// in flight, the producer collects the next batch.
 const CONCURRENCY: usize = 8;
-/// Most bytes of a request's part for one partition: half of what a topic takes by default.
+/// The largest batch for one partition, in bytes: half of a topic's default `max.message.bytes`.
 const BATCH_BYTES_MAX: usize = 512 * 1024;
-/// What the producer may hold; beyond it, a call waits.
+/// The producer's buffer, in bytes. While it is full, calls wait.
 const MEMORY_BYTES: usize = 64 * 1024 * 1024;
-/// The records of a call reach the producer within it, and leave in one request.
+/// How long the producer waits for more records before it sends a batch. All records of a call are
+/// enqueued within this time, so they leave in one request.
 const LINGER: Duration = Duration::from_millis(1);
-/// Longest wait for a topic that nobody has heard of, which all events of the call share.
+/// The longest wait for the metadata of an unknown topic, or for space in the buffer. The other
+/// events of the call wait with it.
 const ENQUEUE_TIMEOUT: Duration = Duration::from_secs(5);
-/// So many requests fit into the time of a call: an unanswered one is repeated twice.
+/// The time of a call is divided among this many requests, so an unanswered request is repeated
+/// twice.
 const REQUESTS_A_CALL: u32 = 3;
-/// A call that takes longer looks whether anybody is there, and again after as long.
-const SLOW: Duration = Duration::from_millis(500);
-/// Longest wait for somebody who is there.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
-/// After so many calls in a row without any confirmation, another producer is made: one that lost
-/// its state may never recover.
+/// A call that takes longer than this checks whether any broker can be reached, and then again at
+/// this interval.
+const PROBE_INTERVAL: Duration = Duration::from_millis(500);
+/// The longest wait for a broker's answer to such a check.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+/// After this many calls in a row in which records failed and none was confirmed, the producer is
+/// replaced: one that lost its state may never recover.
 const SILENT_CALLS_MAX: u32 = 3;
 
 /// Publishes events to Kafka.
 ///
-/// A call never holds two events of a key: a batch may be refused and the next one of its partition
-/// taken, so a later event of the key could be there though an earlier one is not.
+/// A call never holds two events of a key. A broker may refuse a batch and accept the next one of
+/// its partition, so a later event of the key could be stored although an earlier one was refused.
 ///
-/// Cancel-safety: of a dropped call, what is on its way to a broker may arrive.
+/// Cancel-safety: if a call is dropped, records on their way to a broker may still be stored.
 pub struct KafkaSink {
     cluster: Cluster,
     topic: Template,
@@ -57,12 +61,12 @@ pub struct KafkaSink {
     message_bytes_max: usize,
     timeout: Duration,
     concurrency: usize,
-    /// The producer of all calls.
+    /// The producer that all calls use.
     shared: Mutex<Option<Arc<Session>>>,
     connecting: AsyncMutex<()>,
 }
 
-/// Who confirms a record.
+/// Which replicas must confirm a record.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Acks {
     /// All in-sync replicas.
@@ -76,17 +80,17 @@ pub enum Acks {
 pub(crate) struct Publishing {
     pub(crate) topic: Template,
     pub(crate) envelope: Envelope,
-    /// The CloudEvents source of events that name none.
+    /// The CloudEvents source of events that have none.
     pub(crate) source: String,
     pub(crate) acks: Acks,
     pub(crate) message_bytes_max: usize,
-    /// Longest time of a call.
+    /// The longest time of a call.
     pub(crate) timeout: Duration,
     pub(crate) concurrency: Option<usize>,
 }
 
 impl KafkaSink {
-    /// A sink that connects when the first event is sent.
+    /// Returns a sink that connects when the first event is sent.
     pub(crate) fn new(cluster: Cluster, how: Publishing) -> Self {
         Self {
             cluster,
@@ -102,7 +106,7 @@ impl KafkaSink {
         }
     }
 
-    /// The record of an event, or why there can be none.
+    /// Makes the record of an event, or returns why there can be none.
     fn record(&self, delivery: &Delivery) -> Result<Record, Outcome> {
         let topic = topic::render(&self.topic, &delivery.event)?;
         let wrapped = self.envelope.wrap(&delivery.event, &self.source)?;
@@ -128,7 +132,7 @@ impl KafkaSink {
         }
     }
 
-    /// The producer of all calls; a new one if there is none.
+    /// Returns the producer that all calls use, and makes one if there is none.
     async fn session(&self) -> Result<Arc<Session>> {
         let _connecting = self.connecting.lock().await;
         if let Some(session) = &*self.shared() {
@@ -161,7 +165,7 @@ impl KafkaSink {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets nobody else use this producer. It ends with the last call that does.
+    /// Keeps new calls from using this producer. It is closed when the last call that uses it ends.
     fn retire(&self, session: &Arc<Session>) {
         let mut shared = self.shared();
         if shared.as_ref().is_some_and(|known| Arc::ptr_eq(known, session)) {
@@ -170,15 +174,16 @@ impl KafkaSink {
     }
 }
 
-/// A producer, for as long as somebody uses it.
+/// A producer, which is closed when its last user drops it.
 struct Session {
     producer: Arc<Producer>,
-    /// Calls in a row in which it confirmed nothing.
+    /// Calls in a row in which records failed and none was confirmed.
     silent_calls: AtomicU32,
 }
 
 impl Drop for Session {
-    /// What it still holds is of calls that were given up: it fails, and is sent no more.
+    /// Closes the producer. Records that it still holds belong to calls that were given up: they
+    /// fail and are not sent any more.
     fn drop(&mut self) {
         let producer = Arc::clone(&self.producer);
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
@@ -187,8 +192,8 @@ impl Drop for Session {
     }
 }
 
-/// A call that has begun. Dropped, what it handed to the producer must not go out behind what is
-/// sent next, so another producer does that.
+/// A call in progress. If it is dropped before all its records have a result, the producer is
+/// retired: what it still holds must not be sent after newer records.
 struct Call<'a> {
     sink: &'a KafkaSink,
     session: Arc<Session>,
@@ -203,17 +208,18 @@ impl Drop for Call<'_> {
     }
 }
 
-/// What became of one event of a call.
+/// The result of one event of a call.
 enum Published {
     Confirmed {
         duplicate: bool,
     },
     Failed(KrafkaError, String),
-    /// It was never handed to the producer.
+    /// It was never passed to the producer.
     Refused(Outcome),
 }
 
-/// Closes a producer. An error says what it could not send any more, which its calls heard.
+/// Closes a producer. An error only lists what could not be sent any more, which the calls have
+/// reported.
 async fn end(producer: &Producer, within: Duration) {
     let _ = producer.close_with(CloseOptions::new().timeout(within)).await;
 }
@@ -250,7 +256,7 @@ impl Sink for KafkaSink {
                 async move { (place, self.publish(producer, delivery).await) }
             })
             .collect();
-        let mut gone = pin!(self.gone());
+        let mut unreachable = pin!(self.unreachable());
         let mut unanswered = classify::no_ack();
         loop {
             tokio::select! {
@@ -259,7 +265,7 @@ impl Sink for KafkaSink {
                     Ok(Some((place, what))) => published[place] = Some(what),
                     Ok(None) | Err(_) => break,
                 },
-                error = &mut gone => {
+                error = &mut unreachable => {
                     unanswered = Outcome::unavailable(error.code().to_owned(), error.message());
                     break;
                 }
@@ -278,18 +284,20 @@ impl Sink for KafkaSink {
 }
 
 impl KafkaSink {
-    /// Resolves once no broker can be reached. The client says nothing of it: it goes on trying
-    /// until the call's time is over, and whatever follows in the keys of the call would pile up.
-    async fn gone(&self) -> Error {
+    /// Resolves once no broker can be reached. The client does not report this: it tries until the
+    /// call's time is over, and meanwhile later events of the call's keys would pile up.
+    async fn unreachable(&self) -> Error {
         loop {
-            tokio::time::sleep(SLOW).await;
-            if let Err(error) = self.cluster.connect(LOOK_TIMEOUT).await {
+            tokio::time::sleep(PROBE_INTERVAL).await;
+            if let Err(error) = self.cluster.connect(PROBE_TIMEOUT).await {
                 return error;
             }
         }
     }
 
-    /// The outcomes of a call, in the light of each other, and that of what was not answered.
+    /// Returns the outcomes of a call; `unanswered` is that of events without a result. Retires the
+    /// producer if it cannot continue, has confirmed nothing for too long, or cannot reach a
+    /// broker.
     fn conclude(
         &self,
         session: &Arc<Session>,
@@ -309,7 +317,8 @@ impl KafkaSink {
             warn!(code = "kafka_producer_given_up", calls, "producer replaced");
             self.retire(session);
         }
-        // A new connection fails at once while nobody is there, and stands as soon as somebody is.
+        // A new producer fails at once while no broker can be reached, and works as soon as one
+        // can. The old one would wait longer and longer between its attempts.
         let is_unreachable = any(|it| matches!(it, Published::Failed(error, _) if classify::is_unreachable(error)));
         if is_unreachable && !confirmed {
             self.retire(session);
@@ -319,8 +328,8 @@ impl KafkaSink {
             Some(Published::Refused(outcome)) => outcome,
             Some(Published::Confirmed { duplicate }) => Outcome::Delivered { duplicate },
             Some(Published::Failed(error, topic)) => match classify::failure(&error, &topic) {
-                // Others that were confirmed prove that the brokers are there; this partition's may
-                // not be.
+                // Other records of the call were confirmed, so brokers can be reached. Only the
+                // leader of this partition may be down.
                 Outcome::Unavailable { code, error } if confirmed => Outcome::ambiguous(code, error),
                 outcome => outcome,
             },

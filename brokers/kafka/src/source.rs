@@ -1,7 +1,7 @@
 //! The source: a member of a consumer group.
 //!
-//! A task of its own polls, whether somebody waits for messages or not: a member that does not poll
-//! loses its partitions, and a store may be away for longer than that.
+//! A separate task polls, whether or not a caller waits for messages: a member that does not poll
+//! loses its partitions, and a store may be down for longer than that.
 
 mod held;
 
@@ -26,36 +26,40 @@ use crate::classify;
 use crate::connection::Cluster;
 use crate::message::raw_message;
 
-/// Longest wait for an answer of a broker.
+/// The longest wait for a broker's answer.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest wait until the group knows what was settled.
+/// The longest wait for a commit of offsets.
 const COMMIT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a poll waits for messages; a stop or a rebalance is noticed at once.
+/// How long a poll waits for messages. A stop or a rebalance is noticed at once.
 const POLL: Duration = Duration::from_secs(1);
-/// While there is no room for messages, the member shows so often that it is there.
-const SHOW_UP: Duration = Duration::from_secs(1);
-/// How long that takes.
-const SHOW_UP_POLL: Duration = Duration::from_millis(20);
-/// Wait after a failed poll: the client has its own waits, and the receiver has, too.
-const PAUSE: Duration = Duration::from_millis(250);
-/// Longest time to leave the group; after that its session timeout does it.
+/// While there is no room for messages, the member polls at this interval with all partitions
+/// paused, so that it stays in the group.
+const PAUSED_POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// How long such a poll waits.
+const PAUSED_POLL_WAIT: Duration = Duration::from_millis(20);
+/// The wait after a failed poll. It is short, because the client and the receiver have waits of
+/// their own.
+const RETRY_WAIT: Duration = Duration::from_millis(250);
+/// The longest time to leave the group. After that, the group removes the member when its session
+/// times out.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Most messages of one poll.
+/// The most messages of one poll.
 const POLL_MAX: usize = 1_000;
 
 const OPERATION: &str = "receive";
 
-/// Where a group begins that has no place, or whose place is gone.
+/// Where a group starts in a partition if it has no committed offset, or the offset no longer
+/// exists.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum OffsetReset {
-    /// With the first message that is there.
+    /// With the first message that exists.
     #[default]
     Earliest,
-    /// With what is published from then on.
+    /// With messages that are published from then on.
     Latest,
 }
 
-/// What a source reads, and as whom.
+/// The topics that a source reads, and how it joins the consumer group.
 #[derive(Debug, Clone)]
 pub(crate) struct Membership {
     pub(crate) topics: Vec<String>,
@@ -69,8 +73,9 @@ pub(crate) struct Membership {
 
 /// Reads topics as a member of a consumer group.
 ///
-/// The group's place in a partition moves once everything before it is settled. So after a lost
-/// membership, a rebalance or a crash, what was not settled comes again, to us or to another.
+/// The group's offset in a partition advances once everything before it is settled. So after a lost
+/// membership, a rebalance or a crash, unsettled messages are delivered again, to us or to another
+/// member.
 pub struct KafkaSource {
     member: Arc<Member>,
     polling: AtomicBool,
@@ -81,10 +86,10 @@ struct Member {
     membership: Membership,
     clock: Arc<dyn Clock>,
     state: Arc<State>,
-    /// Somebody waits for messages.
+    /// Signals that a caller waits for messages.
     wanted: Notify,
     closed: CancellationToken,
-    /// Polling has ended, and the group was left.
+    /// Cancelled when polling has ended and the group was left.
     left: CancellationToken,
 }
 
@@ -93,17 +98,17 @@ struct State {
     held: Mutex<Held>,
     consumer: Mutex<Option<Arc<Consumer>>>,
     failure: Mutex<Option<Error>>,
-    /// Held while the group learns where we stand. A partition is given up between two commits:
-    /// a late one would put back the place that its next owner has reached.
+    /// Held while offsets are committed, and while revoked partitions are forgotten. A commit after
+    /// that could set back the offset that the partition's next owner has committed.
     committing: AsyncMutex<()>,
-    /// There is something to give, or to say.
+    /// Signals that there is a message to hand out, or a failure to report.
     changed: Notify,
-    /// There is room for more.
+    /// Signals that there is room for more messages.
     room: Notify,
 }
 
 impl KafkaSource {
-    /// A source that connects when it is asked for the first message.
+    /// Returns a source that connects when it is asked for the first message.
     pub(crate) fn new(cluster: Cluster, membership: Membership, clock: Arc<dyn Clock>) -> Self {
         let member = Member {
             cluster,
@@ -129,7 +134,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Member {
-    /// Polls until the source is closed; joins the group anew when its client cannot go on.
+    /// Polls until the source is closed. Joins the group again when its client cannot continue.
     async fn run(self: Arc<Self>) {
         while !self.closed.is_cancelled() {
             match self.join().await {
@@ -138,7 +143,7 @@ impl Member {
                     *lock(&self.state.consumer) = Some(Arc::clone(&consumer));
                     self.poll(&consumer).await;
                     *lock(&self.state.consumer) = None;
-                    // An error says that the group has expelled us already, or will.
+                    // An error means that the group has removed this member already, or will.
                     let _ = consumer.close_with(CloseOptions::new().timeout(LEAVE_TIMEOUT)).await;
                     lock(&self.state.held).forget_all();
                 }
@@ -165,7 +170,7 @@ impl Member {
                 OffsetReset::Latest => AutoOffsetReset::Latest,
             })
             .enable_auto_commit(false)
-            // What a producer took back was never said.
+            // Records of open and aborted transactions are not received.
             .isolation_level(IsolationLevel::ReadCommitted)
             .session_timeout(*session_timeout)
             .heartbeat_interval(*session_timeout / 3)
@@ -174,7 +179,7 @@ impl Member {
             .rebalance_listener(Listener(Arc::clone(&self.state)))
             .build();
         let consumer = consumer.await.map_err(fault)?;
-        // First, so that nobody is left behind in the group.
+        // Checked before joining, so that a missing topic leaves no member behind in the group.
         for topic in topics {
             let found = consumer.fetch_metadata(Some(topic)).await.map_err(fault)?;
             if found.topics.is_empty() {
@@ -186,14 +191,14 @@ impl Member {
         Ok(consumer)
     }
 
-    /// Polls until the client cannot go on, or the source is closed.
+    /// Polls until the client cannot continue, or the source is closed.
     async fn poll(&self, consumer: &Consumer) {
         loop {
             let is_full = lock(&self.state.held).waiting() >= self.membership.in_flight_max;
             let polled = async {
                 match is_full {
                     false => consumer.poll(POLL).await,
-                    true => self.show_up(consumer).await,
+                    true => self.poll_paused(consumer).await,
                 }
             };
             let polled = tokio::select! {
@@ -209,27 +214,28 @@ impl Member {
                     if is_final {
                         return;
                     }
-                    tokio::time::sleep(PAUSE).await;
+                    tokio::time::sleep(RETRY_WAIT).await;
                 }
             }
             if let Err(failure) = self.commit().await {
                 self.fail(failure);
             }
         }
-        // What was settled and not yet heard of.
+        // Commits what was settled since the last commit.
         let _ = self.commit().await;
     }
 
-    /// Waits for room, and polls once for nothing if that takes long.
-    async fn show_up(&self, consumer: &Consumer) -> Result<Vec<ConsumerRecord>, KrafkaError> {
-        if timeout(SHOW_UP, self.state.room.notified()).await.is_ok() {
+    /// Waits for room. If that takes long, polls once with all partitions paused, only to stay in
+    /// the group.
+    async fn poll_paused(&self, consumer: &Consumer) -> Result<Vec<ConsumerRecord>, KrafkaError> {
+        if timeout(PAUSED_POLL_INTERVAL, self.state.room.notified()).await.is_ok() {
             return Ok(Vec::new());
         }
         let assigned = consumer.assignment().await;
         for (topic, partitions) in &assigned {
             consumer.pause(topic, partitions).await;
         }
-        let polled = consumer.poll(SHOW_UP_POLL).await;
+        let polled = consumer.poll(PAUSED_POLL_WAIT).await;
         for (topic, partitions) in &assigned {
             consumer.resume(topic, partitions).await;
         }
@@ -256,7 +262,7 @@ impl Member {
         self.state.changed.notify_waiters();
     }
 
-    /// Tells the group where its partitions stand, if it does not know.
+    /// Commits the offsets that have changed since the last commit.
     async fn commit(&self) -> Result<()> {
         let _committing = self.state.committing.lock().await;
         let offsets = lock(&self.state.held).uncommitted();
@@ -267,7 +273,8 @@ impl Member {
         };
         match timeout(COMMIT_TIMEOUT, consumer.commit_offsets(offsets.iter().map(place))).await {
             Ok(Ok(())) => lock(&self.state.held).committed(&offsets),
-            // The next poll says which partitions are still ours; the others' messages come again.
+            // The next poll shows which partitions are still ours. Messages of the others that are
+            // not committed are delivered again.
             Ok(Err(error)) if classify::is_membership_lost(&error) => {}
             Ok(Err(error)) => return Err(classify::error("settle", &error)),
             Err(_) => {
@@ -279,15 +286,15 @@ impl Member {
     }
 }
 
-/// Hears which partitions are not ours any more.
+/// Forgets partitions that are no longer ours.
 struct Listener(Arc<State>);
 
 impl Listener {
     async fn forget(&self, partitions: &[TopicPartition]) {
         let _committing = self.0.committing.lock().await;
         let mut held = lock(&self.0.held);
-        for gone in partitions {
-            held.forget(&(gone.topic().into(), gone.partition()));
+        for revoked in partitions {
+            held.forget(&(revoked.topic().into(), revoked.partition()));
         }
         drop(held);
         self.0.room.notify_one();
@@ -314,7 +321,7 @@ impl ConsumerRebalanceListener for Listener {
 
 #[async_trait]
 impl Source for KafkaSource {
-    /// In order within a partition, and so within a key.
+    /// Messages are in order within a partition, and so within a key.
     fn capabilities(&self) -> SourceCapabilities {
         let in_flight_max = self.member.membership.in_flight_max;
         SourceCapabilities { in_flight_max, ordered: true, nak_delay: true, dead_letters: false }
@@ -345,7 +352,8 @@ impl Source for KafkaSource {
                 return Err(failure);
             }
             member.wanted.notify_one();
-            // What is due and not given waits for one that is out.
+            // If a message is due but not handed out, too many are in flight. `changed` signals
+            // when one of those is settled.
             let wait = due.map(|due| due.saturating_sub(now)).filter(|wait| !wait.is_zero());
             tokio::select! {
                 biased;
@@ -365,7 +373,7 @@ impl Source for KafkaSource {
         self.member.commit().await
     }
 
-    /// The message is kept here until its time. If we end before, it comes at the next start.
+    /// Keeps the message here until its time. If we stop before, it is delivered at the next start.
     async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
         let state = &self.member.state;
         let due = self.member.clock.monotonic() + delay;
@@ -377,7 +385,7 @@ impl Source for KafkaSource {
         Ok(())
     }
 
-    /// Kafka keeps no dead letters: the message stays in its topic, behind the group's place.
+    /// Kafka has no dead letters: the message stays in its topic, and the group's offset passes it.
     async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
         self.ack(tokens).await
     }

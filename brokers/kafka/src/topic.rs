@@ -1,31 +1,31 @@
-//! From an event to the topic it is published to: a template, and what no topic may be.
+//! The topic that an event is published to: a template, and what no topic may contain.
 //!
-//! Different events never meet in one topic by accident: a value that holds the text which ends it
-//! in the template is refused, so that tenant `a` with topic `b.c` is not tenant `a.b` with topic
-//! `c`.
+//! A value that contains the text which follows its field in the template is refused. Otherwise
+//! different events could get the same topic by accident: with `{tenant}.{topic}`, tenant `a` with
+//! topic `b.c` and tenant `a.b` with topic `c`.
 
 use postbox_config::from_core;
 use postbox_core::{Event, Outcome, Template};
 
-/// Longest name of a topic.
+/// The longest name of a topic, in bytes.
 const NAME_BYTES_MAX: usize = 249;
 
 /// The code of an event that no topic can be made of.
 const INVALID: &str = "topic_invalid";
 
-/// A template of topics.
+/// Parses a template of topics.
 pub(crate) fn parse(text: &str) -> Result<Template, String> {
     let template = from_core::<Template>(text)?;
     if let Some((_, field)) = template.adjacent() {
         let name = field.as_str();
         return Err(format!("nothing stands before {{{name}}} to end the field before it; write a \".\" there"));
     }
-    // With a plain value in each place it must be a topic.
+    // With a plain value for each field, the result must be a topic.
     let plain = template.fill(|_, _| Ok("x")).and_then(|topic| check(&topic));
     plain.map(|()| template).map_err(|fault| format!("{text:?} is no topic: {fault}"))
 }
 
-/// The topic of an event. The error is [`Outcome::Dead`]: the event will never have one.
+/// Returns the topic of an event. The error is [`Outcome::Dead`]: the event will never have one.
 pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
     let topic = template.fill(|field, behind| {
         let name = field.as_str();
@@ -42,7 +42,7 @@ pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outco
     Ok(topic)
 }
 
-/// What is wrong with a topic. The text does not repeat it.
+/// Checks a topic. The error says what is wrong, and does not repeat the topic.
 pub(crate) fn check(topic: &str) -> Result<(), String> {
     let is_free = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     let fault = match () {

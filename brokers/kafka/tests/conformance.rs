@@ -1,5 +1,6 @@
-//! The suites that every sink and every source passes: against Tansu, and against a broker in this
-//! process that can be made to refuse, to say nothing, and to be away without forgetting.
+//! Runs the suites that every sink and every source passes, against Tansu and against a broker in
+//! this process. The latter can refuse requests, leave them unanswered, and go down without losing
+//! data.
 
 #[path = "it/stand.rs"]
 #[allow(dead_code)]
@@ -28,9 +29,9 @@ use tokio::net::TcpStream;
 use stand::{client, header, make_topic, records, sink, table};
 
 const TOPIC: &str = "events";
-/// Larger events are dead: the bytes of key, headers and value.
+/// The largest event, in bytes of key, headers and value. Larger ones are dead.
 const MESSAGE_BYTES_MAX: usize = 256 * 1024;
-/// The headers of an event of the topic `t`.
+/// The headers of an event with topic `t`.
 const HEADERS: [(&str, &str); 7] = [
     ("ce_specversion", "1.0"),
     ("ce_id", "01900000-0000-7000-8000-000000000001"),
@@ -49,7 +50,7 @@ async fn events_sink(brokers: &str) -> Arc<dyn Sink> {
     sink(brokers, &format!("topic = \"{TOPIC}\"\nmessage_max = \"{MESSAGE_BYTES_MAX}\"")).await
 }
 
-/// More than is taken, also without any header.
+/// Makes an event too large, even without any header.
 fn poison(event: NewEvent) -> NewEvent {
     NewEvent { payload: Bytes::from(vec![b'x'; MESSAGE_BYTES_MAX]), ..event }
 }
@@ -67,7 +68,7 @@ async fn accepted(kafka: &Kafka) -> Vec<Attempt> {
 struct Fake {
     broker: FakeBroker,
     sink: Arc<dyn Sink>,
-    /// Requests that it refused, or did not answer.
+    /// Number of requests that it refused or did not answer.
     refused: Arc<AtomicUsize>,
 }
 
@@ -77,7 +78,7 @@ impl Fake {
         broker.create_topic(TOPIC, 1);
         let brokers = broker.bootstrap_servers();
         let sink = events_sink(&brokers).await;
-        // A broker that does not answer is no broker that cannot be connected to.
+        // Connects the sink, so that `Destination::Hangs` meets an open connection.
         assert_eq!(codes(&deliver(&sink, &numbered(1)).await), ["delivered"]);
         broker.delete_topic(TOPIC);
         broker.create_topic(TOPIC, 1);
@@ -100,7 +101,7 @@ impl SinkFixture for Fake {
     }
 
     fn traits(&self) -> SinkTraits {
-        // Kafka throttles by answering late.
+        // Kafka throttles by delaying its answers.
         SinkTraits { throttles: false, payload_bytes_max: Some(payload_bytes_max()), ..SinkTraits::ALL }
     }
 
@@ -133,8 +134,8 @@ impl SinkFixture for Fake {
     }
 }
 
-/// Tansu. It refuses nothing, and forgets everything when it is stopped; a test of its own freezes
-/// it.
+/// Tansu. It refuses nothing, and loses everything when it is stopped, so the suite cannot set
+/// these faults. A test in `it/sink_faults.rs` freezes it.
 struct Tansu {
     _server: PrivateKafka,
     kafka: Kafka,
@@ -181,7 +182,7 @@ impl SinkFixture for Tansu {
     }
 }
 
-/// What keeps a broker there.
+/// The handle that keeps a broker running.
 enum Server {
     Fake(FakeBroker),
     Tansu(PrivateKafka),
@@ -212,7 +213,7 @@ fn brokers(server: &Server) -> String {
     }
 }
 
-/// Expels everybody from a group, as an administrator does.
+/// Removes all members from a group, as an administrator does.
 async fn expel(kafka: &Kafka, brokers: &str, group: &str) {
     let described = kafka.admin().describe_consumer_groups([group], Default::default()).await.expect("an answer");
     let members: Vec<String> = described
@@ -226,7 +227,7 @@ async fn expel(kafka: &Kafka, brokers: &str, group: &str) {
         request.extend(u16::try_from(text.len()).expect("short").to_be_bytes());
         request.extend(text.as_bytes());
     };
-    // LeaveGroup, version 3, as nobody in particular.
+    // LeaveGroup, version 3, with a correlation id and without a client id.
     request.extend([0, 13, 0, 3, 0, 0, 0, 1, 0xff, 0xff]);
     text(&mut request, group);
     request.extend(u32::try_from(members.len()).expect("few").to_be_bytes());
@@ -240,7 +241,7 @@ async fn expel(kafka: &Kafka, brokers: &str, group: &str) {
     let length = stream.read_u32().await.expect("an answer");
     let mut answer = vec![0; length as usize];
     stream.read_exact(&mut answer).await.expect("an answer");
-    // Correlation, throttle time, error.
+    // After the correlation id and the throttle time comes the error code.
     assert_eq!(answer[8..10], [0, 0], "{answer:?}");
 }
 
@@ -261,7 +262,8 @@ impl SourceFixture for Group {
         producer.close().await.expect("closed");
     }
 
-    /// A client of Kafka gets over a lost connection; what ends with it is the membership.
+    /// Removes the member from the group. A lost connection would not do: Kafka's client
+    /// reconnects, and the membership survives.
     async fn disconnect(&self) {
         expel(&self.kafka, &brokers(&self.server), "postbox").await;
     }

@@ -1,22 +1,22 @@
-//! Where a server is: at an address, or where Sentinels say that the primary is.
+//! Parses URLs: the address of a server, or those of Sentinels that know the primary.
 
 use url::Url;
 
-/// The port of a Sentinel.
+/// The default port of a Sentinel.
 const SENTINEL_PORT: u16 = 26_379;
 
-/// What a URL names.
+/// The contents of a URL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Address {
     /// URLs of the server, or of the Sentinels in the order in which they are asked.
     pub(crate) urls: Vec<String>,
-    /// What the Sentinels call the primary.
+    /// The primary's name in the Sentinels; `None` without Sentinels.
     pub(crate) primary: Option<String>,
     /// The number of the database.
     pub(crate) database: i64,
 }
 
-/// Reads a URL. The message never repeats it: it may hold a password.
+/// Parses a URL. The error never repeats it: it may hold a password.
 pub(crate) fn parse(text: &str) -> Result<Address, String> {
     let (scheme, rest) = text.split_once("://").unwrap_or_default();
     let Some(scheme) = scheme.strip_suffix("+sentinel") else {

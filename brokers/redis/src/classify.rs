@@ -1,83 +1,84 @@
-//! What an answer of the server, or a failure of the client, means. What it costs is the engine's
-//! to decide.
+//! Classifies the server's answers, missing answers and failures of the client. The engine decides
+//! what they cost.
 
 use postbox_core::{Error, ErrorKind, Outcome, excerpt};
 use redis::RedisError;
 
-/// Whom an error of the server concerns.
+/// What an error of the server is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Concerns {
-    /// Every write: the destination is down.
-    Everybody,
-    /// Every write, until a person mends our credentials.
+pub(crate) enum Scope {
+    /// The server: it accepts no writes at all, so the destination is down.
+    Server,
+    /// Our credentials: it accepts no writes until an operator corrects them.
     Credentials,
-    /// This stream. It looks the same if it is every stream, so what happens to other events
-    /// decides.
-    Perhaps,
+    /// This stream, or every stream: the error is the same. So the outcomes of other events decide.
+    Stream,
 }
 
-/// What the server's error says: whom it concerns, our code for it, and what to do.
-pub(crate) fn answer(code: &str) -> (Concerns, &'static str, &'static str) {
-    use Concerns::{Credentials, Everybody, Perhaps};
+/// Returns what a server's error is about, our code for it, and what to do.
+pub(crate) fn answer(code: &str) -> (Scope, &'static str, &'static str) {
+    use Scope::{Credentials, Server, Stream};
     match code {
-        "OOM" => (Everybody, "redis_out_of_memory", "raise maxmemory, or trim the streams (maxlen)"),
-        "READONLY" => (Everybody, "redis_readonly", "this is a replica; the url must lead to the primary"),
-        "LOADING" => (Everybody, "redis_loading", "it reads its data and will be back"),
-        "MISCONF" => (Everybody, "redis_persistence_failed", "it cannot write to its disk"),
-        "NOREPLICAS" => (Everybody, "redis_replicas_missing", "fewer replicas follow than min-replicas-to-write"),
-        "CLUSTERDOWN" | "MASTERDOWN" => (Everybody, "redis_cluster_down", "it has lost its cluster or its primary"),
-        "BUSY" => (Everybody, "redis_busy", "a script runs; SCRIPT KILL ends it"),
+        "OOM" => (Server, "redis_out_of_memory", "raise maxmemory, or trim the streams (maxlen)"),
+        "READONLY" => (Server, "redis_readonly", "this is a replica; the url must lead to the primary"),
+        "LOADING" => (Server, "redis_loading", "it reads its data and will be back"),
+        "MISCONF" => (Server, "redis_persistence_failed", "it cannot write to its disk"),
+        "NOREPLICAS" => (Server, "redis_replicas_missing", "fewer replicas follow than min-replicas-to-write"),
+        "CLUSTERDOWN" | "MASTERDOWN" => (Server, "redis_cluster_down", "it has lost its cluster or its primary"),
+        "BUSY" => (Server, "redis_busy", "a script runs; SCRIPT KILL ends it"),
         "NOAUTH" | "WRONGPASS" => (Credentials, "redis_unauthorized", "set user and password"),
-        "NOPERM" => (Perhaps, "redis_not_permitted", "allow the user the commands and keys that the guide names"),
-        "WRONGTYPE" => (Perhaps, "redis_wrong_type", "the key is of another type; rename it, or name another"),
+        "NOPERM" => (Stream, "redis_not_permitted", "allow the user the commands and keys that the guide names"),
+        "WRONGTYPE" => (Stream, "redis_wrong_type", "the key is of another type; rename it, or name another"),
         "MOVED" | "ASK" | "TRYAGAIN" | "CROSSSLOT" => {
-            (Perhaps, "redis_cluster_redirect", "this is a node of a cluster, which is not supported")
+            (Stream, "redis_cluster_redirect", "this is a node of a cluster, which is not supported")
         }
-        _ => (Perhaps, "redis_refused", "it refused the command"),
+        _ => (Stream, "redis_refused", "it refused the command"),
     }
 }
 
-/// What an error in answer to one entry means for its event.
+/// Returns the outcome of an event whose entry was refused with this error.
 pub(crate) fn refused(error: &RedisError) -> Outcome {
-    let (concerns, code, cure) = answer(error.code().unwrap_or_default());
+    let (scope, code, cure) = answer(error.code().unwrap_or_default());
     let text = format!("{} ({cure})", excerpt(&error.to_string()));
-    match concerns {
-        Concerns::Everybody | Concerns::Credentials => Outcome::unavailable(code, text),
-        Concerns::Perhaps => Outcome::ambiguous(code, text),
+    match scope {
+        Scope::Server | Scope::Credentials => Outcome::unavailable(code, text),
+        Scope::Stream => Outcome::ambiguous(code, text),
     }
 }
 
 pub(crate) const STREAM_MISSING: &str =
     "the stream does not exist, and make_stream = false; make it (XGROUP CREATE … MKSTREAM)";
 
-/// No stream, and none may be made.
+/// The stream does not exist, and the sink must not create it.
 pub(crate) fn stream_missing() -> Outcome {
     Outcome::ambiguous("redis_stream_missing", STREAM_MISSING)
 }
 
-/// The connection broke after the entries were written to it: they may be in the stream.
+/// The connection was lost after the entries were written to it, or an answer is not understood.
+/// The entries may be in the stream.
 pub(crate) fn unanswered(error: &RedisError) -> Outcome {
     let code = if error.is_io_error() { "redis_connection_lost" } else { "redis_answer_unknown" };
     Outcome::ambiguous(code, excerpt(&error.to_string()))
 }
 
-/// What is said of a server that keeps silent.
+/// The error text for a server that does not answer.
 pub(crate) const SILENT: &str =
     "the server did not answer in time; is it overloaded, or the URL that of another program?";
 
-/// No answer within the time of a call: they may be in the stream, or get there later.
+/// There was no answer within the time of a call. The entries may be in the stream, or arrive there
+/// later.
 pub(crate) fn timed_out() -> Outcome {
     Outcome::ambiguous("redis_timeout", SILENT)
 }
 
-/// What a failure of the client means for whoever asked for the connection, or for the source.
+/// Classifies a failure of the client in any operation but the delivery of events.
 pub(crate) fn failure(operation: &'static str, error: RedisError) -> Error {
     let text = excerpt(&error.to_string());
     let (kind, code, text) = match error.code() {
         Some(code) => {
-            let (concerns, code, cure) = answer(code);
-            let kind = match (concerns, code) {
-                (Concerns::Credentials, _) | (_, "redis_not_permitted") => ErrorKind::Unauthorized,
+            let (scope, code, cure) = answer(code);
+            let kind = match (scope, code) {
+                (Scope::Credentials, _) | (_, "redis_not_permitted") => ErrorKind::Unauthorized,
                 (_, "redis_wrong_type" | "redis_cluster_redirect") => ErrorKind::Mismatch,
                 _ => ErrorKind::Unavailable,
             };
@@ -88,7 +89,7 @@ pub(crate) fn failure(operation: &'static str, error: RedisError) -> Error {
             redis::ErrorKind::InvalidClientConfig | redis::ErrorKind::RESP3NotSupported => {
                 (ErrorKind::Mismatch, "redis_mismatch", text)
             }
-            // TLS that fails is one or the other; the text says so.
+            // A failure of TLS has either of these kinds; the text says what failed.
             redis::ErrorKind::Io | redis::ErrorKind::Client if operation == "connect" => {
                 (ErrorKind::Unavailable, "redis_connect_failed", text)
             }

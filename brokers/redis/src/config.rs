@@ -15,18 +15,18 @@ use tokio::time::timeout;
 use crate::connection::{Connection, Server};
 use crate::{RedisLeases, RedisSink, RedisSource, address, classify, stream};
 
-/// Most calls at once unless the subscription says otherwise: one is answered while another is
-/// written, and more only queue at the server, which does one thing at a time.
+/// How many calls run at once, unless the subscription sets it. One is answered while another is
+/// written. More would only wait in the server, which runs one command at a time.
 const CONCURRENCY: usize = 4;
 
-/// Longest wait of a source for an answer.
+/// The longest wait of a source for an answer.
 const SOURCE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What a server takes by default.
+/// The highest value of `value_max`, in bytes: the largest value that a server accepts by default.
 const VALUE_BYTES_MAX: usize = 512 * 1024 * 1024;
 
 table! {
-    /// Events into Redis streams, or Valkey's.
+    /// One entry per event, to Redis or Valkey streams.
     pub struct RedisSinkConfig {
         /// Where the primary is: `redis://HOST:PORT/DATABASE`, or `rediss://` for TLS.
         ///
@@ -43,24 +43,25 @@ table! {
         /// `{topic}`, `{key}`, `{kind}`, `{aggregate}` and `{tenant}` stand for the event's; `{{`
         /// and `}}` for braces. An event without such a field is dead.
         stream: Template = text(stream::parse), default("events:{topic}");
-        /// About so many entries are kept in a stream; older ones are trimmed, received or not.
+        /// How many entries a stream keeps, about. Older ones are trimmed, even if no consumer has
+        /// read them.
         maxlen: Option<u64> = integer(1_u64..=1_000_000_000_000), unset("all of them", "1000000");
-        /// Makes streams that do not exist. Without, such events are tried again.
+        /// Whether to create a stream that does not exist. If not, its events are retried.
         make_stream: bool = boolean(), default(true);
         /// The form in which events are sent.
         ///
         /// See [envelopes](envelopes.md).
         envelope: Envelope = envelope(Envelope::ALL), default("raw");
-        /// The CloudEvents `source` of events that name none.
+        /// The CloudEvents `source` of events that have none.
         source: String = event_source(), default("postbox");
-        /// Events with a larger field are dead, and so are those beyond the server's own limit
-        /// (`proto-max-bulk-len`).
+        /// The largest field. Events with a larger one are dead, also those above the server's own
+        /// limit (`proto-max-bulk-len`).
         value_max: usize = size(1..=VALUE_BYTES_MAX), default("512MiB");
     }
 }
 
 table! {
-    /// Messages out of a Redis stream, or Valkey's, as a member of a consumer group.
+    /// Messages from a Redis or Valkey stream, as a member of a consumer group.
     #[check(check)]
     pub struct RedisSourceConfig {
         /// Where the primary is: `redis://HOST:PORT/DATABASE`, or `rediss://` for TLS.
@@ -75,24 +76,24 @@ table! {
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
         /// The log where messages are stored.
         log: LogName = text(from_core::<LogName>), default("inbox");
-        /// The stream. It and its group are made if they are missing; a new group begins with the
-        /// first entry.
+        /// The stream. Stream and group are created if missing; a new group starts with the first
+        /// entry.
         stream: String = text(plain), required(r#""orders""#);
         /// The consumer group.
         group: String = text(plain), default("postbox");
-        /// Our name in the group: one for each process, the same after its restart.
+        /// The consumer name: different for each process, the same after its restart.
         consumer: String = text(plain), default("postbox");
-        /// Entries that another consumer has had for so long are taken over.
+        /// Entries pending at another consumer for so long are claimed.
         claim_after: Duration = duration(Duration::from_secs(1)), default("1min");
-        /// Most messages that are out of the stream and not stored. The next are read while some
-        /// are stored, a third at a time and 256 at most.
+        /// Most messages that are read and not yet stored. A read takes a third of them, at most
+        /// 256, so that reading and storing overlap.
         in_flight: usize = integer(1_usize..=100_000), default(512);
-        /// The field with the payload. Of entries without it, a JSON object of all fields is the
-        /// payload.
+        /// The field with the payload. For entries without it, the payload is a JSON object of all
+        /// fields.
         payload: String = text(plain), default("payload");
         /// The topic of entries without a field `topic`.
         topic: Option<String> = text(plain), unset("the stream's name", r#""orders""#);
-        /// Where messages go that cannot be stored, not even as poison.
+        /// The stream for messages that cannot be stored, not even as poison.
         dead_stream: Option<String> = text(plain), unset("the stream's name and :dead", r#""orders:dead""#);
     }
 }
@@ -110,13 +111,13 @@ table! {
         password: Option<Secret> = secret(), unset("none", r#""env:REDIS_PASSWORD""#);
         /// Certificates, with `rediss://`.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
-        /// What the keys begin with. Databases that share a server need one each, or they wait for
-        /// each other.
+        /// The prefix of all keys. Databases that share a server need different prefixes; with the
+        /// same one, their relays wait for each other.
         prefix: String = text(prefix), default("postbox");
     }
 }
 
-/// The rest of a key is in braces.
+/// Checks a prefix of keys. It cannot contain braces, because the rest of a key is in braces.
 fn prefix(text: &str) -> Result<String, String> {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"._:-".contains(&byte);
     match (1..=128).contains(&text.len()) && text.bytes().all(fits) {
@@ -158,8 +159,8 @@ impl RedisSourceConfig {
     }
 }
 
-/// What a person who asks hears of a server, and of the stream if there is one for all events;
-/// `makes_stream` where that need not be there yet.
+/// Describes a server to an operator, and its stream if all events have the same one. With
+/// `makes_stream`, the stream need not exist yet.
 async fn look(server: &Server, stream: Option<&str>, makes_stream: bool) -> Result<String> {
     let mut connection = server.connect().await?;
     let Some(stream) = stream else { return Ok("answers".to_owned()) };
@@ -171,7 +172,7 @@ async fn look(server: &Server, stream: Option<&str>, makes_stream: bool) -> Resu
         Ok(Ok(Value::Int(0))) => Ok(format!("answers; the stream {stream} is empty or not there yet")),
         Ok(Ok(_)) => Ok(format!("answers; the stream {stream} is there")),
         Ok(Err(error)) => match classify::failure("connect", error) {
-            // Neither sink nor source needs this right.
+            // Neither sink nor source needs the right to run XLEN.
             error if error.code() == "redis_not_permitted" => Ok("answers".to_owned()),
             error => Err(error),
         },
@@ -179,7 +180,7 @@ async fn look(server: &Server, stream: Option<&str>, makes_stream: bool) -> Resu
     }
 }
 
-/// Whether a stream without entries is not there at all. Whoever may not ask hears that it is.
+/// Returns whether a stream without entries does not exist. Returns false if we may not ask.
 async fn is_missing(server: &Server, connection: &mut Connection, stream: &str) -> bool {
     let answer = timeout(server.timeout(), connection.ask(redis::cmd("EXISTS").arg(stream))).await;
     matches!(answer, Ok(Ok(Value::Int(0))))

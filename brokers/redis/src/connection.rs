@@ -1,5 +1,4 @@
-//! Connections to the server: how they are made, what is asked of a new one, and whether they still
-//! stand.
+//! Connections to the server: opening them, checking the server, and noticing when they are lost.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -28,15 +27,15 @@ const BULK_BYTES_MAX: usize = 512 * 1024 * 1024;
 pub(crate) struct Server {
     /// The server, or the Sentinels that know it.
     clients: Vec<Client>,
-    /// What the Sentinels call it.
+    /// The primary's name in the Sentinels; `None` without Sentinels.
     primary: Option<String>,
     settings: Settings,
     timeout: Duration,
-    /// What is risky about the server was said.
+    /// Whether warnings about the server were logged already.
     warned: AtomicBool,
 }
 
-/// Everything about a connection but the address.
+/// The settings of a connection, except its address.
 #[derive(Debug)]
 struct Settings {
     redis: RedisConnectionInfo,
@@ -44,7 +43,7 @@ struct Settings {
 }
 
 impl Server {
-    /// Reads the URL and the certificates. Connects to nothing.
+    /// Parses the URL and reads the certificates. Does not connect.
     pub(crate) fn new(
         url: &str,
         user: Option<&str>,
@@ -53,8 +52,8 @@ impl Server {
         timeout: Duration,
     ) -> Result<Self> {
         let Address { urls, primary, database } = address::parse(url).map_err(invalid)?;
-        // RESP3, because only there the client tells at once that a connection is lost, and an
-        // answer to wrong credentials has a code.
+        // RESP3, because only with it the client reports a lost connection at once, and the answer
+        // to wrong credentials has an error code.
         let plain = RedisConnectionInfo::default()
             .set_protocol(ProtocolVersion::RESP3)
             .set_lib_name("postbox", env!("CARGO_PKG_VERSION"));
@@ -66,30 +65,30 @@ impl Server {
             redis = redis.set_password(password.expose());
         }
         let certificates = tls.map(certificates).transpose()?;
-        // Sentinels have users of their own, and no databases.
+        // Sentinels have their own users and no databases, so they are not sent ours.
         let first = Settings { redis: if primary.is_some() { plain } else { redis.clone() }, certificates };
         let clients = urls.iter().map(|url| first.client(url)).collect::<Result<_>>()?;
         let settings = Settings { redis, ..first };
         Ok(Self { clients, primary, settings, timeout, warned: AtomicBool::new(false) })
     }
 
-    /// One that keeps nothing of value, so that nothing about that is risky.
+    /// Suppresses warnings about lost data, for a server that stores nothing of value.
     pub(crate) fn without_warnings(self) -> Self {
         Self { warned: AtomicBool::new(true), ..self }
     }
 
-    /// Longest wait for an answer.
+    /// Returns the longest wait for an answer.
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// A new connection to a server that takes writes.
+    /// Opens a connection to a server that accepts writes.
     pub(crate) async fn connect(&self) -> Result<Connection> {
         in_time(self.timeout, self.try_connect()).await
     }
 
-    /// Sentinels are asked one after the other, until one names a server that is a primary: one
-    /// that is cut off from the others goes on naming the former primary.
+    /// Asks the Sentinels one after the other, until one names a server that is a primary. A
+    /// Sentinel that is cut off from the others keeps naming the former primary.
     async fn try_connect(&self) -> Result<Connection> {
         let mut failed = invalid("no server is named".to_owned());
         for client in &self.clients {
@@ -134,7 +133,8 @@ impl Server {
     }
 }
 
-/// One deadline is around all of a connection's making, and each call has its own.
+/// Disables the client's own timeouts: one deadline covers all of connecting, and each call has its
+/// own.
 fn one_deadline() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None)
 }
@@ -150,7 +150,7 @@ fn invalid(text: String) -> Error {
 
 impl Settings {
     fn client(&self, url: &str) -> Result<Client> {
-        // Our own text: the client's may repeat the URL.
+        // Our own text, because the client's may repeat the URL.
         let info = url.into_connection_info();
         let info = info.map_err(|_| invalid("the url does not lead to a server".to_owned()))?;
         let info =
@@ -163,7 +163,7 @@ impl Settings {
         Client::build_with_tls(info, certificates).map_err(wrong)
     }
 
-    /// The primary, as a Sentinel names it.
+    /// Asks a Sentinel for the address of the primary.
     async fn named(&self, sentinel: &Client, primary: &str) -> Result<Client> {
         let failed = |error| {
             let error = classify::failure("connect", error);
@@ -205,24 +205,24 @@ fn certificates(tls: &TlsTable) -> Result<TlsCertificates> {
     Ok(TlsCertificates { client_tls, root_cert })
 }
 
-/// A connection that all calls share. It never sends anything twice, and never connects anew.
+/// A connection that all calls share. It never sends anything twice, and never reconnects.
 #[derive(Debug, Clone)]
 pub(crate) struct Connection {
     inner: MultiplexedConnection,
-    /// Set by the task that reads from it.
+    /// Set when the connection is lost, by the task that reads from it.
     lost: Arc<AtomicBool>,
-    /// The largest value this server takes.
+    /// The largest value that this server accepts, in bytes.
     pub(crate) bulk_bytes_max: usize,
 }
 
 impl Connection {
-    /// Whether it still stands, as far as we heard.
+    /// Returns whether the connection is open, as far as is known.
     pub(crate) fn is_open(&self) -> bool {
         !self.lost.load(Ordering::SeqCst)
     }
 
-    /// Sends commands at once; an answer or an error for each. Cancel-safe: the answers to a
-    /// dropped call are thrown away.
+    /// Sends commands in one pipeline. Returns an answer or an error for each. Cancel-safe: the
+    /// answers to a dropped call are discarded.
     pub(crate) async fn send<T: FromRedisValue>(&mut self, pipeline: &Pipeline) -> RedisResult<Vec<RedisResult<T>>> {
         pipeline.query_async(&mut self.inner).await
     }
@@ -233,10 +233,10 @@ impl Connection {
     }
 }
 
-/// What a server says of itself, as far as we may ask.
+/// What a server reports about itself, as far as we may ask.
 #[derive(Debug, Default)]
 struct Asked {
-    /// `master`, `slave` or `sentinel`; empty where we may not ask.
+    /// `master`, `slave` or `sentinel`; empty if we may not ask.
     role: String,
     bulk_bytes_max: usize,
     policy: Option<String>,
@@ -272,7 +272,7 @@ impl Asked {
         })
     }
 
-    /// What may lose what this server has taken.
+    /// Warns of settings with which the server may lose entries that it has accepted.
     fn warn(&self) {
         if let Some(policy) = self.policy.as_deref().filter(|policy| policy.starts_with("allkeys")) {
             warn!(policy, cure = "set maxmemory-policy noeviction", "redis may evict streams");

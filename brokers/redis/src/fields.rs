@@ -4,20 +4,21 @@ use postbox_core::envelope::Binding;
 use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage};
 use sha2::{Digest as _, Sha256};
 
-/// The id to deduplicate by.
+/// The field with the id to deduplicate by.
 const ID: &str = "id";
 const TOPIC: &str = "topic";
 const KEY: &str = "key";
 const CONTENT_TYPE: &str = "content-type";
 /// The field of the payload, unless the configuration names another.
 pub(crate) const PAYLOAD: &str = "payload";
-/// What the names of fields begin with that hold a header.
+/// How the names of fields with a header begin.
 const HEADER: &str = "header:";
 
-/// The only field of a replica.
+/// The only field of an entry with the replica envelope.
 const REPLICA: &str = "event";
 
-/// Puts the fields of an event in its envelope, each with its name; or says why there are none.
+/// Passes each field of an event in its envelope to `put`, with its name. The error is the outcome
+/// of an event that no entry can be made of.
 pub(crate) fn put(
     delivery: &Delivery,
     envelope: Envelope,
@@ -51,16 +52,17 @@ pub(crate) struct Layout {
     pub(crate) payload: String,
     /// The topic of entries that have none.
     pub(crate) topic: String,
-    /// What the ids of entries without one begin with.
+    /// The stream's name, with which the ids of entries without an id begin.
     pub(crate) stream: String,
 }
 
 impl Layout {
-    /// The message in an entry.
+    /// Converts an entry to a message.
     ///
-    /// An entry without the payload's field is of somebody else's making: its payload is a JSON
-    /// object of all its fields, and its id the entry's. If it is not text either, or a field of
-    /// ours is not, it has no topic, so that it is kept as poison with its bytes.
+    /// An entry without the payload's field comes from another program. Its payload is a JSON
+    /// object of all its fields, and its id is that of the entry. If this is impossible because a
+    /// field is not text or occurs twice, or if one of our fields in any entry is not text, the
+    /// message has no topic. So it is kept as poison, with its bytes.
     pub(crate) fn message(&self, entry_id: &str, mut fields: Vec<(Vec<u8>, Vec<u8>)>) -> RawMessage {
         let own_id = || Some(format!("{}/{entry_id}", self.stream));
         let unreadable = |fields: &[_]| message(own_id(), String::new(), joined(fields), "application/octet-stream");
@@ -76,7 +78,7 @@ impl Layout {
         let (_, payload) = fields.swap_remove(at);
         let mut message = message(None, self.topic.clone(), payload, "application/json");
         for (name, value) in fields {
-            // What is no text here is no field of ours.
+            // A field that is not text here is not one of ours.
             let (Ok(name), Ok(value)) = (String::from_utf8(name), String::from_utf8(value)) else { continue };
             match name.as_str() {
                 ID if !value.is_empty() => message.id = Some(value),
@@ -94,7 +96,7 @@ impl Layout {
     }
 }
 
-/// Whether a field means something, and so is text.
+/// Returns whether a field is one of ours, which must be text.
 fn is_ours(name: &[u8]) -> bool {
     let Ok(name) = str::from_utf8(name) else { return false };
     [ID, TOPIC, KEY, CONTENT_TYPE].contains(&name) || name.starts_with(HEADER) || Binding::FIELDS.is_attribute(name)
@@ -116,7 +118,7 @@ fn as_json(fields: &[(Vec<u8>, Vec<u8>)]) -> Option<Vec<u8>> {
     let mut object = serde_json::Map::new();
     for (name, value) in fields {
         let (name, value) = (str::from_utf8(name).ok()?, str::from_utf8(value).ok()?);
-        // A second field of a name would replace the first.
+        // A second field of the same name would replace the first.
         if object.insert(name.to_owned(), value.into()).is_some() {
             return None;
         }
@@ -124,7 +126,7 @@ fn as_json(fields: &[(Vec<u8>, Vec<u8>)]) -> Option<Vec<u8>> {
     serde_json::to_vec(&object).ok()
 }
 
-/// `name=value`, one a line, as the bytes are.
+/// Returns the fields as lines of `name=value`, with their bytes unchanged.
 fn joined(fields: &[(Vec<u8>, Vec<u8>)]) -> Vec<u8> {
     fields.iter().flat_map(|(name, value)| [name.as_slice(), b"=", value, b"\n"].concat()).collect()
 }

@@ -1,13 +1,13 @@
 //! Leases of lanes in Redis, beside those of the store.
 //!
-//! A relay holds a lane while it holds it in both. So Redis can only make fewer relays send, never
-//! more; and as every write is fenced by the store's epoch, a Redis that forgets its keys
-//! (`FLUSHALL`, a failover, memory that is short) hands lanes over and harms nothing.
+//! A relay holds a lane while it has the lease in both. So Redis can only make fewer relays send,
+//! never more. Every write is fenced by the store's epoch. So if Redis loses its keys (`FLUSHALL`,
+//! a failover, an eviction), lanes move to other relays and nothing is harmed.
 //!
-//! The store is asked first, because it chooses the lane: a lane that it grants is free there, and
-//! its former holder writes nothing any more. What Redis then refuses is given back to the store at
-//! once. A script that is done late, or twice, finds a token that is not its own, or a key that
-//! runs out by itself.
+//! The store is asked first, because it chooses the lane. A lane that it grants is free there, and
+//! its former holder can write nothing any more. If Redis then refuses, the lane is given back to
+//! the store at once. If a script runs late or twice, it finds a token that is not its own, or its
+//! key expires by itself.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,15 +26,16 @@ use tracing::info;
 use crate::connection::{Connection, Server};
 use crate::{RedisLeaseConfig, classify};
 
-/// Longest wait for Redis, connecting included. A renewal begins at a third of a lease, and one
-/// that is not answered must leave time for another.
+/// The longest wait for Redis, connecting included. A renewal begins after a third of a lease. If
+/// it is not answered, there must be time for another.
 const WAIT_MAX: Duration = Duration::from_secs(1);
 
 /// Takes a lane. Keys: the lease, its counter. Arguments: owner, epoch, milliseconds.
 ///
-/// A token is `OWNER EPOCH`; no lane has an epoch twice. The owner's own earlier token gives way:
-/// the store knows nothing of that grant any more. A later one does not: then this script is late.
-/// The answer is the counter, or who holds the lane and for how many milliseconds.
+/// The token of a lease is `OWNER EPOCH`, and no lane has an epoch twice. An earlier token of the
+/// same owner is replaced, because the store has dropped that grant. A later one is not, because
+/// then this script runs late. Returns the counter, or else the token of the holder and its
+/// remaining milliseconds.
 const TAKE: &str = r"
 local held = redis.call('GET', KEYS[1])
 if held then
@@ -47,17 +48,17 @@ end
 redis.call('SET', KEYS[1], ARGV[1] .. ' ' .. ARGV[2], 'NX', 'PX', ARGV[3])
 return redis.call('INCR', KEYS[2])";
 
-/// Holds a lane for longer, if it is ours. Key: the lease. Arguments: the token, milliseconds.
+/// Extends a lease, if it has our token. Key: the lease. Arguments: the token, milliseconds.
 const HOLD: &str = r"
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])";
 
-/// Gives a lane back, if it is ours. Key: the lease. Argument: the token.
+/// Releases a lease, if it has our token. Key: the lease. Argument: the token.
 const FREE: &str = r"
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])";
 
-/// A Redis in which lanes are taken, by every relay of a process on one connection.
+/// A Redis server in which lanes are leased. All relays of a process share one connection.
 #[derive(Debug)]
 pub struct RedisLeases {
     server: Server,
@@ -66,26 +67,26 @@ pub struct RedisLeases {
 }
 
 impl RedisLeases {
-    /// Connects when the first lane is asked for.
+    /// Connects when the first lane is requested.
     pub fn new(config: &RedisLeaseConfig) -> Result<Self> {
         Ok(Self { server: config.server(WAIT_MAX)?, prefix: config.prefix.clone(), connection: Mutex::default() })
     }
 
-    /// The same log, whose lanes are taken in Redis too. `store` names it where a program has
-    /// several.
+    /// Returns the same log, with lanes that are leased in Redis too. `store` names the store if a
+    /// program has several.
     pub fn on(self: Arc<Self>, log: Arc<dyn Log>, store: Option<&StoreName>) -> Arc<dyn Log> {
         let of = store.map_or_else(String::new, |store| format!("{store}:"));
         Arc::new(Leased { leases: self, log, of })
     }
 
-    /// Whether lanes could be taken, for a person who asks. Writes nothing.
+    /// Checks for an operator whether lanes can be leased. Writes nothing.
     pub(crate) async fn look(&self) -> Result<String> {
         let key = format!("{}:lease:{{look}}", self.prefix);
         self.ask("connect", &script("return redis.call('GET', KEYS[1])", &[&key], &[]), WAIT_MAX).await?;
         Ok("answers".to_owned())
     }
 
-    /// The connection of all calls; a new one if there is none, or it is lost.
+    /// Returns the connection that all calls share. Opens one if there is none or it is lost.
     async fn connection(&self) -> Result<Connection> {
         let mut shared = self.connection.lock().await;
         match &*shared {
@@ -97,7 +98,7 @@ impl RedisLeases {
         }
     }
 
-    /// What a script answers, in time.
+    /// Runs a script. Returns its answer, or an error if there is none in time.
     async fn ask(&self, operation: &'static str, script: &Cmd, wait: Duration) -> Result<Value> {
         let asked = async {
             let answer = self.connection().await?.ask(script).await;
@@ -106,8 +107,9 @@ impl RedisLeases {
         self.in_time(operation, asked, wait).await
     }
 
-    /// Whatever fails, the next call connects anew: perhaps it was the primary, and the name leads
-    /// to another by now. Whoever has the lock is about to.
+    /// Limits a call to `wait`. After any failure the next call reconnects, because the server may
+    /// no longer be the primary, and its name may lead to another by now. If the lock is taken, its
+    /// holder is about to do so.
     async fn in_time<T>(
         &self,
         operation: &'static str,
@@ -136,7 +138,7 @@ impl Leases for RedisLeases {
     }
 }
 
-/// How long one call may take, far below the lease it is for.
+/// Returns how long one call may take, which is well below the lease that it is for.
 fn wait(ttl: Duration) -> Duration {
     (ttl / 3).min(WAIT_MAX)
 }
@@ -145,12 +147,13 @@ fn millis(ttl: Duration) -> String {
     ttl.as_millis().to_string()
 }
 
-/// Whose a lane is: of one grant, and of no other.
+/// Returns the token of a lease. It belongs to a single grant.
 fn token(lease: &Lease) -> String {
     format!("{} {}", lease.owner, lease.epoch)
 }
 
-/// A server knows a script by its text; the longest has 500 bytes.
+/// Makes the command that runs a script. The text is sent each time, because the server finds the
+/// compiled script by it, and the longest has 500 bytes.
 fn script(text: &str, keys: &[&str], arguments: &[&str]) -> Cmd {
     let mut command = redis::cmd("EVAL");
     command.arg(text).arg(keys.len()).arg(keys).arg(arguments);
@@ -163,8 +166,8 @@ fn lost() -> Error {
     Error::new(ErrorKind::Stale, "renew", "redis_lease_lost", text)
 }
 
-/// The lane is free in the store, and taken in Redis. It is soon over where a relay crashed; else
-/// two databases share their keys.
+/// The lane is free in the store but held in Redis. After a crash of a relay this ends soon.
+/// Otherwise two databases use the same keys.
 fn held(lease: &Lease, key: &str, holder: &str, left_ms: i64) -> Error {
     let Lease { subscription, lane, .. } = lease;
     let text = format!(
@@ -174,16 +177,16 @@ fn held(lease: &Lease, key: &str, holder: &str, left_ms: i64) -> Error {
     Error::new(ErrorKind::Unavailable, "acquire", "redis_lease_held", text)
 }
 
-/// A log whose lanes are taken in Redis too.
+/// A log with lanes that are leased in Redis too.
 struct Leased {
     leases: Arc<RedisLeases>,
     log: Arc<dyn Log>,
-    /// What tells this store from others of the program.
+    /// The part of the keys that distinguishes this store from others of the program.
     of: String,
 }
 
 impl Leased {
-    /// The key of a lane. The braces keep it and its counter on one node of a cluster.
+    /// Returns the key of a lane. The braces keep it and its counter on one node of a cluster.
     fn key(&self, lease: &Lease) -> String {
         let Lease { log, subscription, lane, .. } = lease;
         format!("{}:lease:{{{}{log}:{subscription}:{lane}}}", self.leases.prefix, self.of)
@@ -218,8 +221,8 @@ impl Log for Leased {
         self.log.subscribe(subscription).await
     }
 
-    /// Without Redis nobody asks the store: a relay that can take no lane is no replica, and leaves
-    /// its share to those that can.
+    /// Does not ask the store while Redis cannot be reached. The store would count this relay as a
+    /// replica, and leave a share of the lanes to it that it cannot take.
     async fn acquire(
         &self,
         subscription: &SubscriptionName,
@@ -231,14 +234,15 @@ impl Log for Leased {
         let acquired = self.log.acquire(subscription, owner, held, ttl).await?;
         let Some(lease) = &acquired.lease else { return Ok(acquired) };
         if let Err(error) = self.take(lease, ttl).await {
-            // If this fails too, it is granted again to us, or runs out.
+            // If this fails too, the lane is granted to us again, or its lease expires.
             let _ = self.log.release(lease).await;
             return Err(error);
         }
         Ok(acquired)
     }
 
-    /// First in Redis: what fails there must not prolong the store's lease, for which others wait.
+    /// Renews in Redis first. If that fails, the store's lease must not be extended, because other
+    /// relays wait for it.
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
         let hold = script(HOLD, &[&self.key(lease)], &[&token(lease), &millis(ttl)]);
         if self.leases.ask("renew", &hold, wait(ttl)).await? != Value::Int(1) {
@@ -246,13 +250,15 @@ impl Log for Leased {
         }
         let renewed = self.log.renew(lease, ttl).await;
         if renewed.as_ref().is_err_and(Error::is_stale) {
-            // Paused, or taken over. If it fails, the key runs out.
+            // The subscription is paused, or the lane was taken over. If this fails, the key
+            // expires.
             let _ = self.free(lease).await;
         }
         renewed
     }
 
-    /// First in Redis: who takes the lane of the store must find it free.
+    /// Releases in Redis first, so that the relay which then gets the lane from the store finds it
+    /// free in Redis.
     async fn release(&self, lease: &Lease) -> Result<()> {
         let freed = self.free(lease).await;
         self.log.release(lease).await.and(freed)

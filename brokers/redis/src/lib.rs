@@ -1,17 +1,17 @@
-//! Postbox to and from Redis Streams (Redis 7, Valkey 9).
+//! Sends events to Redis Streams, and receives messages from them (Redis 7, Valkey 9).
 //!
-//! - [`RedisSink`] adds events to streams: all of one call in one pipeline, each with an outcome of
-//!   its own.
+//! - [`RedisSink`] adds all events of a call to streams in one pipeline, and gives each its own
+//!   outcome.
 //! - [`RedisSource`] reads a stream as a member of a consumer group, and acknowledges what is
 //!   stored.
-//! - [`RedisLeases`] takes lanes in Redis too, for whoever has such a rule.
+//! - [`RedisLeases`] leases lanes in Redis in addition to the store, where that is required.
 //!
-//! The README of this crate has the tables: fields, answers, codes.
+//! The guide (`docs/guide/redis.md`) describes the fields, answers and codes.
 //!
 //! # What this crate deliberately does not do
 //!
-//! It never retries (the engine does), knows no cluster, and never trims a stream but by the
-//! `maxlen` it was given.
+//! It never retries (the engine does), does not support Redis Cluster, and trims a stream only by
+//! the configured `maxlen`.
 
 mod address;
 mod classify;

@@ -14,18 +14,18 @@ use tokio::time::{Instant, timeout, timeout_at};
 use crate::connection::{Connection, Server};
 use crate::{RedisSinkConfig, classify, fields, stream};
 
-/// Most entries in one pipeline: beyond this a longer one is not faster.
+/// The most entries in one pipeline. Longer ones are not faster.
 const BATCH_MAX: usize = 1_000;
-/// Keys that the server looks at in one step of a search for streams: some 0.2 ms of its time.
+/// How many keys the server examines in one step of a search for streams, in about 0.2 ms.
 const SCAN_KEYS: usize = 1_000;
-/// Most steps of a search: a database may have millions of other keys.
+/// The most steps of a search, because a database may have millions of other keys.
 const SCAN_STEPS_MAX: usize = 50;
 
 /// Adds events to streams.
 ///
-/// The events of a call have different keys. Their entries stand in one pipeline, but a server that
-/// is out of memory may refuse one and take the next, so `prefix` would be a lie; only a script or
-/// a transaction could keep it, and neither works across the slots of a cluster.
+/// The events of a call have different keys. Their entries are in one pipeline, but a server that
+/// is out of memory may refuse one and accept the next, so the sink does not claim `prefix`. Only a
+/// script or a transaction could keep the order, and neither works across the slots of a cluster.
 ///
 /// Cancel-safety: the entries of a dropped call may be in the streams.
 #[derive(Debug)]
@@ -42,8 +42,8 @@ pub struct RedisSink {
 }
 
 impl RedisSink {
-    /// A sink whose calls take at most `timeout`, of which there are at most `concurrency` at once.
-    /// Connects when the first event is sent.
+    /// Returns a sink whose calls take at most `timeout`, with at most `concurrency` calls at once.
+    /// It connects when the first event is sent.
     pub fn new(config: &RedisSinkConfig, timeout: Duration, concurrency: usize) -> Result<Self> {
         Ok(Self {
             server: config.server(timeout)?,
@@ -58,19 +58,19 @@ impl RedisSink {
         })
     }
 
-    /// Whether there is a connection that stands, as far as we heard; not while one is made.
+    /// Returns whether the sink is connected, as far as is known. It is not while it connects.
     pub fn is_connected(&self) -> bool {
         self.connection.try_lock().is_ok_and(|shared| shared.as_ref().is_some_and(Connection::is_open))
     }
 
-    /// What the server answers to a question, in time.
+    /// Sends one command. Returns its answer, or an error if there is none in time.
     async fn ask(&self, command: &Cmd) -> Result<RedisResult<Value>> {
         let asked = async { Ok(self.connection().await?.ask(command).await) };
         let late = || Error::new(ErrorKind::Unavailable, "inspect", "redis_timeout", classify::SILENT);
         timeout(self.server.timeout(), asked).await.unwrap_or_else(|_| Err(late()))
     }
 
-    /// The connection of all calls; a new one if there is none, or it is lost.
+    /// Returns the connection that all calls share. Opens one if there is none or it is lost.
     async fn connection(&self) -> Result<Connection> {
         let mut shared = self.connection.lock().await;
         match &*shared {
@@ -82,13 +82,13 @@ impl RedisSink {
         }
     }
 
-    /// The next call connects anew: this connection is lost, or leads to a server that takes
-    /// nothing.
+    /// Makes the next call reconnect: this connection is lost, or leads to a server that accepts no
+    /// writes.
     async fn drop_connection(&self) {
         *self.connection.lock().await = None;
     }
 
-    /// The command for one event, or why there is none.
+    /// Makes the command for one event, or returns why there can be none.
     fn command(&self, delivery: &Delivery, bytes_max: usize) -> Result<Cmd, Outcome> {
         let stream = stream::render(&self.stream, &delivery.event)?;
         let mut command = redis::cmd("XADD");
@@ -97,12 +97,13 @@ impl RedisSink {
             command.arg("NOMKSTREAM");
         }
         if let Some(maxlen) = self.maxlen {
-            // Exactly would cost a deletion for each entry.
+            // An exact limit would cost a deletion for each entry.
             command.arg("MAXLEN").arg("~").arg(maxlen);
         }
         command.arg("*");
         fields::put(delivery, self.envelope, &self.source, |name, value| {
-            // A larger one ends the connection, and with it every other entry of the pipeline.
+            // The server would close the connection because of a larger value, and every other
+            // entry of the pipeline would fail.
             if value.len() > bytes_max {
                 let text = format!("{name} has {} bytes; at most {bytes_max} are sent to this server", value.len());
                 return Err(Outcome::dead("redis_value_too_large", text));
@@ -113,13 +114,13 @@ impl RedisSink {
         Ok(command)
     }
 
-    /// Sends a pipeline: an outcome for each of its entries.
+    /// Sends a pipeline. Returns an outcome for each of its entries.
     async fn send(&self, mut connection: Connection, pipeline: &Pipeline, deadline: Instant) -> Vec<Outcome> {
         let answers = timeout_at(deadline, connection.send::<Option<String>>(pipeline)).await;
         let lost = match answers {
             Ok(Ok(answers)) => {
                 let outcomes: Vec<Outcome> = answers.iter().map(outcome).collect();
-                // Perhaps it was the primary, and the name leads to another by now.
+                // The server may no longer be the primary, and its name may lead to another by now.
                 if outcomes.iter().any(|outcome| matches!(outcome, Outcome::Unavailable { .. })) {
                     self.drop_connection().await;
                 }
@@ -195,8 +196,8 @@ impl Sink for RedisSink {
     }
 }
 
-/// The position is the last id that the server gave in a stream. Trimming leaves it as it is; a
-/// failover or a lost disk may not.
+/// The position is the last entry id that the server has generated in a stream. Trimming does not
+/// change it. A failover or a lost disk may set it back.
 #[async_trait]
 impl HighWaterMarks for RedisSink {
     async fn high_water_mark(&self, stream: &str) -> Result<Option<String>> {
@@ -209,8 +210,8 @@ impl HighWaterMarks for RedisSink {
         }
     }
 
-    /// Of a template, the streams that a bounded search finds: all of them, unless there are many
-    /// other keys in the database.
+    /// Returns the streams of the template. They are found by a bounded search: all of them, unless
+    /// the database has many other keys.
     async fn streams(&self, max: usize) -> Result<Vec<String>> {
         if let Some(stream) = self.stream.fixed() {
             return Ok(vec![stream.to_owned()]);

@@ -16,31 +16,32 @@ use crate::RedisSourceConfig;
 
 /// Reads a stream as a member of a consumer group.
 ///
-/// What is given out stays pending in the group until it is acknowledged. So after a lost
-/// connection or a restart the own pending entries come first; those that another consumer left are
-/// taken over after a while.
+/// Entries stay pending in the group until they are acknowledged. So after a lost connection or a
+/// restart, the source first receives its own pending entries. Those that another consumer left are
+/// claimed after a while.
 pub struct RedisSource {
     group: Arc<Group>,
-    /// The call that is under way. A dropped `next` leaves it here, because the server may have
-    /// given entries in answer to it.
+    /// The read in progress. A dropped `next` leaves it here, because the server may have answered
+    /// it with entries.
     reading: tokio::sync::Mutex<Option<Reading>>,
 }
 
 type Reading = Pin<Box<dyn Future<Output = Result<()>> + Send>>;
 
 impl RedisSource {
-    /// A source that connects when it is asked for the first message.
+    /// Returns a source that connects when it is asked for the first message.
     pub fn new(config: &RedisSourceConfig, clock: Arc<dyn Clock>) -> Result<Self> {
         let group = Arc::new(Group::new(config, clock)?);
         Ok(Self { group, reading: tokio::sync::Mutex::default() })
     }
 
-    /// Whether there are connections that stand, as far as we heard.
+    /// Returns whether the source is connected, as far as is known.
     pub fn is_connected(&self) -> bool {
         self.group.is_connected()
     }
 
-    /// How many entries were trimmed or deleted in the stream before they were stored: lost ones.
+    /// Returns how many entries are lost, because they were trimmed or deleted before they were
+    /// stored.
     pub fn trimmed(&self) -> u64 {
         self.group.trimmed()
     }
@@ -48,8 +49,8 @@ impl RedisSource {
 
 #[async_trait]
 impl Source for RedisSource {
-    /// In order with one consumer in the group. Several share the entries, and what one left comes
-    /// late.
+    /// Messages are in order with one consumer in the group. Several consumers share the entries,
+    /// and those that one left are received late.
     fn capabilities(&self) -> SourceCapabilities {
         let in_flight_max = self.group.in_flight_max;
         SourceCapabilities { in_flight_max, ordered: true, nak_delay: true, dead_letters: true }
@@ -101,7 +102,7 @@ impl Source for RedisSource {
         group.settle(tokens, |commands, ids| async move { group.acknowledge(commands, &ids).await }).await
     }
 
-    /// The message is kept here until its time. If we end before, it comes at the next start.
+    /// Keeps the message here until its time. If we stop before, it is delivered at the next start.
     async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
         let due = self.group.clock.monotonic() + delay;
         let mut state = self.group.state();
@@ -117,13 +118,13 @@ impl Source for RedisSource {
 
     async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
         let group = &self.group;
-        group.settle(tokens, |commands, ids| async move { group.bury(commands, &ids).await }).await
+        group.settle(tokens, |commands, ids| async move { group.dead_letter(commands, &ids).await }).await
     }
 
     async fn close(&self) {
         self.group.state().close();
         self.group.changed.notify_waiters();
-        // A waiting call sees it and ends; then nothing reads any more.
+        // A waiting `next` notices and ends. After that, nothing reads any more.
         *self.reading.lock().await = None;
     }
 }

@@ -1,15 +1,15 @@
-//! The name of the stream an event goes to.
+//! The name of the stream that an event is added to.
 //!
-//! Different events never meet in one stream by accident: a value that holds the text which ends it
-//! in the template is refused, so that tenant `a` with topic `b:c` is not tenant `a:b` with topic
-//! `c`.
+//! A value that contains the text which follows its field in the template is refused. Otherwise
+//! different events could get the same stream by accident: with `{tenant}:{topic}`, tenant `a` with
+//! topic `b:c` and tenant `a:b` with topic `c`.
 
 use std::convert::Infallible;
 
 use postbox_config::from_core;
 use postbox_core::{Event, Outcome, Template};
 
-/// A template of names of streams.
+/// Parses a template of stream names.
 pub(crate) fn parse(text: &str) -> Result<Template, String> {
     let template = from_core::<Template>(text)?;
     if text.is_empty() {
@@ -22,7 +22,8 @@ pub(crate) fn parse(text: &str) -> Result<Template, String> {
     Ok(template)
 }
 
-/// The stream of an event. An event that lacks a field, or whose name would be another's, is dead.
+/// Returns the stream of an event. An event is dead if it lacks a field, or if its stream could be
+/// that of another event.
 pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
     template.fill(|field, behind| {
         let name = field.as_str();
@@ -40,9 +41,9 @@ pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outco
     })
 }
 
-/// What the names of all streams of a template match, as Redis writes patterns.
+/// Returns a pattern, in the syntax of Redis, that all stream names of a template match.
 pub(crate) fn pattern(template: &Template) -> String {
-    // No literal of a template is a null character and means it.
+    // A null character marks the place of a field, because no template contains one as text.
     let Ok(names) = template.fill(|_, _| Ok::<_, Infallible>("\0"));
     let mut pattern = String::with_capacity(names.len());
     for c in names.chars() {

@@ -1,4 +1,4 @@
-//! The suites every sink and every source passes, against Redis 7 and Valkey 9.
+//! Runs the suites that every sink and every source passes, against Redis 7 and Valkey 9.
 
 mod support;
 
@@ -18,7 +18,7 @@ use redis::{RedisResult, Value};
 use support::{Broker, Fields, field, text};
 
 const STREAM: &str = "events";
-/// Larger payloads are dead.
+/// The largest payload, in bytes. Larger ones are dead.
 const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
 
 struct SinkBroker {
@@ -41,7 +41,7 @@ impl SinkBroker {
         };
         let sink = RedisSink::new(&config, Duration::from_secs(20), 4).expect("a sink");
         let sink = Self { broker, sink: Arc::new(sink) };
-        // A server that does not answer is no server that cannot be connected to.
+        // Connects the sink, so that `Destination::Hangs` meets an open connection.
         assert!(sink.sink.deliver(&[&warm_up()]).await[0].is_delivered());
         let _: () = sink.broker.ask(&format!("DEL {STREAM}")).await;
         sink
@@ -61,14 +61,14 @@ impl SinkFixture for SinkBroker {
 
     fn traits(&self) -> SinkTraits {
         SinkTraits {
-            // Redis never asks for less.
+            // Redis never asks a sender to slow down.
             throttles: false,
             payload_bytes_max: Some(PAYLOAD_BYTES_MAX),
             ..SinkTraits::ALL
         }
     }
 
-    /// What is in the stream, and how many commands were refused.
+    /// Returns the entries of the stream, and a refused attempt for each command that failed.
     async fn attempts(&self) -> Vec<Attempt> {
         let entries = self.broker.entries(STREAM).await;
         let accepted = entries.iter().map(|fields| Attempt {
@@ -105,7 +105,7 @@ impl SinkFixture for SinkBroker {
                 }
                 self.broker.ask::<()>("CONFIG SET maxmemory 0").await;
                 self.broker.proxy.heal();
-                // What the black hole swallowed will never come.
+                // Answers that the proxy has dropped will never arrive.
                 self.broker.proxy.reset();
                 self.settle().await;
             }
@@ -134,7 +134,7 @@ impl SourceBroker {
     }
 }
 
-/// As the sink writes it.
+/// Returns the fields of an entry as the sink writes them.
 fn fields(message: &RawMessage) -> Fields {
     let mut fields = vec![("topic".to_owned(), message.topic.clone().into_bytes())];
     fields.push(("content-type".into(), message.content_type.clone().into_bytes()));
@@ -167,7 +167,7 @@ impl SourceFixture for SourceBroker {
         let entries = self.broker.entries(&format!("{STREAM}:dead")).await;
         let message = |fields: Fields| RawMessage {
             id: text(&fields, "id"),
-            // As the suite gives them.
+            // The digest that the suite gives a message whose id has one character.
             digest: [1; 32],
             topic: text(&fields, "topic").expect("a topic"),
             key: text(&fields, "key"),

@@ -12,7 +12,8 @@ use tokio::net::TcpStream;
 
 use crate::{LinesConfig, classify};
 
-/// Longest answer: the protocol's answers are short, and a server must not fill our memory.
+/// The longest answer, in bytes. The protocol's answers are short, and a server must not fill our
+/// memory.
 const ANSWER_BYTES_MAX: u64 = 64;
 
 /// Sends events as lines over TCP.

@@ -84,7 +84,7 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sells, with its own connection.
+/// Places orders, on its own connection.
 fn sell(store: &SqliteStore, file: &Path) -> anyhow::Result<()> {
     let postbox = store.postbox();
     let mut connection = Connection::open(file)?;

@@ -1,4 +1,4 @@
-//! The messages that are fetched and not settled, and where each partition stands.
+//! The messages that are fetched and not settled, and the offsets of each partition.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,26 +11,27 @@ pub(super) type Partition = (Arc<str>, i32);
 
 #[derive(Debug, Default)]
 pub(super) struct Held {
-    partitions: BTreeMap<Partition, Standing>,
-    /// What is given out, by a number of that one time.
+    partitions: BTreeMap<Partition, PartitionState>,
+    /// The messages that are handed out, by the number of their token.
     given: BTreeMap<u64, (Partition, i64)>,
     times: u64,
 }
 
-/// One partition, since it was assigned to us.
+/// The messages and offsets of a partition since it was assigned to us.
 #[derive(Debug, Default)]
-struct Standing {
-    /// To be given out, each not before its time. What waits for its time holds up those behind it.
+struct PartitionState {
+    /// Messages to hand out, each from a time on. One whose time has not come holds up those after
+    /// it.
     waiting: BTreeMap<i64, (Duration, RawMessage)>,
     given: BTreeMap<i64, RawMessage>,
-    /// Behind the last that was fetched.
+    /// The offset after the last fetched message.
     end: i64,
-    /// What the group knows.
+    /// The group's committed offset; -1 if unknown.
     committed: i64,
 }
 
-impl Standing {
-    /// Everything before it is settled.
+impl PartitionState {
+    /// Returns the offset to commit: that of the first unsettled message, or the end.
     fn settled_to(&self) -> i64 {
         let first = self.waiting.keys().next().into_iter().chain(self.given.keys().next());
         first.copied().min().unwrap_or(self.end)
@@ -38,93 +39,96 @@ impl Standing {
 }
 
 impl Held {
-    /// How many wait to be given out.
+    /// Returns how many messages wait to be handed out.
     pub(super) fn waiting(&self) -> usize {
-        self.partitions.values().map(|standing| standing.waiting.len()).sum()
+        self.partitions.values().map(|state| state.waiting.len()).sum()
     }
 
-    /// Keeps a message until it is given, from `now` on.
+    /// Keeps a message, which may be handed out from `now` on.
     pub(super) fn keep(&mut self, partition: &Partition, offset: i64, now: Duration, message: RawMessage) {
-        let standing = self.partitions.entry(partition.clone()).or_insert_with(|| {
-            // That is where the group stands, or begins; then nobody knows it, and a group that
-            // begins at the end of a topic would pass what was fetched.
-            Standing { end: offset, committed: -1, ..Standing::default() }
+        let state = self.partitions.entry(partition.clone()).or_insert_with(|| {
+            // The first fetched offset is the group's committed offset, or where a group without
+            // one starts. It counts as not committed, so that it is committed next: a group that
+            // starts at the end of a topic would otherwise skip fetched messages after a restart.
+            PartitionState { end: offset, committed: -1, ..PartitionState::default() }
         });
-        if offset < standing.end {
-            // The log was cut off or made anew: what the group knows is not of this log.
-            standing.committed = -1;
+        if offset < state.end {
+            // The log was truncated or created anew, so the committed offset does not belong to it.
+            state.committed = -1;
         }
-        standing.end = offset + 1;
-        standing.waiting.insert(offset, (now, message));
+        state.end = offset + 1;
+        state.waiting.insert(offset, (now, message));
     }
 
-    /// The next messages that are due, at most `max`, and at most `given_max` given out in all.
+    /// Hands out the next due messages: at most `max`, and so that at most `given_max` in all are
+    /// handed out.
     pub(super) fn give(&mut self, max: usize, given_max: usize, now: Duration) -> Vec<SourceMessage> {
         let max = max.max(1).min(given_max.saturating_sub(self.given.len()));
         let mut messages = Vec::new();
-        for (partition, standing) in &mut self.partitions {
+        for (partition, state) in &mut self.partitions {
             while messages.len() < max
-                && let Some(first) = standing.waiting.first_entry()
+                && let Some(first) = state.waiting.first_entry()
                 && first.get().0 <= now
             {
                 let (offset, (_, message)) = first.remove_entry();
                 self.times += 1;
                 self.given.insert(self.times, (partition.clone(), offset));
-                standing.given.insert(offset, message.clone());
+                state.given.insert(offset, message.clone());
                 messages.push(SourceMessage { message, token: AckToken::new(self.times.to_be_bytes().to_vec()) });
             }
         }
         messages
     }
 
-    /// When the next one is due, if one waits.
+    /// When the next waiting message is due, if there is one.
     pub(super) fn due(&self) -> Option<Duration> {
-        let first = |standing: &Standing| standing.waiting.first_key_value().map(|(_, (due, _))| *due);
+        let first = |state: &PartitionState| state.waiting.first_key_value().map(|(_, (due, _))| *due);
         self.partitions.values().filter_map(first).min()
     }
 
-    /// The message of this token is settled, unless it was, or its partition is not ours any more.
+    /// Settles the message of a token, unless it is settled already or its partition is no longer
+    /// ours.
     pub(super) fn settle(&mut self, token: &AckToken) {
         self.take_back(token);
     }
 
-    /// The message of this token is given out again, from `due` on.
+    /// Makes the message of a token wait, to be handed out again from `due` on.
     pub(super) fn put_back(&mut self, token: &AckToken, due: Duration) {
-        if let Some((standing, offset, message)) = self.take_back(token) {
-            standing.waiting.insert(offset, (due, message));
+        if let Some((state, offset, message)) = self.take_back(token) {
+            state.waiting.insert(offset, (due, message));
         }
     }
 
-    fn take_back(&mut self, token: &AckToken) -> Option<(&mut Standing, i64, RawMessage)> {
+    fn take_back(&mut self, token: &AckToken) -> Option<(&mut PartitionState, i64, RawMessage)> {
         let time = u64::from_be_bytes(token.as_bytes().try_into().ok()?);
         let (partition, offset) = self.given.remove(&time)?;
-        let standing = self.partitions.get_mut(&partition)?;
-        let message = standing.given.remove(&offset)?;
-        Some((standing, offset, message))
+        let state = self.partitions.get_mut(&partition)?;
+        let message = state.given.remove(&offset)?;
+        Some((state, offset, message))
     }
 
-    /// Where partitions stand, as far as the group does not know it.
+    /// Returns the offsets to commit that differ from the committed ones.
     pub(super) fn uncommitted(&self) -> Vec<(Partition, i64)> {
-        let unknown = self.partitions.iter().filter(|(_, standing)| standing.settled_to() != standing.committed);
-        unknown.map(|(partition, standing)| (partition.clone(), standing.settled_to())).collect()
+        let unknown = self.partitions.iter().filter(|(_, state)| state.settled_to() != state.committed);
+        unknown.map(|(partition, state)| (partition.clone(), state.settled_to())).collect()
     }
 
-    /// The group knows it.
+    /// Notes that these offsets are committed.
     pub(super) fn committed(&mut self, offsets: &[(Partition, i64)]) {
         for (partition, offset) in offsets {
-            if let Some(standing) = self.partitions.get_mut(partition) {
-                standing.committed = *offset;
+            if let Some(state) = self.partitions.get_mut(partition) {
+                state.committed = *offset;
             }
         }
     }
 
-    /// Forgets everything: we are in no group any more.
+    /// Forgets everything, because we have left the group.
     pub(super) fn forget_all(&mut self) {
         self.partitions.clear();
         self.given.clear();
     }
 
-    /// Forgets everything of a partition: whoever has it next begins where the group stands.
+    /// Forgets a partition. Its next owner starts at the committed offset.
     pub(super) fn forget(&mut self, partition: &Partition) {
         self.partitions.remove(partition);
         self.given.retain(|_, (its, _)| its != partition);

@@ -1,4 +1,4 @@
-//! Hostile events: what is in the topic is the proof.
+//! Hostile events, verified by what is stored in the topic.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use postbox_testkit::servers::PrivateKafka;
 
 use super::stand::{client, header, make_topic, records, sink};
 
-/// Every event that a store takes is in the topic as it was, to the byte.
+/// Every event that a store accepts is in the topic unchanged, byte for byte.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_event_is_in_the_topic_as_it_was() {
     let server = PrivateKafka::launch().await;
@@ -17,7 +17,7 @@ async fn every_event_is_in_the_topic_as_it_was() {
     make_topic(&kafka, "events", 1).await;
     let keys = "topic = \"events\"\nenvelope = \"raw\"\nmessage_max = \"32MiB\"";
     let sink = sink(&server.brokers(), keys).await;
-    // Half of what a server takes in one piece.
+    // Half of the largest batch that a server accepts.
     let is_small = |event: &NewEvent| event.payload.len() < 512 * 1024;
     let taken = cases().into_iter().filter(|case| !matches!(case.fate, Fate::Refused(_)) && is_small(&case.event));
     let (names, events): (Vec<String>, Vec<NewEvent>) = taken.map(|case| (case.name, case.event)).unzip();

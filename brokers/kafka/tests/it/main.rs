@@ -1,4 +1,4 @@
-//! What the suites do not know: what is special about Kafka.
+//! Tests of what is specific to Kafka.
 
 mod hostile;
 mod receiving;

@@ -1,4 +1,4 @@
-//! From an event to a topic to an inbox.
+//! Sends events to a topic, and receives from it into an inbox.
 
 use bytes::Bytes;
 use krafka::Kafka;
@@ -46,7 +46,7 @@ async fn duplicates_conflicts_and_poison_are_settled() {
     send("1", None, "one").await;
     send("1", None, "one").await;
     send("1", None, "another").await;
-    // A key that is no text is no poison; one with a control character is.
+    // A key that is not text is accepted. One with a control character makes the message poison.
     send("2", Some(b"\xff\xfe"), "binary").await;
     send("3", Some(b"a\0b"), "poison").await;
     send("4", None, "four").await;

@@ -1,4 +1,4 @@
-//! A group that others share, brokers that forget, and members that are expelled.
+//! Groups with several members, brokers that are down or lose data, and failed commits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ async fn fake(partitions: i32) -> FakeBroker {
     broker
 }
 
-/// Takes and acknowledges until everything of `all` was seen by somebody.
+/// Receives and acknowledges from all sources, until `all` different messages were seen.
 async fn drain(sources: &[Arc<dyn Source>], seen: &mut BTreeMap<String, usize>, all: usize) {
     let drained = async {
         while seen.len() < all {
@@ -41,7 +41,7 @@ async fn members_share_and_lose_nothing(brokers: &str) {
     let first = source(brokers, KEYS).await;
     publish(&kafka, "orders", 0..200).await;
     let mut seen = BTreeMap::new();
-    // Some are acknowledged, some are out when the second member comes.
+    // Some messages are acknowledged and some are in flight when the second member joins.
     let taken = take(&first, 100).await;
     ack(&first, &taken[..50]).await;
     bodies(&taken[..50]).into_iter().for_each(|body| *seen.entry(body).or_default() += 1);
@@ -50,7 +50,7 @@ async fn members_share_and_lose_nothing(brokers: &str) {
     drain(&both, &mut seen, 200).await;
     publish(&kafka, "orders", 200..400).await;
     drain(&both, &mut seen, 400).await;
-    // One leaves with messages out; the other has all partitions.
+    // One member leaves with messages in flight. The other gets all partitions.
     publish(&kafka, "orders", 400..600).await;
     let left_open = take(&first, 10).await;
     timeout(PATIENCE, first.close()).await.expect("closed in time");
@@ -58,7 +58,8 @@ async fn members_share_and_lose_nothing(brokers: &str) {
     drain(&[Arc::clone(&second)], &mut seen, 600).await;
     let expected: BTreeSet<String> = (0..600).map(|n| n.to_string()).collect();
     assert_eq!(seen.keys().cloned().collect::<BTreeSet<_>>(), expected);
-    // What was acknowledged while the group was shared out anew is not committed, and comes again.
+    // Messages that were acknowledged during a rebalance are not committed, and are delivered
+    // again.
     let all_committed = async {
         while committed(&kafka, "postbox", "orders", 4).await < 600 {
             if let Ok(Ok(again)) = timeout(Duration::from_millis(100), second.next(50)).await {
@@ -83,7 +84,7 @@ async fn members_of_a_real_server_s_group_come_and_go_without_loss() {
     members_share_and_lose_nothing(&server.brokers()).await;
 }
 
-/// What is behind the first message that is not settled comes again, and nothing before it.
+/// Messages are delivered again from the first unsettled one on, and none before it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_restart_begins_where_everything_before_is_settled() {
     let server = PrivateKafka::launch().await;
@@ -101,7 +102,8 @@ async fn a_restart_begins_where_everything_before_is_settled() {
     assert_eq!(bodies(&take(&after, 3).await), ["2", "3", "4"]);
 }
 
-/// A second member gets its share although nobody asks the first for messages: its store is away.
+/// A second member gets its partitions although nothing reads from the first, because its store is
+/// down.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_member_whose_store_is_away_takes_part_in_the_group() {
     let broker = fake(2).await;
@@ -112,12 +114,12 @@ async fn a_member_whose_store_is_away_takes_part_in_the_group() {
     let held = take(&away, 1).await;
     let other = source(&broker.bootstrap_servers(), KEYS).await;
     assert!(!take(&other, 1).await.is_empty());
-    // What it had out is not its own any more, so there is room.
+    // The rebalance took the partition of the message in flight, so there is room for another.
     assert!(!take(&away, 1).await.is_empty());
     ack(&away, &held).await;
 }
 
-/// The group's place is behind the end of what there is.
+/// The group's committed offset is past the end of the new topic.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_topic_that_is_made_anew_is_read_from_its_beginning() {
     let broker = fake(1).await;
@@ -135,8 +137,8 @@ async fn a_topic_that_is_made_anew_is_read_from_its_beginning() {
     assert_eq!(broker.committed_offset("postbox", "orders", 0), Some(2), "the place is of this topic");
 }
 
-/// It forgets the group, too. Tansu answers a member that it forgot as if nothing were, so another
-/// one joins.
+/// The server loses the group, too. Tansu answers a member that it has forgotten as if nothing had
+/// happened, so the test starts another member.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_comes_back_empty_is_read_from_its_beginning() {
     let mut server = PrivateKafka::launch().await;
@@ -194,7 +196,6 @@ async fn a_broker_that_is_away_loses_no_message() {
     assert_eq!(seen, (0..5).map(|n| n.to_string()).collect());
 }
 
-/// What a producer took back was never said.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_aborted_transaction_is_not_received() {
     let broker = fake(1).await;
@@ -234,7 +235,7 @@ async fn what_is_missing_is_named_with_the_command_that_makes_it() {
     let error = timeout(PATIENCE, source.next(1)).await.expect("in time").expect_err("not there");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "kafka_topic_missing"), "{error}");
     assert!(error.message().contains("--create --topic nothing"), "{error}");
-    // Made meanwhile: the next call finds it.
+    // The topic is created now, and the next call finds it.
     broker.create_topic("nothing", 1);
     publish(&client(&broker.bootstrap_servers()).await, "nothing", 0..1).await;
     assert_eq!(bodies(&take(&source, 1).await), ["0"]);

@@ -1,4 +1,4 @@
-//! Sinks, sources, brokers and what is in their topics.
+//! Shared by these tests: sinks, sources, clients, and the contents of topics.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,15 +14,15 @@ use postbox_testkit::receiving::source_context;
 use postbox_testkit::sending::{self, PATIENCE};
 use tokio::time::timeout;
 
-/// How often a condition is looked at.
+/// Interval of the checks whether a condition holds.
 pub(crate) const LOOK: Duration = Duration::from_millis(5);
-/// The subscription's timeout where a test lets the brokers be silent: a call ends at 5.5 s, and a
-/// request is repeated after 1.65 s.
+/// The subscription's timeout in tests with silent brokers. A call ends after 5.5 s, and a request
+/// is repeated after 1.65 s.
 pub(crate) const SHORT: Duration = Duration::from_secs(6);
-/// What a session of a source in tests is: Tansu joins a group in half of it.
+/// The session timeout of sources. Tansu lets a member join after half of it.
 pub(crate) const SESSION: &str = "session_timeout = \"6s\"";
 
-/// A sink of these keys beside the brokers.
+/// Builds a sink from the brokers and these keys.
 pub(crate) async fn sink(brokers: &str, keys: &str) -> Arc<dyn Sink> {
     sending::sink::<KafkaSinkTable>(&format!("brokers = {brokers:?}\n{keys}"), &sending::context(SHORT)).await
 }
@@ -31,12 +31,12 @@ pub(crate) fn table(brokers: &str, keys: &str) -> KafkaSourceTable {
     sending::table(&format!("brokers = {brokers:?}\n{SESSION}\n{keys}"))
 }
 
-/// A source of these keys beside the brokers.
+/// Builds a source from the brokers and these keys.
 pub(crate) async fn source(brokers: &str, keys: &str) -> Arc<dyn Source> {
     table(brokers, keys).build(&source_context()).await.expect("a source")
 }
 
-/// A client of the test's own.
+/// Returns a separate client of the test.
 pub(crate) async fn client(brokers: &str) -> Kafka {
     Kafka::builder(brokers).connect().await.expect("connected")
 }
@@ -47,7 +47,7 @@ pub(crate) async fn make_topic(kafka: &Kafka, name: &str, partitions: i32) {
     made.expect("an answer").into_values().for_each(|made| made.expect("made"));
 }
 
-/// Everything in a topic; of each partition in its order.
+/// Returns all records of a topic, ordered by partition and offset.
 pub(crate) async fn records(kafka: &Kafka, topic: &str) -> Vec<ConsumerRecord> {
     let consumer = kafka.consumer_without_group().metrics_push(false).build().await.expect("a consumer");
     let found = consumer.fetch_metadata(Some(topic)).await.expect("metadata").topics;
@@ -78,7 +78,7 @@ pub(crate) fn header(record: &ConsumerRecord, name: &str) -> Option<String> {
     record.header_str(name).map(str::to_owned)
 }
 
-/// What was published, by its payloads, sorted.
+/// Returns the payloads of all records of a topic, sorted.
 pub(crate) async fn payloads(kafka: &Kafka, topic: &str) -> Vec<String> {
     let records = records(kafka, topic).await;
     let mut payloads: Vec<String> = records
@@ -89,7 +89,7 @@ pub(crate) async fn payloads(kafka: &Kafka, topic: &str) -> Vec<String> {
     payloads
 }
 
-/// Publishes numbers, each with itself as key and payload.
+/// Publishes numbers, each as the key and payload of a record.
 pub(crate) async fn publish(kafka: &Kafka, topic: &str, numbers: std::ops::Range<usize>) {
     let producer = kafka.producer().metrics_push(false).build().await.expect("a producer");
     let send = |n: usize| producer.send(Record::new(topic, Bytes::from(n.to_string())).key(n.to_string()));
@@ -99,7 +99,7 @@ pub(crate) async fn publish(kafka: &Kafka, topic: &str, numbers: std::ops::Range
     producer.close().await.expect("closed");
 }
 
-/// At least so many, past the calls that fail for a while.
+/// Takes `count` messages. Calls may fail as unavailable for a while.
 pub(crate) async fn take(source: &Arc<dyn Source>, count: usize) -> Vec<SourceMessage> {
     let taken = async {
         let mut taken = Vec::new();
@@ -123,7 +123,7 @@ pub(crate) fn bodies(taken: &[SourceMessage]) -> Vec<String> {
     taken.iter().map(|it| String::from_utf8(it.message.payload.to_vec()).expect("text")).collect()
 }
 
-/// Where a group stands in each partition of a topic.
+/// Returns the sum of a group's committed offsets in all partitions of a topic.
 pub(crate) async fn committed(kafka: &Kafka, group: &str, topic: &str, partitions: i32) -> i64 {
     let looker = kafka.consumer(group).metrics_push(false).build().await.expect("a consumer");
     let partitions: Vec<(&str, i32)> = (0..partitions).map(|partition| (topic, partition)).collect();

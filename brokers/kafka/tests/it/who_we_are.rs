@@ -1,4 +1,4 @@
-//! Credentials, warnings, and what a person hears who asks.
+//! Authentication, warnings, and the answers of `check-config --connect`.
 
 use krafka::testing::FakeBroker;
 use postbox_config::{SinkConfig as _, SourceConfig as _};

@@ -1,12 +1,12 @@
-//! Entries as the server's answers hold them. Field names need not be text, and may be there twice,
-//! so the client's own types, which are maps of text, would lose some.
+//! Entries in the server's answers. Names of fields need not be text and may occur twice, so the
+//! client's own types, which are maps of text, would lose some.
 
 use std::fmt;
 use std::str::FromStr;
 
 use redis::{Value, from_redis_value};
 
-/// An entry's id, in the order of the stream.
+/// An entry id. Ids are ordered as in the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub(super) struct EntryId {
     ms: u64,
@@ -14,7 +14,7 @@ pub(super) struct EntryId {
 }
 
 impl EntryId {
-    /// The one right before it.
+    /// Returns the id right before this one.
     pub(super) fn before(self) -> Self {
         match self.seq {
             0 => Self { ms: self.ms.saturating_sub(1), seq: if self.ms == 0 { 0 } else { u64::MAX } },
@@ -39,7 +39,7 @@ impl fmt::Display for EntryId {
     }
 }
 
-/// An entry; without fields if it is pending and no longer in the stream.
+/// An entry. It has no fields if it is pending and no longer in the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) id: EntryId,
@@ -47,7 +47,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// How much it holds.
+    /// Returns the size of its fields, in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.fields.iter().flatten().map(|(name, value)| name.len() + value.len()).sum()
     }
@@ -59,11 +59,11 @@ pub(super) struct Claimed {
     /// Where the next call begins; zero at the end.
     pub(super) next: EntryId,
     pub(super) entries: Vec<Entry>,
-    /// How many were pending and no longer in the stream.
+    /// How many entries were pending and no longer in the stream.
     pub(super) deleted: usize,
 }
 
-/// The answer of `XREADGROUP` for one stream.
+/// Parses the answer of `XREADGROUP` for one stream.
 pub(super) fn read(answer: Value) -> Vec<Entry> {
     let streams = match answer {
         Value::Map(streams) => streams.into_iter().map(|(_, entries)| entries).collect(),
@@ -73,7 +73,7 @@ pub(super) fn read(answer: Value) -> Vec<Entry> {
     streams.into_iter().flat_map(list).collect()
 }
 
-/// The answer of `XAUTOCLAIM`.
+/// Parses the answer of `XAUTOCLAIM`.
 pub(super) fn claimed(answer: Value) -> Claimed {
     let mut parts = items(answer).into_iter();
     let next = parts.next().and_then(id).unwrap_or_default();
@@ -81,7 +81,7 @@ pub(super) fn claimed(answer: Value) -> Claimed {
     Claimed { next, entries, deleted: parts.next().map_or(0, |deleted| items(deleted).len()) }
 }
 
-/// A list of entries, as `XRANGE` answers.
+/// Parses a list of entries, e.g. the answer of `XRANGE`.
 pub(super) fn list(answer: Value) -> Vec<Entry> {
     let entry = |value| {
         let mut parts = items(value).into_iter();

@@ -1,4 +1,5 @@
-//! What all calls of a source share: the connections, what is held, where reading goes on.
+//! The state that all calls of a source share: the connections, the held messages, and what is read
+//! next.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,19 +17,20 @@ use crate::connection::{Connection, Server};
 use crate::fields::Layout;
 use crate::{RedisSourceConfig, classify};
 
-/// Longest wait of the server for new entries in one call. A connection that is silent for longer
-/// is given up.
+/// How long the server waits for new entries in one call. If there is still no answer after that
+/// and the usual timeout, the connection is given up.
 const BLOCK_MAX: Duration = Duration::from_secs(5);
-/// Bytes asked for at once, as far as the size of the last entries tells: a server answers with
-/// whole entries, and an answer that is too large for the time given is asked for in vain.
+/// How many bytes to request at once, judging by the size of the last entries. A server answers
+/// with whole entries, and an answer that is too large to arrive in time would be requested in
+/// vain.
 const PORTION_BYTES: usize = 8 * 1024 * 1024;
-/// Entries asked for at once while no size is known.
+/// How many entries to request at once while no size is known.
 const PORTION_FIRST: usize = 32;
 
-/// The code of an answer that did not come.
+/// The code of an answer that did not arrive in time.
 const TIMEOUT: &str = "redis_timeout";
 
-/// What all calls share.
+/// The state that all calls share.
 pub(super) struct Group {
     server: Server,
     stream: String,
@@ -40,7 +42,7 @@ pub(super) struct Group {
     layout: Layout,
     pub(super) clock: Arc<dyn Clock>,
     state: Mutex<State>,
-    /// Something was settled or given back, or the source was closed.
+    /// Signals that a message was settled or given back, or that the source was closed.
     pub(super) changed: Notify,
     trimmed: AtomicU64,
 }
@@ -49,20 +51,20 @@ pub(super) struct Group {
 pub(super) struct State {
     session: Option<Session>,
     pub(super) held: Held,
-    /// Where reading goes on.
+    /// What is read next.
     place: Place,
-    /// From which id others' entries are looked through, and when.
+    /// The id from which pending entries of other consumers are claimed next, and when.
     claim_from: EntryId,
     claim_at: Duration,
-    /// How many entries are asked for at once; `None`: nothing was read yet.
+    /// How many entries to request at once; `None` if nothing was read yet.
     portion: Option<usize>,
     pub(super) closed: bool,
 }
 
-/// Where reading goes on.
+/// What is read next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
-    /// Our own pending entries behind this one.
+    /// Our own pending entries after this id.
     Pending(EntryId),
     /// New entries.
     New,
@@ -74,7 +76,8 @@ impl Default for Place {
     }
 }
 
-/// Two connections that are given up together: one waits for new entries, the other does the rest.
+/// Two connections that are given up together. One waits for new entries, the other is for all
+/// other commands.
 #[derive(Debug, Clone)]
 struct Session {
     commands: Connection,
@@ -116,12 +119,12 @@ impl Group {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let lost = state.session.as_ref().is_some_and(|it| !(it.commands.is_open() && it.waiting.is_open()));
         if lost {
-            state.lose(self.clock.monotonic());
+            state.drop_session(self.clock.monotonic());
         }
         state
     }
 
-    /// Reads some entries, if there are any, and keeps them.
+    /// Reads entries, if there are any, and keeps them.
     pub(super) async fn read(self: Arc<Self>, room: usize) -> Result<()> {
         let portion = self.state().portion.unwrap_or(PORTION_FIRST);
         let read = self.try_read(room.min(portion)).await;
@@ -131,9 +134,9 @@ impl Group {
                 self.make_group(session.commands).await
             }
             Err(error) => {
-                // Whatever it was: a new session begins with what is pending.
+                // After any failure, a new session begins with the pending entries.
                 let mut state = self.state();
-                state.lose(self.clock.monotonic());
+                state.drop_session(self.clock.monotonic());
                 if error.code() == TIMEOUT {
                     state.portion = Some((portion / 4).max(1));
                 }
@@ -158,7 +161,7 @@ impl Group {
                 let set_place = |state: &mut State| {
                     state.place = place;
                     if place == Place::New {
-                        state.held.remember();
+                        state.held.clear_forgotten();
                     }
                 };
                 self.keep(entries, set_place).await
@@ -195,7 +198,7 @@ impl Group {
         command
     }
 
-    /// The session; a new one if there is none.
+    /// Returns the session. Opens one if there is none.
     async fn session(&self) -> Result<Session> {
         if let Some(session) = self.state().session.clone() {
             return Ok(session);
@@ -210,7 +213,8 @@ impl Group {
         Ok(session)
     }
 
-    /// Makes the group unless it is there: from the first entry, or where it was lost.
+    /// Creates the group unless it exists. A new group starts at the first entry. One that was lost
+    /// starts after the entries that are settled.
     async fn make_group(&self, commands: Connection) -> Result<()> {
         let from = self.state().held.floor();
         let mut command = redis::cmd("XGROUP");
@@ -229,7 +233,8 @@ impl Group {
         }
     }
 
-    /// Keeps what was read; acknowledges entries that are pending and no longer in the stream.
+    /// Keeps entries that were read. Acknowledges those that are pending and no longer in the
+    /// stream.
     async fn keep(&self, entries: Vec<Entry>, change: impl FnOnce(&mut State)) -> Result<()> {
         let gone: Vec<EntryId> = entries.iter().filter(|entry| entry.fields.is_none()).map(|entry| entry.id).collect();
         let session = {
@@ -270,23 +275,23 @@ impl Group {
         self.ask(commands, command, Duration::ZERO).await.map(drop)
     }
 
-    /// Puts entries as they are into the stream of the dead, then acknowledges them.
-    pub(super) async fn bury(&self, mut commands: Connection, ids: &[EntryId]) -> Result<()> {
+    /// Copies entries unchanged to the dead stream, then acknowledges them.
+    pub(super) async fn dead_letter(&self, mut commands: Connection, ids: &[EntryId]) -> Result<()> {
         let mut looked_up = Pipeline::new();
         for id in ids {
             looked_up.cmd("XRANGE").arg(&self.stream).arg(id.to_string()).arg(id.to_string());
         }
         let found = self.in_time(commands.send::<Value>(looked_up.ignore_errors()), Duration::ZERO).await?;
-        let mut buried = Pipeline::new();
+        let mut copied = Pipeline::new();
         for answer in found.map_err(|error| classify::failure("reject", error))? {
             let entries = entries::list(answer.map_err(|error| classify::failure("reject", error))?);
             for fields in entries.into_iter().filter_map(|entry| entry.fields) {
-                buried.cmd("XADD").arg(&self.dead_stream).arg("*");
-                fields.into_iter().for_each(|(name, value)| _ = buried.arg(name).arg(value));
+                copied.cmd("XADD").arg(&self.dead_stream).arg("*");
+                fields.into_iter().for_each(|(name, value)| _ = copied.arg(name).arg(value));
             }
         }
-        if !buried.is_empty() {
-            let answers = self.in_time(commands.send::<Value>(buried.ignore_errors()), Duration::ZERO).await?;
+        if !copied.is_empty() {
+            let answers = self.in_time(commands.send::<Value>(copied.ignore_errors()), Duration::ZERO).await?;
             let answers = answers.and_then(|answers| answers.into_iter().collect::<RedisResult<Vec<_>>>());
             answers.map_err(|error| classify::failure("reject", error))?;
         }
@@ -306,7 +311,7 @@ impl Group {
         self.in_time(connection.ask(&command), block).await
     }
 
-    /// The answer, which may come so much later than others.
+    /// Waits for an answer. `block` is added to the timeout, because the server may wait that long.
     async fn in_time<T>(
         &self,
         answer: impl Future<Output = Result<T, RedisError>>,
@@ -317,8 +322,8 @@ impl Group {
             .map_err(|_| Error::new(ErrorKind::Unavailable, "receive", TIMEOUT, classify::SILENT))
     }
 
-    /// Takes messages out of those that are given, and does with them what `end` says. Where that
-    /// fails, all of them come again.
+    /// Removes messages from those that are handed out, and calls `end` with their ids. If that
+    /// fails, all of them are delivered again.
     pub(super) async fn settle<F>(
         &self,
         tokens: &[AckToken],
@@ -337,23 +342,23 @@ impl Group {
         let (false, Some(session)) = (ids.is_empty(), session) else { return Ok(()) };
         let settled = end(session.commands, ids).await;
         if settled.is_err() {
-            self.state().lose(self.clock.monotonic());
+            self.state().drop_session(self.clock.monotonic());
         }
         settled
     }
 }
 
 impl State {
-    /// Nothing is given any more, and nothing is kept.
+    /// Drops the connections and all messages. Nothing is handed out any more.
     pub(super) fn close(&mut self) {
         self.closed = true;
         self.session = None;
         self.held = Held::default();
     }
 
-    /// The connections are lost or given up. What is given comes again; what waits for its time
-    /// goes on waiting; everything else is read again.
-    fn lose(&mut self, now: Duration) {
+    /// Drops the connections, which are lost or given up. Messages that are handed out are
+    /// delivered again. Those whose time has not come keep waiting. All others are read again.
+    fn drop_session(&mut self, now: Duration) {
         self.session = None;
         self.place = Place::default();
         self.held.forget(now);

@@ -1,4 +1,4 @@
-//! The messages that are out of the stream and not settled.
+//! The messages that were read from the stream and are not settled.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,16 +9,16 @@ use super::entries::EntryId;
 
 #[derive(Debug, Default)]
 pub(super) struct Held {
-    /// To be given out, each not before its time. In the order of the stream: what waits for its
-    /// time holds up those behind it.
+    /// Messages to hand out, each from a time on, in the order of the stream. One whose time has
+    /// not come holds up those after it.
     waiting: BTreeMap<EntryId, (Duration, RawMessage)>,
-    /// Given out, by a number of that one time.
+    /// The messages that are handed out, by the number of their token.
     given: BTreeMap<u64, (EntryId, RawMessage)>,
     given_ids: BTreeMap<EntryId, u64>,
     times: u64,
-    /// The last that was ever held.
+    /// The highest id that was ever held.
     last: EntryId,
-    /// Where what was forgotten begins, until it is read again.
+    /// The floor at the time when messages were forgotten, until they are read again.
     forgotten: Option<EntryId>,
 }
 
@@ -31,13 +31,13 @@ impl Held {
         self.waiting.contains_key(&id) || self.given_ids.contains_key(&id)
     }
 
-    /// Keeps a message until it is given, from `due` on.
+    /// Keeps a message, which may be handed out from `due` on.
     pub(super) fn keep(&mut self, id: EntryId, due: Duration, message: RawMessage) {
         self.last = self.last.max(id);
         self.waiting.insert(id, (due, message));
     }
 
-    /// The next messages that are due, at most `max`.
+    /// Hands out the next due messages, at most `max`.
     pub(super) fn give(&mut self, max: usize, now: Duration) -> Vec<SourceMessage> {
         let mut messages = Vec::new();
         while messages.len() < max.max(1)
@@ -53,12 +53,13 @@ impl Held {
         messages
     }
 
-    /// When the next one is due, if one waits.
+    /// When the next waiting message is due, if there is one.
     pub(super) fn due(&self) -> Option<Duration> {
         self.waiting.first_key_value().map(|(_, (due, _))| *due)
     }
 
-    /// What this token was given out with, unless it is settled or was forgotten.
+    /// Takes back the message that a token was handed out for, unless it is settled or was
+    /// forgotten.
     pub(super) fn take_back(&mut self, token: &AckToken) -> Option<(EntryId, RawMessage)> {
         let time = u64::from_be_bytes(token.as_bytes().try_into().ok()?);
         let (id, message) = self.given.remove(&time)?;
@@ -66,7 +67,7 @@ impl Held {
         Some((id, message))
     }
 
-    /// Forgets everything but what must wait longer, because the rest is read again.
+    /// Forgets all messages except those whose time has not come, because the rest is read again.
     pub(super) fn forget(&mut self, now: Duration) {
         self.forgotten = Some(self.floor());
         self.given.clear();
@@ -74,12 +75,12 @@ impl Held {
         self.waiting.retain(|_, (due, _)| *due > now);
     }
 
-    /// Everything that was pending has been read again.
-    pub(super) fn remember(&mut self) {
+    /// Notes that all pending entries have been read again.
+    pub(super) fn clear_forgotten(&mut self) {
         self.forgotten = None;
     }
 
-    /// Everything up to this id is settled.
+    /// Returns the id up to which everything is settled.
     pub(super) fn floor(&self) -> EntryId {
         let unsettled = self.waiting.keys().chain(self.given_ids.keys()).min();
         let floor = unsettled.map_or(self.last, |first| first.before());
@@ -119,7 +120,7 @@ mod tests {
         held.forget(Duration::ZERO);
         assert_eq!((held.len(), held.floor()), (0, id("5-1")), "what was given is not settled by forgetting it");
         assert!(held.take_back(&given[1].token).is_none(), "a token is of one delivery");
-        held.remember();
+        held.clear_forgotten();
         assert_eq!(held.floor(), id("5-3"));
     }
 

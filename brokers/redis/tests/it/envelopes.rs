@@ -1,4 +1,4 @@
-//! What a consumer reads, in every envelope.
+//! The entries that a consumer reads, in every envelope.
 
 use postbox_core::{Envelope, NewEvent};
 use serde::Deserialize;
@@ -7,7 +7,8 @@ use serde_json::{Value, json};
 use super::support::{Broker, field, text};
 use super::{PATIENCE, SERVERS, codes, deliver, deliveries, sink_with};
 
-/// As those who keep copies of entities declare it: exact names, nothing else.
+/// The replica envelope as declared by a consumer that keeps copies of entities: these names and no
+/// others.
 #[derive(Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 struct ReplicaEvent {

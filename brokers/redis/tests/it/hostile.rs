@@ -1,4 +1,4 @@
-//! Hostile events: what is in the stream is the proof.
+//! Hostile events, verified by what is stored in the stream.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,8 @@ use postbox_testkit::hostile::{Fate, cases};
 use super::support::{Broker, Fields, field, text};
 use super::{PATIENCE, SERVERS, deliver, deliveries, said, sink_with};
 
-/// Every event that a store takes is in the stream as it was, to the byte, and in no other.
+/// Every event that a store accepts is in its stream unchanged, byte for byte, and in no other
+/// stream.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_event_is_in_its_stream_as_it_was() {
     for kind in SERVERS {
@@ -49,7 +50,8 @@ async fn every_event_is_in_its_stream_as_it_was() {
     }
 }
 
-/// A server with a small limit ends the connection at a larger value, and all others with it.
+/// A server with a small limit closes the connection at a larger value, and the other events of the
+/// call would fail too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_the_server_would_not_take_dies_alone() {
     for kind in SERVERS {

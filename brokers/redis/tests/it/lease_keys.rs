@@ -1,4 +1,4 @@
-//! One call of a lease at a time, and what is in Redis after it.
+//! Single calls of a lease, and the keys in Redis afterwards.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use super::support::Broker;
 const TTL: Duration = Duration::from_secs(30);
 const KEY: &str = "postbox:lease:{outbox:out:0}";
 
-/// A store whose clock moves by hand; that of Redis does not.
+/// A store with a clock that the test sets. The clock of Redis runs as usual.
 struct Bed {
     clock: Arc<ManualClock>,
     store: MemoryStore,
@@ -38,7 +38,7 @@ impl Bed {
         Arc::new(RedisLeases::new(&config).expect("right")).on(Arc::new(self.store.clone()), None)
     }
 
-    /// Whether the store would give the lane to somebody else.
+    /// Returns whether the store would grant the lane to another owner.
     async fn is_free(&self) -> bool {
         match ask(&self.store, "passer-by", TTL).await.expect("asked").lease {
             Some(lease) => self.store.release(&lease).await.is_ok(),
@@ -72,12 +72,13 @@ async fn a_former_owner_touches_nothing_of_the_next() {
         let former = take(&*log, "one").await;
         assert_eq!(holder(&broker).await.as_deref(), Some("one 1"));
         bed.clock.advance(2 * TTL);
-        // The store would give it to another, Redis does not; then the store has it back.
+        // The store grants the lane to another owner, but Redis refuses. Then the lane is free in
+        // the store again.
         let error = ask(&*log, "two", TTL).await.expect_err("held in Redis");
         assert_eq!(said(&error), (ErrorKind::Unavailable, "redis_lease_held"));
         assert!(error.message().contains("\"one 1\"") && error.message().contains(KEY), "{error}");
         assert!(bed.is_free().await, "a lane that Redis refused");
-        // Somebody takes the key away.
+        // An operator deletes the key.
         let _: i64 = broker.ask(&format!("DEL {KEY}")).await;
         let lease = take(&*log, "two").await;
         let held = holder(&broker).await;
@@ -86,7 +87,7 @@ async fn a_former_owner_touches_nothing_of_the_next() {
         let error = log.renew(&former, TTL).await.expect_err("another's");
         assert_eq!(said(&error), (ErrorKind::Stale, "redis_lease_lost"));
         assert_eq!(holder(&broker).await, held);
-        // The store's epoch fences it whatever Redis says.
+        // The store's epoch fences the former owner, whatever Redis holds.
         let () = broker.ask("FLUSHALL").await;
         let error = log.settle(&former, Settlement::default()).await.expect_err("fenced");
         assert_eq!(error.kind(), ErrorKind::Stale);
@@ -102,19 +103,20 @@ async fn an_owner_takes_its_own_lane_again_and_never_back() {
         let log = bed.leased(&broker, |_| ());
         let first = take(&*log, "one").await;
         bed.clock.advance(2 * TTL);
-        // The answer to the first grant was lost, as far as anybody knows.
+        // As if the answer to the first grant had been lost.
         let second = take(&*log, "one").await;
         assert_eq!((first.epoch, second.epoch, holder(&broker).await.as_deref()), (1, 2, Some("one 2")));
         let fence: i64 = broker.ask(&format!("GET {KEY}:fence")).await;
         assert_eq!(fence, 2);
         log.release(&first).await.expect("it does nothing");
         log.renew(&second, TTL).await.expect("still ours");
-        // A grant of before that comes late: here it is another store's, which counts from 1.
+        // An earlier grant that arrives late. Here it is one of another store, whose epochs start
+        // at 1.
         let earlier = Bed::new().await;
         let error = ask(&*earlier.leased(&broker, |_| ()), "one", TTL).await.expect_err("late");
         assert_eq!(said(&error), (ErrorKind::Unavailable, "redis_lease_held"));
         assert_eq!(holder(&broker).await.as_deref(), Some("one 2"));
-        // Stores that know of each other do not meet.
+        // Stores with different names or prefixes use different keys.
         let config = RedisLeaseConfig { url: broker.url(), ..RedisLeaseConfig::default() };
         let leases = Arc::new(RedisLeases::new(&config).expect("right"));
         let acme: StoreName = "acme".parse().expect("a name");
@@ -141,7 +143,7 @@ async fn a_pause_frees_the_lane_in_both() {
     }
 }
 
-/// A call takes a third of the lease at most, and nothing of it stays with the store.
+/// A call takes at most a third of the lease. If it fails, the lane is free in the store again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_redis_that_says_nothing_costs_a_part_of_the_lease() {
     for kind in SERVERS {
@@ -155,7 +157,8 @@ async fn a_redis_that_says_nothing_costs_a_part_of_the_lease() {
         assert_eq!(said(&error), (ErrorKind::Unavailable, "redis_timeout"));
         assert!(asked.elapsed() < TTL / 3, "{:?}", asked.elapsed());
         assert!(bed.is_free().await, "the store has it back");
-        // From here on nobody asks the store: a relay without Redis is no replica.
+        // From here on the store is not asked, so a relay without Redis does not count as a
+        // replica.
         let error = ask(&*log, "one", TTL).await.expect_err("no answer to the greeting");
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         bed.clock.advance(2 * TTL);
@@ -168,7 +171,7 @@ async fn a_redis_that_says_nothing_costs_a_part_of_the_lease() {
 async fn what_a_person_must_mend_is_said_and_nothing_secret() {
     for kind in SERVERS {
         let (broker, bed) = (Broker::start(kind).await, Bed::new().await);
-        // As the guide has it.
+        // The rights that the guide lists.
         let rights = "+eval +get +set +del +incr +pttl +pexpire +hello +client";
         let () = broker.ask(&format!("ACL SETUSER relay on >secret ~postbox:lease:* {rights}")).await;
         let with = |password: &'static str, prefix: &'static str| {

@@ -1,4 +1,4 @@
-//! Relays whose lanes are taken in Redis too, while Redis forgets, goes and comes back.
+//! Relays with lanes that are leased in Redis too, while Redis loses its keys, stops and restarts.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -18,11 +18,11 @@ use tokio_util::sync::CancellationToken;
 use super::support::{Broker, LOOK};
 use super::{PATIENCE, SERVERS};
 
-/// Renewed every second; the margin before its end is longer than a busy machine stands still.
+/// Renewed every second. The margin before it expires is longer than a stall of a busy machine.
 const TTL: Duration = Duration::from_secs(3);
 const KEY: &str = "postbox:lease:{outbox:out:0}";
 
-/// A log in memory, and what its relays sent.
+/// A log in memory, and the events that its relays sent.
 struct World {
     broker: Broker,
     store: Arc<MemoryStore>,
@@ -34,7 +34,7 @@ struct World {
 struct Sent {
     ledger: Ledger,
     events: AtomicUsize,
-    /// When a call began, and whose it was.
+    /// When each call began, and which relay made it.
     calls: Mutex<Vec<(Instant, &'static str)>>,
 }
 
@@ -62,7 +62,7 @@ impl Sink for By {
     }
 }
 
-/// A relay at work. Dropped, it ends as a process does that is killed: it gives nothing back.
+/// A running relay. If dropped, it ends like a killed process and releases nothing.
 struct Working {
     metrics: Arc<Metrics>,
     stop: CancellationToken,
@@ -94,7 +94,7 @@ impl World {
         Working { metrics, stop, task }
     }
 
-    /// Appends so many events over eight keys, and waits until nearly all are sent.
+    /// Appends `count` events with eight keys, and waits until nearly all are sent.
     async fn work(&self, count: usize) {
         for _ in 0..count {
             let n = self.appended.fetch_add(1, Ordering::Relaxed);
@@ -153,7 +153,7 @@ async fn one_relay_works_and_another_takes_over_after_the_lease() {
         assert!(vanished.elapsed() > TTL / 2, "before the lease had ended");
         world.work(200).await;
         assert_eq!(world.sent.last_call().1, "two");
-        // Who stops gives it back at once, in both.
+        // A relay that stops releases its lane at once, in both.
         two.stop.cancel();
         until("nobody holds it", async || world.holder().await.is_none()).await;
         let three = world.relay("three");
@@ -182,7 +182,7 @@ async fn a_flushed_redis_hands_lanes_over_and_harms_nothing() {
     }
 }
 
-/// Killed, its connections end at once; frozen, nobody answers.
+/// A killed server closes its connections at once. A frozen one does not answer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_redis_nobody_sends_once_the_lease_is_over() {
     for (kind, frozen) in SERVERS.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
@@ -197,7 +197,7 @@ async fn without_redis_nobody_sends_once_the_lease_is_over() {
             server.kill()
         }
         let away = Instant::now();
-        // It is survived for as long as the lease lasts.
+        // Events are sent for as long as the lease lasts.
         world.work(100).await;
         until("the lease is lost", async || count(Metrics::leases_lost) == 1).await;
         let event = NewEvent::json("t", "{}");

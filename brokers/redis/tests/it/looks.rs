@@ -1,4 +1,4 @@
-//! `check-config --connect`: says what is there, and makes nothing.
+//! `check-config --connect` reports what exists, and creates nothing.
 
 use postbox_config::{SinkConfig as _, SourceConfig as _};
 use postbox_redis::{RedisSinkConfig, RedisSourceConfig};

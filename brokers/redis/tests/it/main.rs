@@ -1,4 +1,4 @@
-//! What the suites do not know: what is special about Redis, on both servers.
+//! Tests of what is specific to Redis, on both servers.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -26,7 +26,7 @@ use support::Broker;
 
 const SERVERS: [RedisKind; 2] = [RedisKind::Redis7, RedisKind::Valkey9];
 
-/// Longer than anything takes that does not hang.
+/// A timeout that only a hang exceeds.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn sink_with(broker: &Broker, timeout: Duration, change: impl FnOnce(&mut RedisSinkConfig)) -> RedisSink {

@@ -1,11 +1,11 @@
-//! How much a source asks for at once.
+//! How many entries a source requests at once.
 
 use postbox_core::Source as _;
 
 use super::support::Broker;
 use super::{SERVERS, source_with};
 
-/// The server answers with whole entries: of large ones, few are asked for.
+/// The server answers with whole entries, so only a few large ones are requested at once.
 #[tokio::test]
 async fn large_entries_are_asked_for_by_their_size() {
     const ENTRIES: usize = 48;

@@ -74,7 +74,7 @@ async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
     tokio::time::timeout(3 * PATIENCE, wait).await.unwrap_or_else(|_| panic!("in vain: {what}"));
 }
 
-/// What is in the stream: the payloads of first arrivals, by key and all together.
+/// Returns the payloads in the stream, each event once: by key in their order, and as one set.
 async fn arrived(url: &str) -> (BTreeMap<String, Vec<usize>>, BTreeSet<usize>) {
     let entries: Vec<(String, Fields)> = ask(url, "XRANGE events - +").await;
     let (mut by_key, mut ids) = (BTreeMap::<String, Vec<usize>>::new(), BTreeMap::new());
@@ -91,8 +91,8 @@ async fn arrived(url: &str) -> (BTreeMap<String, Vec<usize>>, BTreeSet<usize>) {
     (by_key, numbers)
 }
 
-/// The replica is in step, so that it has what was acknowledged; what one that lags behind loses is
-/// in the guide.
+/// The replica is in sync, so it has every acknowledged entry. The guide says what is lost if it
+/// lags behind.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_primary_that_is_killed_under_load_is_succeeded_by_its_replica() {
     for kind in SERVERS {
@@ -103,7 +103,7 @@ async fn a_primary_that_is_killed_under_load_is_succeeded_by_its_replica() {
         for from in (0..EVENTS).step_by(100) {
             work.append(from..from + 100).await;
             if from == EVENTS / 3 {
-                // Some are sent, and more are on their way.
+                // Some events are sent, and more are in flight.
                 until("some are sent", async || metrics.delivered() > from as u64 / 2).await;
                 watched.primary.kill();
             }
@@ -114,8 +114,8 @@ async fn a_primary_that_is_killed_under_load_is_succeeded_by_its_replica() {
         let missing: Vec<usize> = (0..EVENTS).filter(|n| !numbers.contains(n)).collect();
         assert!(missing.is_empty(), "{kind:?}: {} are missing: {missing:?}", missing.len());
         assert!(by_key.values().all(|versions| versions.is_sorted()), "out of order");
-        // The former primary comes back, and is one for seconds, as far as it knows; nobody is led
-        // to it.
+        // The former primary restarts, and takes itself for the primary for some seconds. The sink
+        // is not led to it.
         watched.primary.start().await;
         sink.close().await;
         let mark = sink.high_water_mark("events").await.expect("an answer");
@@ -130,7 +130,7 @@ async fn sentinels_are_asked_one_after_the_other_and_never_written_to() {
     for kind in SERVERS {
         let mut watched = Watched::start(kind).await;
         let url = watched.url("main");
-        // One is gone, another says nothing.
+        // One Sentinel is down, another does not answer.
         watched.sentinels[0].kill();
         watched.sentinels[1].freeze();
         let sink = watched.sink(url);
@@ -140,7 +140,7 @@ async fn sentinels_are_asked_one_after_the_other_and_never_written_to() {
         assert_eq!(codes(&deliver(&unknown, &numbered(1)).await), ["unavailable redis_primary_unknown"]);
         let direct = watched.sink(format!("redis://127.0.0.1:{}", watched.sentinels[1].port()));
         assert_eq!(codes(&deliver(&direct, &numbered(1)).await), ["unavailable redis_is_sentinel"]);
-        // A source asks them, too.
+        // A source asks the Sentinels, too.
         let config =
             RedisSourceConfig { url: watched.url("main"), stream: "events".into(), ..RedisSourceConfig::default() };
         let clock = Arc::new(postbox_engine::TokioClock::default());

@@ -1,4 +1,4 @@
-//! Servers that go, come back, fill up or say nothing.
+//! Servers that crash, come back empty, run out of memory, or do not answer.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -14,12 +14,12 @@ async fn ids(broker: &Broker) -> Vec<String> {
     broker.entries("events").await.iter().map(|fields| text(fields, "id").expect("an id")).collect()
 }
 
-/// What was said to be delivered is there; what was not is sent again until it is.
+/// Events that were reported as delivered are stored. The others are sent again until they are.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_is_killed_under_load_loses_nothing_it_acknowledged() {
     for kind in SERVERS {
         let broker = Broker::start(kind).await;
-        // With the default, a server whose disk is busy answers before it writes.
+        // With the default `appendfsync`, a server whose disk is busy answers before it writes.
         let durable = async || {
             let () = broker.ask("CONFIG SET appendfsync always").await;
         };
@@ -73,7 +73,8 @@ async fn a_server_that_comes_back_empty_takes_events_again() {
     }
 }
 
-/// The entry is there, its answer is lost: sent again, it is there twice with one id.
+/// The entry is stored, but the answer is lost. Sent again, the event is stored twice with the same
+/// id.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_answer_that_is_lost_is_ambiguous_and_never_sent_again_in_secret() {
     for kind in SERVERS {
@@ -135,7 +136,7 @@ async fn what_one_stream_refuses_no_other_event_pays_for() {
         let outcomes = deliver(&sink, &deliveries(events)).await;
         let expected = ["delivered", "ambiguous redis_wrong_type", "delivered"];
         assert_eq!(codes(&outcomes), expected);
-        // Nothing may be made, and nil is no success.
+        // With `make_stream = false` the server answers nil, which does not count as delivered.
         let sink = sink_with(&broker, PATIENCE, |config| {
             config.stream = "s:{topic}".parse().expect("a template");
             config.make_stream = false;
@@ -179,8 +180,8 @@ async fn users_need_their_password_and_their_rights() {
     }
 }
 
-/// What a failover promises and what it does not: entries that the replica had not got are gone,
-/// although they were acknowledged.
+/// A failover loses entries that the replica had not received, although they were acknowledged. The
+/// rest is kept.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_that_is_promoted_takes_over_with_what_it_had() {
     for kind in SERVERS {
@@ -196,7 +197,7 @@ async fn a_replica_that_is_promoted_takes_over_with_what_it_had() {
         assert_eq!(replica.ask::<usize>("XLEN events").await, 10);
         let promoted = sink(&replica);
         assert_eq!(codes(&deliver(&promoted, &numbered(1)).await), ["unavailable redis_readonly"]);
-        // From here on it hears nothing.
+        // From here on the replica receives nothing.
         replica.server.lock().await.freeze();
         assert_eq!(codes(&deliver(&primary, &numbered(5)).await), ["delivered"]);
         broker.server.lock().await.kill();
@@ -208,7 +209,7 @@ async fn a_replica_that_is_promoted_takes_over_with_what_it_had() {
     }
 }
 
-/// A server that becomes a replica under an open connection.
+/// A server becomes a replica while a connection is open.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_primary_that_is_demoted_is_unavailable() {
     for kind in SERVERS {
@@ -222,7 +223,7 @@ async fn a_primary_that_is_demoted_is_unavailable() {
     }
 }
 
-/// The mark is the server's: a relay that starts anew sees it, too.
+/// The mark is stored in the server, so a relay sees it after a restart, too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_high_water_mark_is_never_behind_what_was_delivered() {
     for kind in SERVERS {

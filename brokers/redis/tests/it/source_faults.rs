@@ -1,4 +1,4 @@
-//! A group that others share, lose or trim.
+//! Groups that several consumers share, groups that are lost, and streams that are trimmed.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ async fn add(broker: &Broker, ids: std::ops::RangeInclusive<usize>) {
     }
 }
 
-/// The next so many, past the calls that fail because a connection was lost.
+/// Takes `count` messages. Calls may fail for a while, because a connection was lost.
 async fn take(source: &RedisSource, count: usize) -> Vec<SourceMessage> {
     let taken = async {
         let mut taken = Vec::new();
@@ -74,7 +74,7 @@ async fn what_another_consumer_left_is_taken_over() {
         let next = source_with(&broker, |config| {
             config.consumer = "next".into();
             config.claim_after = Duration::from_secs(1);
-            // More than one look at the others' entries.
+            // Claiming the entries takes more than one call.
             config.in_flight = 3;
         });
         let mut all = Vec::new();
@@ -105,7 +105,7 @@ async fn what_was_trimmed_before_it_was_received_is_counted_and_said() {
         assert_eq!(warnings.all().iter().filter(|line| line.contains("trimmed")).count(), 1, "{:?}", warnings.all());
         ack(&after, &taken).await;
         assert_eq!(pending(&broker).await, 0, "they are not pending for ever");
-        // The same where the entries were another's.
+        // The same for pending entries of another consumer.
         let gone = source_with(&broker, |config| config.consumer = "gone".into());
         add(&broker, 6..=7).await;
         take(&gone, 2).await;
@@ -124,7 +124,7 @@ async fn what_was_trimmed_before_it_was_received_is_counted_and_said() {
     }
 }
 
-/// A stream that was deleted, or a copy that never had the group.
+/// A group is lost if the stream is deleted, or if the server is a copy that never had it.
 #[tokio::test]
 async fn a_lost_group_is_made_again_behind_what_is_stored() {
     for kind in SERVERS {
@@ -139,7 +139,8 @@ async fn a_lost_group_is_made_again_behind_what_is_stored() {
         let again = take(&source, 1).await;
         assert_eq!(ids(&again), ["5"], "what is given out does not come again while it is ours");
         assert!(warnings.all().iter().any(|line| line.contains("consumer group was lost")), "{:?}", warnings.all());
-        // The connections go, too: what was not stored comes again from the new group.
+        // The connections are lost, too. Messages that were not stored are delivered again by the
+        // new group.
         broker.proxy.reset();
         broker.settle(|| !source.is_connected()).await;
         let again = take(&source, 3).await;
@@ -214,7 +215,8 @@ async fn what_a_dropped_call_would_have_given_the_next_one_gives() {
         let broker = Broker::start(kind).await;
         let source = source_with(&broker, |_| ());
         for n in 1..=20 {
-            // Dropped while the server waits for entries: it gives them to nobody who listens.
+            // The call is dropped while the server waits for entries. Its answer arrives when no
+            // call waits for it.
             let waited = timeout(3 * LOOK, source.next(1)).await;
             assert!(waited.is_err(), "{waited:?}");
             add(&broker, n..=n).await;

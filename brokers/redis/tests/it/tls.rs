@@ -12,7 +12,7 @@ use super::{PATIENCE, codes, deliver, numbered};
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_a_server_with_a_trusted_certificate_gets_events() {
     let folder = tempfile::tempdir().expect("a folder");
-    // The server is another user.
+    // The server runs as another user and must read the files.
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("ours");
     let key = rcgen::KeyPair::generate().expect("a key");
     let params = rcgen::CertificateParams::new(["localhost".to_owned()]).expect("a name");

@@ -1,4 +1,4 @@
-//! What is said of a server that may lose what it took.
+//! Warnings about a server that may lose accepted entries.
 
 use postbox_testkit::warnings::Warnings;
 

@@ -1,4 +1,4 @@
-//! A server in front of which connections can be harmed, and what is in its streams.
+//! A server behind a proxy that can inject faults, and the contents of its streams.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use postbox_testkit::servers::{PrivateRedis, RedisKind};
 use redis::aio::MultiplexedConnection;
 use tokio::sync::Mutex;
 
-/// How often a condition is looked at.
+/// Interval of the checks whether a condition holds.
 pub(crate) const LOOK: Duration = Duration::from_millis(1);
 
 /// The fields of an entry.
@@ -35,7 +35,7 @@ impl Broker {
         self.proxy.url(&self.direct)
     }
 
-    /// A connection beside the proxy.
+    /// Opens a connection that bypasses the proxy.
     pub(crate) async fn connection(&self) -> MultiplexedConnection {
         let client = redis::Client::open(self.direct.as_str()).expect("a URL");
         client.get_multiplexed_async_connection().await.expect("the server is there")
@@ -53,7 +53,7 @@ impl Broker {
         entries.into_iter().map(|(_, fields)| fields).collect()
     }
 
-    /// Waits until nobody has a connection through the proxy, and the other side knows.
+    /// Waits until no connection goes through the proxy, and the client has noticed.
     pub(crate) async fn settle(&self, knows: impl Fn() -> bool) {
         while self.proxy.connections() > 0 || !knows() {
             tokio::time::sleep(LOOK).await;
