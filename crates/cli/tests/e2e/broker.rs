@@ -47,8 +47,11 @@ pub(crate) trait Broker: Sized {
     /// The keys of the sink and of the source, for a server on this port.
     fn tables(port: u16) -> (String, String);
 
-    /// Messages published since the last call, in order.
+    /// Messages published since the last call, in order per key.
     async fn published(&mut self) -> Result<Vec<Self::Message>>;
+
+    /// Puts messages into the order of publishing, where `published` returns them in another.
+    fn order(_messages: &mut [Self::Message]) {}
 
     /// Returns the id, the key and the payload.
     fn read(message: &Self::Message) -> Result<(String, String, Value)>;
@@ -139,7 +142,7 @@ impl Load {
     }
 }
 
-/// The published messages, in order.
+/// The published messages, in order per key, and up to the last break in the order of publishing.
 struct Published<M> {
     messages: Vec<M>,
     /// How many were published at each kill or outage.
@@ -168,6 +171,15 @@ impl<M> Published<M> {
             }
             self.messages.extend(more);
         }
+    }
+
+    /// Reads everything that was published when something went down.
+    async fn broke<B: Broker<Message = M>>(&mut self, broker: &mut B) -> Result<()> {
+        self.hear(broker).await?;
+        let last = self.breaks.last().copied().unwrap_or_default();
+        B::order(&mut self.messages[last..]);
+        self.breaks.push(self.messages.len());
+        Ok(())
     }
 
     /// Waits until each of `events` events was published, and returns the number of repetitions. A
@@ -244,8 +256,7 @@ async fn killed_relays<B: Broker>(kind: Kind) -> Result<()> {
         })
         .await?;
         relay.kill().await?;
-        published.hear(&mut broker).await?;
-        published.breaks.push(published.messages.len());
+        published.broke(&mut broker).await?;
         if kill == kills.div_ceil(2) {
             let some = async || Ok((receiver.lines("effects.jsonl")?.len() > 20).then_some(()));
             until("some are applied", some).await?;
@@ -338,8 +349,7 @@ async fn an_outage_costs_nothing<B: Broker>() -> Result<()> {
 
     let before = memory(&relay)?.0;
     proxy.refuse(true);
-    published.hear(&mut broker).await?;
-    published.breaks.push(published.messages.len());
+    published.broke(&mut broker).await?;
     relay.logged("breaker opened", 1).await?;
     let out = count("delivered").await?;
     tokio::time::sleep(size().1).await;

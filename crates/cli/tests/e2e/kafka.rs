@@ -1,5 +1,6 @@
 //! From an outbox through a Kafka topic into an inbox.
 
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -53,6 +54,16 @@ impl Broker for Kafka {
 
     async fn published(&mut self) -> Result<Vec<ConsumerRecord>> {
         Ok(self.consumer.poll(Duration::from_millis(100)).await?)
+    }
+
+    /// A poll returns one partition after the other. The records of a partition stay as they are.
+    fn order(records: &mut [ConsumerRecord]) {
+        let mut latest = HashMap::new();
+        records.sort_by_cached_key(|record| {
+            let latest = latest.entry(record.partition).or_insert(record.timestamp);
+            *latest = record.timestamp.max(*latest);
+            *latest
+        });
     }
 
     fn read(record: &ConsumerRecord) -> Result<(String, String, Value)> {
