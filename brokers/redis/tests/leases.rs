@@ -70,6 +70,7 @@ passes! { Maintain by store {
     note_unrouted(log: &LogName) -> Result<Routed>;
     prune(log: &LogName, prune: &Prune) -> Result<Changed>;
     check_receiving() -> Result<()>;
+    check_cursors() -> Result<()>;
     rebase() -> Result<()>;
 } }
 passes! { Receive by store {

@@ -36,7 +36,8 @@ impl Arrival {
     }
 }
 
-/// A database session that makes others wait for a lock on one of Postbox's tables.
+/// A database session that makes others wait for a lock on one of Postbox's tables, or that may
+/// soon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocker {
     /// Its number in the database.
@@ -47,12 +48,14 @@ pub struct Blocker {
     pub query: String,
     /// Postbox's tables on which it holds a lock.
     pub tables: Vec<String>,
-    /// Number of sessions that wait for it.
+    /// Number of sessions that wait, itself included if its commit waits for a standby.
     pub waiting: u64,
     /// The longest of these waits.
     pub waited: Duration,
     /// The command with which a person can end it.
     pub end: String,
+    /// Whether its commit waits for a synchronous standby. Ending it helps nobody then.
+    pub awaits_standby: bool,
 }
 
 /// Explains why events are late. Only reads, at the same cost for any size of the log.
@@ -61,8 +64,9 @@ pub struct Blocker {
 /// - `arrivals` returns the newest events by their position in the log, the last one first. An
 ///   unknown log: `NotFound`, code `log_unknown`. A row with columns that no event can have is left
 ///   out.
-/// - `blockers` returns sessions that make others wait for a second or longer, the longest wait
-///   first. It waits for no lock. It returns nothing if the database cannot tell.
+/// - `blockers` returns sessions that make others wait for a second or longer, or whose own commit
+///   waits so long for a standby, the longest wait first. It waits for no lock. It returns nothing
+///   if the database cannot tell.
 #[async_trait]
 pub trait Diagnose: Send + Sync + 'static {
     /// Returns the newest events of a log, at most `limit`.

@@ -79,6 +79,10 @@ pub trait Maintain: Send + Sync + 'static {
     /// Checks that no setting of the store prevents receiving messages. Changes nothing. The error
     /// names the cure.
     async fn check_receiving(&self) -> Result<()>;
+    /// Checks that the cursors fit their database, which they do not after a dump was restored into
+    /// another one. Changes nothing. Errors: `Mismatch` `cursor_from_future` or `cursor_foreign`,
+    /// whose cure is named.
+    async fn check_cursors(&self) -> Result<()>;
     /// Makes rows and cursors fit their database after a dump was restored into another one: the
     /// cure of `cursor_from_future` and `cursor_foreign`. Delivered events stay delivered, pending
     /// ones stay pending.

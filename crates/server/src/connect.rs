@@ -61,10 +61,12 @@ async fn one(name: &str, trying: impl Future<Output = Result<String>>) -> Tried 
     Tried { name: name.to_owned(), found }
 }
 
-/// Opens the store and validates its schema; with sources, also checks that it can receive.
+/// Opens the store, validates its schema and checks its cursors; with sources, also checks that it
+/// can receive.
 async fn store(config: &Config) -> Result<String> {
     let store = open_store(&config.store).await?;
     store.validate().await?;
+    store.check_cursors().await?;
     if !config.sources.is_empty() {
         store.check_receiving().await?;
     }

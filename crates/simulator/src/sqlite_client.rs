@@ -314,6 +314,10 @@ impl Maintain for SqliteClient {
         self.look(self.opened.store.check_receiving())
     }
 
+    async fn check_cursors(&self) -> Result<()> {
+        self.look(self.opened.store.check_cursors())
+    }
+
     async fn rebase(&self) -> Result<()> {
         self.look(self.opened.store.rebase())
     }

@@ -17,8 +17,9 @@ use crate::session::Session;
 pub(crate) const LOG_NEWEST: &str = "
 SELECT l.topic, l.tenant, l.key, l.created_at, clock_timestamp(), l.kind, l.aggregate, l.headers::text FROM {log} AS l ORDER BY l.seq DESC LIMIT $1";
 
-/// Sessions that have blocked others on our tables for more than a second. A session that waits
-/// itself is not the cause. Reads the server's list of locks; waits for nothing.
+/// Sessions that have blocked others on our tables for more than a second, and sessions that hold
+/// locks there while their commit waits for a synchronous standby. A session that waits for a lock
+/// itself is not the cause. Reads the server's lists of locks and sessions; waits for nothing.
 const BLOCKERS: &str = "
 WITH ours AS (
   SELECT l.pid, l.granted, c.relname::text AS name FROM pg_locks AS l
@@ -28,10 +29,13 @@ WITH ours AS (
     AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())),
 waits AS (
   SELECT w.pid, w.waitstart, unnest(pg_blocking_pids(w.pid)) AS blocker FROM pg_locks AS w
-  WHERE NOT w.granted AND w.waitstart < clock_timestamp() - INTERVAL '1 second' AND w.pid IN (SELECT ours.pid FROM ours))
+  WHERE NOT w.granted AND w.waitstart < clock_timestamp() - INTERVAL '1 second' AND w.pid IN (SELECT ours.pid FROM ours)
+  UNION ALL
+  SELECT c.pid, c.state_change, c.pid FROM pg_stat_activity AS c
+  WHERE c.wait_event = 'SyncRep' AND c.state_change < clock_timestamp() - INTERVAL '1 second')
 SELECT held.pid, coalesce(max(a.application_name), ''), coalesce(left(max(a.query), 80), ''),
   array_agg(DISTINCT held.name ORDER BY held.name), count(DISTINCT waits.pid),
-  (extract(epoch FROM clock_timestamp() - min(waits.waitstart)) * 1000)::bigint
+  (extract(epoch FROM clock_timestamp() - min(waits.waitstart)) * 1000)::bigint, coalesce(max(a.wait_event) = 'SyncRep', false)
 FROM waits
 JOIN ours AS held ON held.pid = waits.blocker AND held.granted
 LEFT JOIN pg_stat_activity AS a ON a.pid = held.pid
@@ -67,6 +71,7 @@ impl Diagnose for PostgresStore {
                 waiting: row.get::<_, i64>(4).unsigned_abs(),
                 waited: Duration::from_millis(row.get::<_, i64>(5).unsigned_abs()),
                 end: end(session),
+                awaits_standby: row.get(6),
             }
         };
         Ok(rows.iter().map(blocker).collect())

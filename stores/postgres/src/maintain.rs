@@ -7,6 +7,7 @@ use crate::PostgresStore;
 use crate::params::params;
 use crate::rebase::rebase;
 use crate::session::Session;
+use crate::subscription::check_cursors;
 use crate::unrouted::note_unrouted;
 
 /// Whether transactions are read-only by default, whether the URL says so, the role and the
@@ -60,6 +61,10 @@ impl Maintain for PostgresStore {
         };
         let text = format!("transactions of {role} are read-only by default, so no message can be received; {cure}");
         Err(Error::new(ErrorKind::Mismatch, "check_receiving", "default_read_only", text))
+    }
+
+    async fn check_cursors(&self) -> Result<()> {
+        self.look("check_cursors", check_cursors).await
     }
 
     /// One transaction, without a time limit. It rewrites the logs, and writers wait meanwhile.

@@ -11,7 +11,7 @@ use tokio_postgres::Row;
 
 use crate::PostgresStore;
 use crate::classify::cursor_foreign;
-use crate::params::{Param, params};
+use crate::params::params;
 use crate::row_security::{log_not_locked, subscription_not_seen};
 use crate::session::Session;
 
@@ -103,8 +103,12 @@ UPDATE {s}.log AS g SET epoch_next = greatest(g.epoch_next, s.generation + 1) FR
 /// Whether a lane's cursor is ahead of this cluster, and whether one was made in another cluster,
 /// where the same ids belong to other transactions. Index: primary key of `lane`.
 const LANE_FAULTS: &str = "
-SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND pg_snapshot_xmax(to_snap) > pg_snapshot_xmax(pg_current_snapshot())),
-  EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> (SELECT {s}.cluster_id()))";
+SELECT min(s.name) FILTER (WHERE pg_snapshot_xmax(l.to_snap) > pg_snapshot_xmax(pg_current_snapshot())),
+  coalesce(bool_or(l.cluster <> (SELECT {s}.cluster_id())), false)
+FROM {s}.lane AS l JOIN {s}.subscription AS s ON s.id = l.subscription WHERE l.subscription = $1 OR $1 IS NULL";
+
+/// The logs that are read. Reads the whole (small) table.
+const LOGS_READ: &str = "SELECT DISTINCT s.log FROM {s}.subscription AS s ORDER BY s.log";
 
 /// One subscription. Index: the unique name.
 const SUBSCRIPTION_GET: &str = "SELECT id, log, topics, tenant, lanes::int, revision, again_seq, again_replay, kinds, aggregates, headers::pg_catalog.text FROM {s}.subscription WHERE name {=} $1";
@@ -194,14 +198,10 @@ pub(crate) async fn subscribe(store: &PostgresStore, session: &Session, subscrip
 
 async fn write(session: &Session, subscription: &Subscription) -> Result<SubscriptionRow> {
     let Subscription { name, log, filter, ordering, on_dead, lanes, start } = subscription;
-    let is_true =
-        async |sql: &str, params: &[Param<'_>]| session.row(sql, params).await.map(|row| row.get::<_, bool>(0));
     if session.rows(&session.sql(LOG_LOCK), &params![log.as_str()]).await?.is_empty() {
         return Err(log_not_locked(session, log).await);
     }
-    if is_true(&session.log_sql(LOG_IS_FROM_FUTURE, log), &[]).await? {
-        return Err(from_future(&format!("log {log}")));
-    }
+    check_log_xids(session, log).await?;
     let topics: Vec<&str> = filter.topics.iter().map(TopicPattern::as_str).collect();
     let tenant = filter.tenant.as_ref().map(Tenant::as_str);
     let order = match ordering {
@@ -240,14 +240,35 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
         let took_everything: bool = row.get(2);
         session.execute(&session.sql(LOG_ROUTE_AGAIN), &params![log_text, id, took_everything]).await?;
     }
-    let faults = session.row(&session.sql(LANE_FAULTS), &params![id]).await?;
-    if faults.get(0) {
-        return Err(from_future(&format!("the cursor of subscription {name}")));
-    }
-    if faults.get(1) {
-        return Err(cursor_foreign("subscribe"));
-    }
+    check_lanes(session, Some(id)).await?;
     Ok(known)
+}
+
+/// Checks that every log that is read, and every cursor, fits this cluster.
+pub(crate) async fn check_cursors(session: &Session) -> Result<()> {
+    for row in session.rows(&session.sql(LOGS_READ), &[]).await? {
+        check_log_xids(session, &LogName::from_stored(row.get::<_, &str>(0))).await?;
+    }
+    check_lanes(session, None).await
+}
+
+async fn check_log_xids(session: &Session, log: &LogName) -> Result<()> {
+    match session.row(&session.log_sql(LOG_IS_FROM_FUTURE, log), &[]).await?.get(0) {
+        true => Err(from_future(session, &format!("log {log}"))),
+        false => Ok(()),
+    }
+}
+
+/// Checks the cursors of one subscription, or of all.
+async fn check_lanes(session: &Session, subscription: Option<i32>) -> Result<()> {
+    let faults = session.row(&session.sql(LANE_FAULTS), &params![subscription]).await?;
+    if let Some(name) = faults.get::<_, Option<&str>>(0) {
+        return Err(from_future(session, &format!("the cursor of subscription {name}")));
+    }
+    match faults.get(1) {
+        true => Err(cursor_foreign(session.operation())),
+        false => Ok(()),
+    }
 }
 
 impl PostgresStore {
@@ -303,9 +324,9 @@ pub(crate) async fn look_up(session: &Session, name: &SubscriptionName) -> Resul
     Err(subscription_not_seen(session, subscription_unknown(session.operation(), name, &names)).await)
 }
 
-fn from_future(what: &str) -> Error {
+fn from_future(session: &Session, what: &str) -> Error {
     let message = format!(
         "{what} is ahead of this database cluster (a restored dump?); stop all relays and run: postbox migrate rebase"
     );
-    Error::new(ErrorKind::Mismatch, "subscribe", "cursor_from_future", message)
+    Error::new(ErrorKind::Mismatch, session.operation(), "cursor_from_future", message)
 }

@@ -73,6 +73,8 @@ SELECT name, 0, lanes, ?2, ?3 FROM postbox_subscription WHERE name = ?1";
 /// than the cursor. Primary key; no lock.
 const LANE_IN_FUTURE: &str =
     "SELECT lane, position FROM postbox_lane WHERE subscription = ?1 AND position > ?2 LIMIT 1";
+/// Reads the whole (small) table; no lock.
+const SUBSCRIPTIONS_READ: &str = "SELECT name, log FROM postbox_subscription ORDER BY name";
 /// The last `seq` that a log ever assigned, pruned ones included. From AUTOINCREMENT's own table,
 /// which has a few rows; no lock.
 pub(crate) const LOG_LAST: &str = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = ?1), 0)";
@@ -240,7 +242,7 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
             let is_changed = stored.filter != subscription.filter;
             let took_everything =
                 is_changed && Reader::find("subscribe", tx, &subscription.name)?.takes_everything(routed(tx, &log)?);
-            refuse_future(tx, subscription, last)?;
+            check_cursor("subscribe", tx, name, &log, last)?;
             if is_changed || (stored.ordering, stored.on_dead) != (subscription.ordering, on_dead) {
                 tx.prepare_cached(SUBSCRIPTION_UPDATE)?.execute(params![
                     name,
@@ -291,19 +293,32 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
     })
 }
 
-/// Refuses a cursor beyond the end of its log.
-fn refuse_future(tx: &Transaction<'_>, subscription: &Subscription, last: i64) -> Work<()> {
-    let Subscription { name, log, .. } = subscription;
+/// Refuses cursors of a subscription beyond the end of its log.
+fn check_cursor(operation: &'static str, tx: &Transaction<'_>, name: &str, log: &LogName, last: i64) -> Work<()> {
     let ahead: Option<(u16, i64)> = tx
         .prepare_cached(LANE_IN_FUTURE)?
-        .query_row(params![name.as_str(), last], |row| Ok((row.get(0)?, row.get(1)?)))
+        .query_row(params![name, last], |row| Ok((row.get(0)?, row.get(1)?)))
         .optional()?;
     let Some((lane, position)) = ahead else { return Ok(()) };
     let message = format!(
         "lane {lane} of {name} stands at {position}, but log {log} ends at {last}: the log was restored from an older copy; restore the newer one, \
          or start from here with: UPDATE postbox_lane SET position = {last}, window_end = {last} WHERE subscription = '{name}'"
     );
-    Err(Error::new(ErrorKind::Mismatch, "subscribe", "cursor_from_future", message).into())
+    Err(Error::new(ErrorKind::Mismatch, operation, "cursor_from_future", message).into())
+}
+
+/// Checks the cursors of all subscriptions.
+pub(crate) fn check_cursors(tx: &Transaction<'_>) -> Work<()> {
+    let all: Vec<(String, String)> = tx
+        .prepare_cached(SUBSCRIPTIONS_READ)?
+        .query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?
+        .collect::<Result<_, _>>()?;
+    for (name, log) in all {
+        let log = LogName::from_stored(log);
+        let last: i64 = tx.prepare_cached(LOG_LAST)?.query_row([log_table(&log)], |row| row.get(0))?;
+        check_cursor("check_cursors", tx, &name, &log, last)?;
+    }
+    Ok(())
 }
 
 /// A request for a lane.

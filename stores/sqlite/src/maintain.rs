@@ -10,6 +10,7 @@ use crate::classify::Work;
 use crate::clock::micros;
 use crate::decode::{HEAD_COLUMNS, Head, integer, is_meant, seq};
 use crate::inspect::Reader;
+use crate::lease::check_cursors;
 use crate::migrate::{self, checked_log, require_log};
 use crate::schema::log_table;
 use crate::store::SqliteStore;
@@ -50,6 +51,10 @@ impl Maintain for SqliteStore {
 
     async fn check_receiving(&self) -> Result<()> {
         Ok(())
+    }
+
+    async fn check_cursors(&self) -> Result<()> {
+        self.inspector().call("check_cursors", |session| check_cursors(&session.read()?)).await
     }
 
     async fn rebase(&self) -> Result<()> {

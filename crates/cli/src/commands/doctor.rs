@@ -1,7 +1,7 @@
 //! `postbox doctor`: why events are late. It asks the store, and the service at the configured
 //! address, if it runs, for what only that process knows: since when its breakers are open.
 
-use postbox_core::{Error, LogName, Store, SubscriptionName};
+use postbox_core::{Error, ErrorKind, LogName, Store, SubscriptionName};
 use postbox_server::open_store;
 use postbox_server::status::{self, Finding, ServiceStatus, Severity};
 
@@ -98,6 +98,9 @@ async fn look(
         let what = format!("there is no subscription: nobody reads the {log}");
         findings.push(Finding::problem("no_subscription", what, context.reader_wanted(&log)));
     }
+    // Another failure is one of reading, which what follows reports.
+    let is_misfit = |error: &Error| error.kind() == ErrorKind::Mismatch;
+    findings.extend(store.check_cursors().await.err().filter(is_misfit).map(Finding::from));
     findings.extend(status::diagnose(store, &infos, &context.config.subscriptions, service.as_ref()).await);
     // After the subscriptions that should read it.
     findings.extend(unread.iter().map(|(log, count)| Finding::unread(log, *count, context.reader_wanted(log))));

@@ -48,7 +48,11 @@ pub(super) async fn down(context: &Context, yes: bool, discard_events: bool, jso
 }
 
 pub(super) async fn validate(contexts: &[Context], json: bool) -> Result<(), Failure> {
-    let validate = async |context: &Context| Ok(context.any_store().await?.validate().await?);
+    let validate = async |context: &Context| {
+        let store = context.any_store().await?;
+        store.validate().await?;
+        Ok(store.check_cursors().await?)
+    };
     let asked = ask_each(contexts, validate).await;
     if json {
         let all = asked.answers.iter().map(|(context, ())| OfStore::new(context, json!({ "right": true })));

@@ -36,6 +36,10 @@ impl Maintain for MemoryStore {
         self.server.state("check_receiving").map(drop)
     }
 
+    async fn check_cursors(&self) -> Result<()> {
+        self.server.state("check_cursors").map(drop)
+    }
+
     async fn rebase(&self) -> Result<()> {
         Err(rebase_not_needed())
     }

@@ -41,6 +41,7 @@ pub async fn logs_are_made_listed_and_counted(fixture: &dyn StoreFixture) {
     assert_eq!(store.count(&third).await.expect("counted"), Count { events: 2, is_estimate: false });
     assert_eq!(store.count(&outbox).await.expect("counted"), Count::default());
     store.check_receiving().await.expect("nothing is in the way");
+    store.check_cursors().await.expect("they fit");
 }
 
 pub async fn subscriptions_show_lanes_leases_and_pauses(fixture: &dyn StoreFixture) {

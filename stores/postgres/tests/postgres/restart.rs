@@ -133,12 +133,16 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
         )
         .await
         .expect("moved");
-    let error = store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) })
-        .await
-        .expect_err("refused");
-    assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "cursor_from_future"));
-    assert!(error.message().contains("postbox migrate rebase"), "{error}");
+    for error in [
+        store.check_cursors().await.expect_err("no fit"),
+        store
+            .subscribe(&Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) })
+            .await
+            .expect_err("refused"),
+    ] {
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "cursor_from_future"));
+        assert!(error.message().contains("postbox migrate rebase"), "{error}");
+    }
     store.rebase().await.expect("rebased");
     let lease = take(&store).await;
     let stats = store.stats(&name()).await.expect("counted");

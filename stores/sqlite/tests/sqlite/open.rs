@@ -130,8 +130,10 @@ async fn a_cursor_beyond_the_log_names_the_cure() {
     let lease = fixture.lane().await;
     fixture.connect().execute("UPDATE postbox_lane SET position = 900", []).expect("updated");
     let subscription = Subscription { lanes: 1, ..Subscription::new(lease.subscription.clone(), LogName::outbox()) };
+    let found = fixture.store.check_cursors().await.expect_err("no fit");
     let error = fixture.store.subscribe(&subscription).await.expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "cursor_from_future"));
+    assert_eq!((found.kind(), found.message()), (error.kind(), error.message()));
     let cure = error.message().split("with: ").nth(1).expect("a cure").to_owned();
     fixture.connect().execute_batch(&cure).expect("the cure runs");
     fixture.store.subscribe(&subscription).await.expect("cured");

@@ -2,6 +2,9 @@
 
 use anyhow::{Result, ensure};
 
+use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
+use tokio::task::JoinHandle;
+
 use super::{Planted, causes};
 use crate::endpoint::{Endpoint, Shut, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, until_waited_for};
@@ -17,6 +20,9 @@ causes! {
     Sqlite a_file_that_is_no_database "problem" "store_not_a_database";
     Postgres a_locked_table "problem" "table_locked";
     Postgres a_row_that_another_session_locks "problem" "session_blocks";
+    Postgres a_standby_that_is_away "problem" "standby_awaited";
+    Postgres a_dump_of_another_cluster "problem" "cursor_foreign";
+    Sqlite an_older_log_with_newer_cursors "problem" "cursor_from_future";
     Sqlite a_file_that_another_program_locks "problem" "store_failing store_busy";
     Postgres a_function_that_fails "problem" "lane_failing store_error";
     both an_event_that_is_gone "problem" "dead event_missing";
@@ -101,6 +107,39 @@ async fn a_row_that_another_session_locks(kind: Kind) -> Result<Planted> {
     let planted = planted.three().await?;
     until_waited_for(&holder).await?;
     Ok(planted.keeping(holder).keeping(endpoint))
+}
+
+/// A synchronous standby that does not answer: a writer's commit waits, with its locks.
+async fn a_standby_that_is_away(kind: Kind) -> Result<Planted> {
+    let postgres = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
+    let env = TestEnv::on(kind, postgres.fresh_database().await)?;
+    env.ok(&["migrate", "up"])?;
+    env.config(FILE_SINK)?;
+    env.subscribe()?;
+    let writer = env.client().await?;
+    writer.batch_execute("ALTER SYSTEM SET synchronous_standby_names = 'away'").await?;
+    writer.batch_execute("SELECT pg_reload_conf()").await?;
+    // The server reads its settings some time later.
+    let writes: JoinHandle<Result<()>> = tokio::spawn(async move {
+        loop {
+            writer.batch_execute("INSERT INTO postbox.outbox (topic, payload) VALUES ('order.paid', '{}')").await?;
+        }
+    });
+    Ok(Planted::of(env, FILE_SINK).keeping(writes).keeping(postgres))
+}
+
+async fn a_dump_of_another_cluster(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
+    planted.env.dispatch(&[])?;
+    planted.env.sql("UPDATE postbox.lane SET cluster = cluster - 1").await?;
+    Ok(planted)
+}
+
+async fn an_older_log_with_newer_cursors(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
+    planted.env.dispatch(&[])?;
+    planted.env.sql("UPDATE postbox_lane SET position = 1000, window_end = 1000").await?;
+    Ok(planted)
 }
 
 /// While nothing is in flight: the relay can only fail to renew its lanes.

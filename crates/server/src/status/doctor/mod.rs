@@ -30,7 +30,10 @@ pub async fn diagnose(
     let mut findings = Vec::new();
     let deadline = Instant::now() + STATS_WAIT;
     let blockers = timeout_at(deadline, store.blockers()).await.unwrap_or_else(|_| Err(too_slow()));
-    findings.extend(blockers.iter().flatten().map(blocker));
+    let (mut standby, locks): (Vec<_>, Vec<_>) = blockers.iter().flatten().partition(|it| it.awaits_standby);
+    // One standby is the cause of all of them.
+    standby.truncate(1);
+    findings.extend(standby.into_iter().chain(locks).map(blocker));
     findings.extend(service.iter().flat_map(|service| of_service(service, infos)));
     let mut all = stats(store, infos, deadline).await;
     count_alone(store, infos, &mut all, deadline).await;
@@ -86,9 +89,20 @@ async fn count_alone(
     }
 }
 
-/// A session holds a lock that others wait for.
+/// A session holds a lock that others wait for, or waits for a standby with its locks.
 fn blocker(blocker: &Blocker) -> Finding {
-    let Blocker { session, program, query, tables, waiting, waited, end } = blocker;
+    let Blocker { session, program, query, tables, waiting, waited, end, awaits_standby } = blocker;
+    if *awaits_standby {
+        let what = format!(
+            "session {session} ({}: {}) has waited for the synchronous standby for {}, with locks on {}",
+            cut(program, 60),
+            cut(query, 80),
+            span(*waited),
+            tables.join(", ")
+        );
+        let cure = "start the standby, or take it out of synchronous_standby_names and reload; do not end the session";
+        return Finding::problem("standby_awaited", what, cure);
+    }
     let what = format!(
         "session {session} ({}: {}) holds a lock on {}, and {waiting} session(s) have waited for it for {}",
         cut(program, 60),
