@@ -56,7 +56,7 @@ pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> E
         (ffi::SQLITE_BUSY | ffi::SQLITE_LOCKED, _) => (
             ErrorKind::Unavailable,
             "store_busy",
-            "another process held the database's write lock for too long; find the long transaction, or raise the busy timeout".into(),
+            "another process held the database's write lock for too long; find the long transaction and end it".into(),
         ),
         (ffi::SQLITE_READONLY | ffi::SQLITE_PERM | ffi::SQLITE_AUTH, _) => return read_only(operation),
         (ffi::SQLITE_NOTADB, _) => (
@@ -73,9 +73,11 @@ pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> E
             let message = format!("the database file is damaged ({text}); restore it from a backup");
             (ErrorKind::Mismatch, "store_corrupt", message)
         }
-        (ffi::SQLITE_FULL, _) => {
-            (ErrorKind::Unavailable, "store_full", "the disk is full; free space, and delivery continues by itself".into())
-        }
+        (ffi::SQLITE_FULL, _) => (
+            ErrorKind::Unavailable,
+            "store_full",
+            "the disk is full; free space, and delivery continues by itself".into(),
+        ),
         (ffi::SQLITE_IOERR, _) => {
             let message = format!("the disk answered with an error ({text}); look for its cause in the system's log");
             (ErrorKind::Unavailable, "store_io", message)

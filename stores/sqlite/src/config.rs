@@ -76,6 +76,18 @@ impl SqliteConfig {
                 format!("the folder {} does not exist; create it or correct the store's path", folder.display()),
             );
         }
+        let wal = PathBuf::from(format!("{}-wal", path.display()));
+        if !path.exists() && wal.metadata().is_ok_and(|wal| wal.len() > 0) {
+            return refuse(
+                "store_file_missing",
+                format!(
+                    "{} is gone, but {} holds commits of it; put the file back beside it, or remove {} to begin with a new store",
+                    path.display(),
+                    wal.display(),
+                    wal.display()
+                ),
+            );
+        }
         if path.is_dir() {
             return refuse("store_path_invalid", format!("{} is a folder; name a file in it", path.display()));
         }

@@ -78,6 +78,8 @@ pub(crate) fn log_table(log: &LogName) -> String {
 ///   reports it for plain INSERTs.
 /// - Times are whole microseconds since 1970, UTC. `occurred_at`, `deliver_at` and `expires_at` may
 ///   also be text that SQLite's date functions understand (`datetime('now', '+1 hour')`), UTC.
+/// - A row with a `seq` of its own is refused: at or below a cursor it would never be sent. For a
+///   row without one, NEW.seq is -1 in a BEFORE trigger.
 /// - `payload` is the last column, so that rows which a lane passes over are judged without reading
 ///   their overflow pages.
 pub(crate) fn log_ddl(log: &LogName) -> String {
@@ -136,6 +138,7 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
   deliver_at   INTEGER,
   expires_at   INTEGER,
   payload      BLOB    NOT NULL,
+  CONSTRAINT seq_given CHECK (seq > 0),
   CONSTRAINT event_id_invalid CHECK (typeof(id) = 'text' AND id GLOB '{id_pattern}'),
   CONSTRAINT topic_empty CHECK (topic <> ''),
   CONSTRAINT topic_too_long CHECK ({topic_bytes} <= 255),
@@ -162,6 +165,9 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
   CONSTRAINT created_at_invalid CHECK (typeof(created_at) = 'integer' AND created_at BETWEEN -377705023201000000 AND 253402207200999999)
 );
 CREATE UNIQUE INDEX {table}_id ON {table} (id);
+CREATE TRIGGER {table}_seq BEFORE INSERT ON {table} WHEN NEW.seq <> -1 BEGIN
+  SELECT RAISE(ABORT, 'seq_given: the database assigns seq; leave the column out');
+END;
 INSERT INTO postbox_log (name) VALUES ('{log}');\n",
         topic_bytes = bytes("topic"),
         topic_nul_free = nul_free("topic"),

@@ -124,6 +124,22 @@ async fn the_script_makes_the_schema_that_validate_wants() {
     assert!(other.up().await.expect("nothing to do").is_empty());
 }
 
+/// A row at or below a cursor would never be sent.
+#[tokio::test]
+async fn a_row_with_a_seq_of_its_own_is_refused() {
+    let fixture = fixture().await;
+    let connection = fixture.connect();
+    let insert = |seq: &str| {
+        let sql = format!("INSERT INTO postbox_outbox (seq, topic, payload) VALUES ({seq}, 't', '{{}}')");
+        connection.execute(&sql, [])
+    };
+    for seq in ["7", "0", "-1", "-5", "9223372036854775807"] {
+        let refused = insert(seq).expect_err(seq).to_string();
+        assert!(refused.contains("seq_given"), "{seq}: {refused}");
+    }
+    assert_eq!(insert("NULL").expect("as without the column"), 1);
+}
+
 #[tokio::test]
 async fn a_cursor_beyond_the_log_names_the_cure() {
     let fixture = fixture().await;
