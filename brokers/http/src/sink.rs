@@ -76,7 +76,12 @@ impl HttpSink {
             Ok(parts) => parts,
             Err(outcome) => return outcome,
         };
-        let request = self.client.post(self.url.clone()).headers(headers).body(body);
+        let mut request = self.client.post(self.url.clone()).headers(headers);
+        if body.is_empty() {
+            // The client sends no length for an empty body, which some servers refuse.
+            request = request.header(header::CONTENT_LENGTH, 0);
+        }
+        let request = request.body(body);
         match request.send().await {
             Ok(response) => self.read(response).await,
             Err(error) => classify_failure(&error),

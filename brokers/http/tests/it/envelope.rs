@@ -29,6 +29,16 @@ fn text(headers: &HeaderMap, name: &str) -> Option<String> {
     headers.get(name).map(|value| String::from_utf8(value.as_bytes().to_vec()).unwrap())
 }
 
+/// Some servers refuse a POST without a length.
+#[tokio::test]
+async fn an_empty_payload_has_a_length() {
+    let (target, url) = Target::ok().await;
+    let event = NewEvent::new("note", &b""[..], "text/plain");
+    assert_eq!(short(&send(&sink(config(&url)), &delivery(5, event)).await), ("delivered", ""));
+    let seen = target.seen().remove(0);
+    assert_eq!((text(&seen.headers, "content-length").as_deref(), seen.body.len()), (Some("0"), 0));
+}
+
 #[tokio::test]
 async fn the_request_says_everything_about_the_event() {
     let (target, url) = Target::ok().await;
