@@ -189,6 +189,14 @@ impl Breaker {
         }
     }
 
+    /// Lets a lane probe from `now` on, whatever wait the destination named.
+    pub(crate) fn probe_from(&self, now: Duration) {
+        let mut inner = lock(&self.inner);
+        if let Inner::Open { failures, .. } = *inner {
+            *inner = Inner::Open { until: now, failures };
+        }
+    }
+
     fn set(&self, inner: &mut MutexGuard<'_, Inner>, next: Inner) {
         let state = match next {
             Inner::Closed => BreakerState::Closed,
@@ -260,6 +268,8 @@ mod tests {
         assert_eq!(breaker.unavailable(Duration::ZERO, Some(90 * S), &Fixed(0.0)), Some(90 * S));
         assert_eq!(breaker.unavailable(S, None, &Fixed(0.0)), None);
         assert_eq!(breaker.admit(S), Admission::Wait(89 * S));
+        breaker.probe_from(2 * S);
+        assert_eq!(breaker.admit(2 * S), Admission::Probe, "a person asked for it");
     }
 
     #[test]

@@ -148,7 +148,11 @@ impl Lanes {
             Some(pause) if !self.paused => {
                 info!(subscription = self.context.name(), by = pause.by, why = pause.why, "subscription paused");
             }
-            None if self.paused => info!(subscription = self.context.name(), "subscription resumed"),
+            None if self.paused => {
+                info!(subscription = self.context.name(), "subscription resumed");
+                // A person who resumes wants to know now whether the destination is back.
+                self.context.health.breaker.probe_from(self.context.clock.monotonic());
+            }
             _ => {}
         }
         self.paused = pause.is_some();
