@@ -162,10 +162,10 @@ pub(crate) enum Command {
     Replay {
         #[command(flatten)]
         meant: Meant,
-        /// Only events after this place in the log
+        /// Only events after this seq
         #[arg(long, value_name = "SEQ", conflicts_with = "ids")]
         after: Option<i64>,
-        /// Only events up to this place in the log
+        /// Only events up to this seq
         #[arg(long, value_name = "SEQ", conflicts_with = "ids")]
         through: Option<i64>,
         /// No faster than this, e.g. 100/s
@@ -333,8 +333,8 @@ pub(crate) enum SubscriptionCommand {
         /// Which subscription
         #[arg(value_parser = plain::<SubscriptionName>)]
         name: SubscriptionName,
-        /// now, beginning, a time (2026-01-31T12:00:00Z, or 2h for two hours ago), or the place of
-        /// the first event
+        /// now, beginning, a time (2026-01-31T12:00:00Z, or 2h for two hours ago), or the seq of
+        /// the first event (see postbox show)
         #[arg(long, value_name = "now|beginning|TIME|SEQ", value_parser = reset_to)]
         to: ResetTo,
         /// Do it
@@ -369,7 +369,7 @@ pub(crate) enum SubscriptionCommand {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Migrate {
-    /// Bring the schema to this program's version
+    /// Bring the schema to this program's version; with --log NAME, also create that log
     Up,
     /// Remove everything Postbox created, events included
     Down {
@@ -468,7 +468,9 @@ fn reset_to(text: &str) -> Result<ResetTo, String> {
         ("now", _) => Ok(ResetTo::Now),
         ("beginning", _) => Ok(ResetTo::Beginning),
         (_, Ok(seq)) => Ok(ResetTo::Seq(Seq(seq))),
-        _ => time(text).map(ResetTo::Time).map_err(|why| format!("write now, beginning, or a place; or {why}")),
+        _ => time(text)
+            .map(ResetTo::Time)
+            .map_err(|why| format!("write now, beginning, or a seq (a number, see postbox show); or {why}")),
     }
 }
 

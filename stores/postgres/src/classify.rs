@@ -45,9 +45,12 @@ fn not_connected(operation: &'static str, cause: &str) -> Error {
     Error::new(kind, operation, code, message)
 }
 
+/// The cure of a missing or old schema. Without the same store, the command would create another.
+pub(crate) const MIGRATE: &str = "run: postbox migrate up, with the same store";
+
 /// The error of a log that does not exist.
 pub(crate) fn log_unknown(operation: &'static str, log: &str) -> Error {
-    let message = format!("there is no log {log}; create it with create_log('{log}'), or run: postbox migrate up");
+    let message = format!("there is no log {log}; create it: postbox migrate up --log {log}");
     Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
 }
 
@@ -96,9 +99,9 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
         "22021" | "22P05" | "22P02" | "22P03" | "22P04" | "22032" | "54001" => make(Invalid, "text_invalid", text()),
         "54000" | "22001" | "22003" | "22007" | "22008" => make(Invalid, "value_out_of_range", text()),
         // undefined table, schema; undefined function, column, type.
-        "42P01" | "3F000" => make(Mismatch, "schema_missing", format!("{}; run: postbox migrate up", fields.message)),
+        "42P01" | "3F000" => make(Mismatch, "schema_missing", format!("{}; {MIGRATE}", fields.message)),
         "42883" | "42703" | "42704" => {
-            make(Mismatch, "schema_old", format!("{}; run: postbox migrate up", fields.message))
+            make(Mismatch, "schema_old", format!("{}; {MIGRATE}", fields.message))
         }
         "42501" if fields.message.contains("row-level security") => make(
             Unauthorized,

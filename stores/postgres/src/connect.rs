@@ -76,9 +76,10 @@ impl Target {
         let port = |nth: usize| ports.get(nth).or(ports.first()).copied().unwrap_or(5432);
         let servers: Vec<String> =
             hosts.iter().enumerate().map(|(nth, host)| format!("{host}:{}", port(nth))).collect();
-        let user = self.settings.get_user().unwrap_or_default();
-        let database = self.settings.get_dbname().unwrap_or(user);
-        format!("the database {database} at {} as {user}", servers.join(","))
+        let user = self.settings.get_user();
+        let database = self.settings.get_dbname().or(user).unwrap_or_default();
+        let by = user.map(|user| format!(" as {user}")).unwrap_or_default();
+        format!("the database {database} at {}{by}", servers.join(","))
     }
 
     /// Returns a pool that opens connections when they are needed.

@@ -4,6 +4,7 @@ use async_trait::async_trait;
 use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered};
 
 use crate::PostgresStore;
+use crate::classify::MIGRATE;
 use crate::params::params;
 use crate::schema::{LOG_NAMES, MIGRATION, SchemaName};
 use crate::script::script;
@@ -245,7 +246,7 @@ async fn check_encoding(session: &Session) -> Result<()> {
 }
 
 fn schema_missing(schema: &SchemaName) -> Error {
-    let message = format!("the database has no Postbox schema {}; run: postbox migrate up", schema.quoted());
+    let message = format!("the database has no Postbox schema {}; {MIGRATE}", schema.quoted());
     Error::new(ErrorKind::Mismatch, "validate", "schema_missing", message)
 }
 
@@ -257,7 +258,7 @@ fn check_versions(schema: &SchemaName, known: &[(i32, String)]) -> Result<()> {
         0 => Err(schema_missing(schema)),
         n if n < ours => mismatch(
             "schema_old",
-            format!("schema {} is at version {n}, this program needs {ours}; run: postbox migrate up", schema.quoted()),
+            format!("schema {} is at version {n}, this program needs {ours}; {MIGRATE}", schema.quoted()),
         ),
         n if n > ours => mismatch(
             "schema_newer",

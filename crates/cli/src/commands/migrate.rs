@@ -9,7 +9,17 @@ use crate::output;
 use crate::stores::{OfStore, ask_each};
 
 pub(super) async fn up(contexts: &[Context], json: bool) -> Result<(), Failure> {
-    let up = async |context: &Context| Ok(context.any_store().await?.up().await?);
+    let up = async |context: &Context| {
+        let store = context.any_store().await?;
+        let mut applied = store.up().await?;
+        if let Some(log) = &context.log
+            && !store.logs().await?.contains(log)
+        {
+            store.create_log(log).await?;
+            applied.push(format!("log {log}"));
+        }
+        Ok(applied)
+    };
     let asked = ask_each(contexts, up).await;
     if json {
         let all = asked.answers.iter().map(|(context, applied)| OfStore::new(context, json!({ "applied": applied })));

@@ -47,6 +47,22 @@ async fn everything_is_reached_and_nothing_written(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+async fn a_log_of_one_s_own_is_created_as_the_cure_says(kind: Kind) -> Result<()> {
+    let env = TestEnv::migrated(kind).await?;
+    env.config("[subscriptions.apply]\nlog = \"stripe\"\nsink = { type = \"file\", path = \"out.jsonl\" }\n")?;
+    for command in [&["check-config", "--connect"][..], &["dispatch"]] {
+        let refused = env.output(command)?;
+        let said = String::from_utf8([refused.stdout, refused.stderr].concat())?;
+        ensure!(!refused.status.success() && said.contains("create it: postbox migrate up --log stripe"), "{said}");
+    }
+    ensure!(env.ok(&["migrate", "up", "--log", "stripe"])?.contains("applied log stripe"));
+    ensure!(env.ok(&["migrate", "up", "--log", "stripe"])?.contains("the schema is up to date"));
+    env.ok(&["check-config", "--connect"])?;
+    env.ok(&["send", "invoice.paid", "{}", "--log", "stripe"])?;
+    ensure!(env.dispatch(&[])?.contains("dispatched=1"));
+    Ok(())
+}
+
 async fn what_cannot_be_reached_is_named_with_its_cure(kind: Kind) -> Result<()> {
     let env = TestEnv::empty(kind).await?;
     let (shut, endpoint) = (Shut::reserve()?, Endpoint::start(takes_all)?);
@@ -88,4 +104,8 @@ async fn a_file_that_is_wrong_is_not_tried() -> Result<()> {
     Ok(())
 }
 
-on_both!(everything_is_reached_and_nothing_written, what_cannot_be_reached_is_named_with_its_cure);
+on_both!(
+    everything_is_reached_and_nothing_written,
+    a_log_of_one_s_own_is_created_as_the_cure_says,
+    what_cannot_be_reached_is_named_with_its_cure
+);

@@ -43,7 +43,8 @@ pub fn subscription_unknown(operation: &'static str, name: &SubscriptionName, kn
 
 /// The log does not exist.
 pub fn log_unknown(operation: &'static str, log: &LogName, known: &[String]) -> Error {
-    let message = format!("there is no log {log}; known: {}", listed(known));
+    let known = listed(known);
+    let message = format!("there is no log {log} (known: {known}); create it: postbox migrate up --log {log}");
     Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
 }
 

@@ -322,6 +322,14 @@ fn a_filter_that_is_empty_is_refused_at_its_line() {
 }
 
 #[test]
+fn a_tenant_is_of_a_store_that_separates_them() {
+    let store = |url: &str| format!("[store]\n{url}\ntenant = \"acme\"\n");
+    assert!(fault(&store("url = \"sqlite:a.db\"")).contains(":3: store.tenant: only a Postgres store"));
+    parse(&store("url = \"postgres://app@localhost/shop\"")).expect("no faults");
+    parse(&store("")).expect("the URL may come with --store");
+}
+
+#[test]
 fn a_variable_is_refused_where_none_is_looked_up() {
     for line in [
         "topics = [\"env:TOPIC\"]",
