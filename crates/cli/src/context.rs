@@ -231,7 +231,9 @@ impl Context {
         &'a self,
         infos: &'a [SubscriptionInfo],
     ) -> impl Iterator<Item = &'a SubscriptionName> + 'a {
-        let configured = self.config.subscriptions.iter().map(|config| &config.subscription);
+        // One tenant does not see the subscriptions that read for all tenants.
+        let hidden = self.config.store.is_of_one_tenant();
+        let configured = self.config.subscriptions.iter().filter(move |_| !hidden).map(|config| &config.subscription);
         let meant = configured.filter(|wanted| self.log.as_ref().is_none_or(|log| wanted.log == *log));
         meant.filter(|wanted| infos.iter().all(|info| info.name != wanted.name)).map(|wanted| &wanted.name)
     }

@@ -75,7 +75,13 @@ fn dead() -> [Record; 3] {
 }
 
 fn info(of: &str, topics: &[&str], lanes: u16) -> SubscriptionInfo {
-    let lane = |lane| LaneInfo { lane, epoch: 3, owner: Some(OwnerId::from_stored("relay-7c9f")), lease_left: None };
+    let lane = |lane| LaneInfo {
+        lane,
+        epoch: 3,
+        owner: Some(OwnerId::from_stored("relay-7c9f")),
+        lease_left: None,
+        crashes: 0,
+    };
     let topics = topics.iter().map(|topic| TopicPattern::new(*topic).expect("a pattern")).collect();
     SubscriptionInfo {
         name: name(of),

@@ -130,6 +130,8 @@ pub struct LaneInfo {
     pub owner: Option<OwnerId>,
     /// How long the lease still runs; `None`: nobody holds it.
     pub lease_left: Option<Duration>,
+    /// Relays in a row that crashed while they held it.
+    pub crashes: u32,
 }
 
 /// The state of one subscription in the store.

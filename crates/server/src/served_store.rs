@@ -7,12 +7,15 @@ use async_trait::async_trait;
 use axum::Router;
 use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
-use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName};
+use postbox_core::{
+    Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName, Subscription,
+    SubscriptionInfo,
+};
 use postbox_engine::{Schedule, SupervisedRelay, Sweeper, UnroutedFinder, wait_for_store};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use tracing::{Instrument as _, Span, error_span};
+use tracing::{Instrument as _, Span, error_span, info, warn};
 
 use crate::cache::Cached;
 use crate::config::Config;
@@ -106,8 +109,10 @@ impl ServedStore {
     /// failure.
     pub(crate) async fn take_up(&self, store: Arc<dyn Store>) -> Result<()> {
         let mut relays = Vec::with_capacity(self.config.subscriptions.len());
+        let known = store.subscriptions().await?;
         for subscription in &self.config.subscriptions {
             store.subscribe(&subscription.subscription).await?;
+            self.log_subscribed(&subscription.subscription, &known);
             let log = self.leases.log(&store, self.name.as_ref());
             let relay = wiring::relay(&store, log, subscription, &self.sinks, &self.clock)?;
             let schedule = subscription.schedule.clone().map(|cron| Box::new(cron) as Box<dyn Schedule>);
@@ -117,6 +122,33 @@ impl ServedStore {
         // If it was taken up already, the first one stays.
         _ = self.taken_up.0.set((store, relays));
         Ok(())
+    }
+
+    /// Logs what subscribing changed. A renamed subscription starts anew beside its former name, and
+    /// a replica with another configuration changes what the others read.
+    fn log_subscribed(&self, wanted: &Subscription, known: &[SubscriptionInfo]) {
+        let (name, log) = (&wanted.name, &wanted.log);
+        match known.iter().find(|info| info.name == *name) {
+            Some(info) if info.filter != wanted.filter => {
+                warn!(subscription = %name, from = %info.filter, to = %wanted.filter, "filter changed");
+            }
+            Some(_) => {}
+            None => {
+                let is_configured = |info: &&SubscriptionInfo| {
+                    self.config.subscriptions.iter().any(|it| it.subscription.name == info.name)
+                };
+                let others = known.iter().filter(|info| info.log == *log && !is_configured(info));
+                let others: Vec<&str> = others.map(|info| info.name.as_str()).collect();
+                let start = wanted.start;
+                match others.is_empty() {
+                    true => info!(subscription = %name, %log, ?start, "subscription created"),
+                    false => {
+                        let cure = "if it is a new name of another: stop, remove it, and run postbox subscription rename OLD NEW";
+                        warn!(subscription = %name, %log, ?start, ?others, cure, "subscription created");
+                    }
+                }
+            }
+        }
     }
 
     /// Works until `stop`. With several stores, any fault of this one is waited out (it may be

@@ -34,7 +34,7 @@ const WITHOUT_PAYLOADS: i32 = -1;
 /// All subscriptions with their lanes. Reads two small tables. No lock.
 const SUBSCRIPTION_LIST: &str = "
 SELECT s.name, s.log, s.topics, s.tenant, s.paused_by, s.paused_why, s.paused_until, {is_paused}, n.lane::int, n.epoch, n.owner, (extract(epoch FROM n.lease_until - clock_timestamp()) * 1000000)::bigint,
-  s.ordering, s.generation, s.kinds, s.aggregates, s.headers::text
+  s.ordering, s.generation, s.kinds, s.aggregates, s.headers::text, n.crashes
 FROM {s}.subscription AS s LEFT JOIN {s}.lane AS n ON n.subscription = s.id
 ORDER BY s.name, n.lane";
 
@@ -129,6 +129,7 @@ impl Inspect for PostgresStore {
                     epoch: row.get(9),
                     owner: row.get::<_, Option<String>>(10).map(OwnerId::from_stored),
                     lease_left: row.get::<_, Option<i64>>(11).filter(|micros| *micros > 0).map(wait),
+                    crashes: row.get::<_, Option<i32>>(17).unwrap_or_default().unsigned_abs(),
                 });
             }
         }

@@ -27,7 +27,7 @@ use crate::unrouted::{count_unrouted, is_unrouted};
 /// By primary key; no lock.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name";
 /// By primary key; no lock.
-const LANES_READ: &str = "SELECT lane, epoch, owner, lease_until, position, revision FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
+const LANES_READ: &str = "SELECT lane, epoch, owner, lease_until, position, revision, crashes FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
 /// How far lanes came with former filters, by primary key; no lock.
 const PASSAGES_READ: &str =
     "SELECT revision, lanes, lane, position FROM postbox_passage WHERE subscription = ?1 ORDER BY revision";
@@ -120,6 +120,7 @@ fn subscriptions(session: &mut Session) -> Work<Vec<SubscriptionInfo>> {
                     epoch: row.get(1)?,
                     owner: owner.map(OwnerId::from_stored),
                     lease_left: (!left.is_zero()).then_some(left),
+                    crashes: row.get(6)?,
                 })
             })?
             .collect::<Result<_, _>>()?;

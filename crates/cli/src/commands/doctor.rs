@@ -45,7 +45,7 @@ async fn examine(context: &Context, service: Option<&ServiceStatus>) -> Result<V
     let service = service.map(|service| service.clone().of_store(context.name.as_ref()));
     match opened.await {
         Ok(store) => look(context, store.as_ref(), service).await,
-        Err(error) => Ok(vec![Finding::from(error)]),
+        Err(error) => Ok(status::unopened(error, service.as_ref())),
     }
 }
 

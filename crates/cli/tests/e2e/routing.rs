@@ -31,7 +31,7 @@ async fn a_slip_in_the_topics_loses_nothing(kind: Kind) -> Result<()> {
     let said = noted(&env, &["stats"])?;
     ensure!(said.contains("no subscription wants 3 event(s) of the outbox"), "{said}");
     let said = env.said(&["doctor"])?;
-    ensure!(said.contains("PROBLEM") && said.contains("did you mean `order.*`"), "{said}");
+    ensure!(said.contains("PROBLEM") && said.contains("mistyped for `order.*`"), "{said}");
     let listed = env.json(&["list", "--state", "unrouted", "--json"])?;
     let id = listed[0]["event"]["id"].as_str().context("no id")?;
     ensure!(env.ok(&["show", id])?.contains("out: unrouted"));

@@ -13,7 +13,7 @@ mod unrouted;
 mod work;
 
 pub use conflict::ConflictJson;
-pub use doctor::{Finding, Severity, diagnose};
+pub use doctor::{Finding, Severity, diagnose, unopened};
 pub use event::{DeliveryJson, EventJson, RecordJson, ShowJson, TailedJson};
 pub use marks::MarksJson;
 pub(crate) use marks::marks;

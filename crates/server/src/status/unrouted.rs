@@ -95,7 +95,9 @@ fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, Optio
             if let Some((pattern, meant)) = near {
                 let (name, meant) = (&info.name, cut(&meant, TOPIC_CHARS));
                 return (
-                    format!("did you mean `{meant}` where the topics of {name} say `{pattern}`?"),
+                    format!(
+                        "is `{pattern}` in the topics of {name} mistyped for `{meant}`, or is the producer's topic?"
+                    ),
                     Some("topics_mistyped"),
                 );
             }

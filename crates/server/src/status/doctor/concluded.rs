@@ -1,5 +1,7 @@
 //! Findings about one subscription: causes before symptoms.
 
+use std::collections::BTreeSet;
+
 use jiff::Timestamp;
 use postbox_core::{Disposition, OnDead, Pause, Record};
 use postbox_engine::Schedule as _;
@@ -11,15 +13,20 @@ use super::speed::{is_late, speed};
 use crate::status::{FailsJson, ServiceStatus};
 use crate::text::{cut, estimated, span};
 
+/// A deployment may kill a relay or two; from here on it is a crash loop.
+const CRASHES_MIN: u32 = 3;
+
 /// Returns all findings about a subscription.
 pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Vec<Finding> {
     let address = service.map(|service| service.address.to_string());
     let mut findings: Vec<Finding> = known.info.paused.iter().map(|pause| paused(known, pause)).collect();
+    findings.extend(filter_differs(known));
     findings.extend(lease_fails(known));
     findings.push(driven(known));
     findings.extend(nowhere(known, service.is_some()));
     findings.extend(relay_fails(known, address.as_deref()));
     findings.extend(store_fails(known));
+    findings.extend(relay_crashes(known));
     findings.extend(down(known, address.as_deref()));
     findings.extend(halted(known));
     findings.extend(retrying(known));
@@ -37,6 +44,33 @@ pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Ve
     }
     findings.push(pending(known, service));
     findings.into_iter().map(|finding| finding.of(&known.info.name)).collect()
+}
+
+/// The last relay to start sets the filter, for all of them.
+fn filter_differs(known: &Known<'_>) -> Option<Finding> {
+    let wanted = &known.config?.subscription.filter;
+    let (reads, wants) = (known.info.filter.to_string(), wanted.to_string());
+    let what = format!(
+        "it reads `{}` as the last relay to start said, and this configuration says `{}`; what the former leaves out is skipped",
+        cut(&reads, 120),
+        cut(&wants, 120)
+    );
+    let cure = "give every replica the same configuration, and restart them; `postbox replay` sends what was skipped";
+    (known.info.filter != *wanted).then(|| Finding::problem("filter_differs", what, cure))
+}
+
+/// Relays that crash again and again while they hold a lane.
+fn relay_crashes(known: &Known<'_>) -> Option<Finding> {
+    let lane = known.info.lanes.iter().max_by_key(|lane| lane.crashes).filter(|lane| lane.crashes >= CRASHES_MIN)?;
+    let (crashes, lane) = (lane.crashes, lane.lane);
+    let what =
+        format!("{crashes} relays in a row crashed while they held lane {lane}; its events now go out one at a time");
+    let name = &known.info.name;
+    let cure = format!(
+        "find out why the process ends: its exit status, its memory limit, its last log lines; events that it died of: \
+         postbox list --code relay_crashed --subscription {name}"
+    );
+    Some(Finding::problem("relay_crashes", what, cure))
 }
 
 fn paused(known: &Known<'_>, pause: &Pause) -> Finding {
@@ -69,8 +103,9 @@ fn driven(known: &Known<'_>) -> Finding {
     let idle: Vec<String> =
         info.lanes.iter().filter(|lane| !is_driven(lane)).map(|lane| lane.lane.to_string()).collect();
     if idle.is_empty() {
-        let owners: Vec<&str> = info.lanes.iter().filter_map(|lane| Some(lane.owner.as_ref()?.as_str())).collect();
-        return Finding::fine("driven", format!("{count} lane(s), driven by {}", owners.join(", ")));
+        let owners: BTreeSet<&str> = info.lanes.iter().filter_map(|lane| Some(lane.owner.as_ref()?.as_str())).collect();
+        let owners = Vec::from_iter(owners).join(", ");
+        return Finding::fine("driven", format!("{count} lane(s), driven by {owners}"));
     }
     let what = format!("no relay drives lane {} of {count}", idle.join(", "));
     let finding = match known.config {
@@ -159,7 +194,7 @@ fn lease_fails(known: &Known<'_>) -> Option<Finding> {
     let what = format!("lanes cannot be taken or kept in Redis ([lease]) since {since}; last reason: {code}");
     let cure = match code.as_str() {
         "redis_lease_held" => {
-            "after a crash, wait until the former lease ends; otherwise another database uses the same keys: set another prefix in [lease]"
+            "after a crash, wait until the former lease ends; if that takes longer than `lease`, another database uses the same keys (set another prefix in [lease]) or the key has no TTL (delete it: the relay's log names it)"
         }
         _ => {
             "run `postbox check-config --connect`, which says what is wrong with Redis; until it is back nothing is sent"
@@ -223,7 +258,7 @@ fn dead_to_fails(known: &Known<'_>) -> Option<Finding> {
 fn pending(known: &Known<'_>, service: Option<&ServiceStatus>) -> Finding {
     let stats = known.stats;
     if stats.pending == 0 && stats.estimated {
-        let what = "the log has too many unread events to tell whether any is pending here; none was found in a sample";
+        let what = "there are too many events to tell whether any is pending here; none was found in a sample";
         return Finding::note("pending_unknown", what);
     }
     if stats.pending == 0 {

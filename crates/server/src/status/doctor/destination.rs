@@ -43,7 +43,11 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
     let code = last.map(|(_, code)| code);
     let code = code.or_else(|| known.work?.destination_fails.as_ref().map(|fails| fails.code.as_str()))?;
     let text = last.map(|(record, _)| text(record)).unwrap_or_default();
-    Some(Finding::problem("destination_down", what, cure_down(code, text)).reason(code))
+    let mut cure = cure_down(code, text).to_owned();
+    if open.is_some() {
+        cure.push_str(&format!("; to try now: postbox pause {} --for 10s", known.info.name));
+    }
+    Some(Finding::problem("destination_down", what, cure).reason(code))
 }
 
 /// Events that failed and will be retried.

@@ -7,7 +7,7 @@ mod destination;
 mod finding;
 mod speed;
 
-use postbox_core::{Blocker, Result, Store, SubscriptionInfo, SubscriptionName};
+use postbox_core::{Blocker, Error, Result, Store, SubscriptionInfo, SubscriptionName};
 use tokio::time::{Instant, timeout_at};
 
 use self::asked::{Known, LOOK};
@@ -66,6 +66,17 @@ pub async fn diagnose(
         Err(error) => findings.push(Finding::from(error)),
     }
     findings.extend(service.iter().flat_map(|service| service.storms.iter().map(storm)));
+    findings
+}
+
+/// The findings if the store could not be opened. What a running service says comes first, because
+/// it may have had the store open. If it says that the store's file was moved or deleted, the cure
+/// of the open error (create a schema) would destroy what can still be saved.
+pub fn unopened(error: Error, service: Option<&ServiceStatus>) -> Vec<Finding> {
+    let mut findings: Vec<Finding> = service.iter().flat_map(|service| of_service(service, &[])).collect();
+    if !findings.iter().any(|it| it.code == "store_replaced") {
+        findings.push(Finding::from(error));
+    }
     findings
 }
 
