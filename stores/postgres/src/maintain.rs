@@ -64,7 +64,8 @@ impl Maintain for PostgresStore {
     }
 
     async fn check_cursors(&self) -> Result<()> {
-        self.look("check_cursors", check_cursors).await
+        let look = async |session: &Session| session.step_by_step(&self.inner.modes.count, check_cursors).await;
+        self.call_to_look("check_cursors", look).await
     }
 
     /// One transaction, without a time limit. It rewrites the logs, and writers wait meanwhile.
