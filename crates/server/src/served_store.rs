@@ -124,8 +124,8 @@ impl ServedStore {
         Ok(())
     }
 
-    /// Logs what subscribing changed. A renamed subscription starts anew beside its former name, and
-    /// a replica with another configuration changes what the others read.
+    /// Logs what subscribing changed. A renamed subscription starts anew beside its former name,
+    /// and a replica with another configuration changes what the others read.
     fn log_subscribed(&self, wanted: &Subscription, known: &[SubscriptionInfo]) {
         let (name, log) = (&wanted.name, &wanted.log);
         match known.iter().find(|info| info.name == *name) {

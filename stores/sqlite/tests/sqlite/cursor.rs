@@ -143,6 +143,9 @@ async fn a_file_that_was_replaced_is_not_read_on() {
     fs::rename(&aside, fixture.path()).expect("put back");
     fixture.store.renew(&lease, LONG).await.expect("the same file");
     fs::rename(fixture.path(), &aside).expect("moved");
+    let refused = SqliteStore::open(config(fixture.path())).await.expect_err("its -wal holds commits");
+    assert_eq!((refused.kind(), refused.code()), (ErrorKind::Mismatch, "store_file_missing"));
+    fs::remove_file(format!("{}-wal", fixture.path().display())).expect("given up");
     let other = SqliteStore::open(config(fixture.path())).await.expect("opened");
     other.up().await.expect("a new file");
     for error in [

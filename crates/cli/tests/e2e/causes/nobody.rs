@@ -23,6 +23,8 @@ causes! {
     both a_topic_that_nobody_wants "note" "unrouted";
     both events_for_later "note" "scheduled";
     both rows_of_lanes_deleted "problem" "lanes_missing";
+    both an_older_configuration_that_started_last "problem" "filter_differs";
+    both relays_that_crash "problem" "relay_crashes";
 }
 
 async fn never_run(kind: Kind) -> Result<Planted> {
@@ -52,6 +54,23 @@ async fn removed_while_its_relay_runs(kind: Kind) -> Result<Planted> {
     planted.served[0].logged("lane taken", 1).await?;
     planted.env.ok(&["subscription", "remove", "out", "--yes"])?;
     planted.three().await
+}
+
+async fn an_older_configuration_that_started_last(kind: Kind) -> Result<Planted> {
+    let topics = |topics: &str| format!("{FILE_SINK}topics = [{topics}]\n");
+    let planted = Planted::new(kind, topics("\"order.*\", \"bill.*\"")).await?;
+    planted.env.config(&topics("\"order.*\""))?;
+    planted.env.subscribe()?;
+    planted.env.config(&planted.config)?;
+    planted.three().await
+}
+
+async fn relays_that_crash(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?;
+    planted.env.subscribe()?;
+    let lane = if kind == Kind::Postgres { "postbox.lane" } else { "postbox_lane" };
+    planted.env.sql(&format!("UPDATE {lane} SET crashes = 4")).await?;
+    Ok(planted)
 }
 
 async fn no_sink(kind: Kind) -> Result<Planted> {

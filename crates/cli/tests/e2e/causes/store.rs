@@ -23,6 +23,7 @@ causes! {
     Postgres a_standby_that_is_away "problem" "standby_awaited";
     Postgres a_dump_of_another_cluster "problem" "cursor_foreign";
     Sqlite an_older_log_with_newer_cursors "problem" "cursor_from_future";
+    Sqlite a_file_that_was_moved "problem" "store_replaced";
     Sqlite a_file_that_another_program_locks "problem" "store_failing store_busy";
     Postgres a_function_that_fails "problem" "lane_failing store_error";
     both an_event_that_is_gone "problem" "dead event_missing";
@@ -126,6 +127,15 @@ async fn a_standby_that_is_away(kind: Kind) -> Result<Planted> {
         }
     });
     Ok(Planted::of(env, FILE_SINK).keeping(writes).keeping(postgres))
+}
+
+/// While a service has it open: a new file would be the end of what only the open one holds.
+async fn a_file_that_was_moved(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?.served().await?;
+    planted.served[0].logged("lane taken", 1).await?;
+    let planted = planted.three().await?;
+    std::fs::rename(planted.env.path("postbox.db"), planted.env.path("moved.db"))?;
+    Ok(planted)
 }
 
 async fn a_dump_of_another_cluster(kind: Kind) -> Result<Planted> {
