@@ -77,7 +77,8 @@ impl SqliteConfig {
             );
         }
         let wal = PathBuf::from(format!("{}-wal", path.display()));
-        if !path.exists() && wal.metadata().is_ok_and(|wal| wal.len() > 0) {
+        // In this order: while another process creates the store, its file is there before its WAL.
+        if wal.metadata().is_ok_and(|wal| wal.len() > 0) && !path.exists() {
             return refuse(
                 "store_file_missing",
                 format!(
