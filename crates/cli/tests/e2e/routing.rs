@@ -132,7 +132,7 @@ async fn what_was_delivered_is_sent_again(kind: Kind) -> Result<()> {
     ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
     ensure!(env.ok(&["replay", "--since", "1h", "--limit", "2"])? == "replayed=2\n");
     let said = env.said(&["doctor"])?;
-    ensure!(said.contains("2 to be sent again, not tried yet") && !said.contains("unknown"), "{said}");
+    ensure!(said.contains("2 retrying: to be sent again, not tried yet") && !said.contains("unknown"), "{said}");
     ensure!(env.dispatch(&[])? == "dispatched=2 failed=0 dead=0");
     ensure!(env.ok(&["replay", "--all", "--rate", "100/s"])? == "replayed=3\n");
     ensure!(env.ok(&["replay", "--all"])? == "replayed=0\n", "they are on their way");

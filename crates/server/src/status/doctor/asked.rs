@@ -20,6 +20,8 @@ pub(super) const LOOK: usize = 20;
 const ARRIVALS_LOOK: usize = 1_000;
 /// Older arrivals do not count: they say nothing about the current rate.
 const ARRIVALS_WITHIN: Duration = Duration::from_secs(60);
+/// After this many mean intervals without an event, arrivals have stopped: a burst is not a rate.
+const STOPPED_GAPS: f64 = 10.0;
 
 /// What is known about one subscription.
 pub(super) struct Known<'a> {
@@ -131,8 +133,10 @@ fn arrivals(newest: &[Arrival], filter: &Filter) -> Option<Arrivals> {
     let mut keys: Vec<&str> = meant.iter().filter_map(|it| it.key.as_deref()).collect();
     keys.sort_unstable();
     let most = keys.chunk_by(|a, b| a == b).max_by_key(|same| same.len());
+    let mean = meant.len() as f64 / within.as_secs_f64().max(1.0);
+    let silence = meant.first().map_or(0.0, |newest| newest.age.as_secs_f64());
     Some(Arrivals {
-        per_second: meant.len() as f64 / within.as_secs_f64().max(1.0),
+        per_second: if silence * mean > STOPPED_GAPS { 1.0 / silence } else { mean },
         key: most.map(|same| (same[0].to_owned(), same.len())),
         of: meant.len(),
     })
@@ -167,6 +171,8 @@ mod tests {
         assert_eq!(arrivals(&many, &filter).map(|it| it.per_second.round()), Some(111.0));
         let none = Some(Arrivals { per_second: 0.0, key: None, of: 0 });
         assert_eq!(arrivals(&[arrival("order.paid", "a", 61)], &filter), none);
+        let burst: Vec<Arrival> = (0..1_000).map(|_| arrival("order.paid", "a", 5)).collect();
+        assert_eq!(arrivals(&burst, &filter).map(|it| it.per_second), Some(0.2), "a burst that has ended");
         let others: Vec<Arrival> = (0..1_000).map(|n| arrival("other", "a", n / 100)).collect();
         assert_eq!(arrivals(&others, &filter), None, "a burst of others hides these");
         let of = |kind: &str, aggregate: &str, region: &str| {

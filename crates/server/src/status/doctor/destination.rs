@@ -59,8 +59,8 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
     let failed: Vec<&Record> = failed.collect();
     let count = known.stats.of_rows(known.stats.retrying);
     let untried = (!untried.is_empty()).then(|| {
-        let state = "to be sent again, not tried yet";
-        Finding::note("untried", of_all(known.stats, state, untried.len(), known.retrying.len(), known.stats.retrying))
+        let of = of_all(known.stats, "retrying", untried.len(), known.retrying.len(), known.stats.retrying);
+        Finding::note("untried", format!("{of}: to be sent again, not tried yet"))
     });
     if failed.is_empty() && untried.is_none() {
         let under_way = (!known.retrying.is_empty()).then(|| format!("{count} in flight for longer than others"));
@@ -146,7 +146,7 @@ fn of_all(stats: &StatsJson, state: &str, count: usize, looked: usize, all: u64)
     match () {
         () if count == looked => format!("{} {state}", stats.of_rows(all)),
         () if all <= LOOK as u64 => format!("{count} {state}"),
-        () => format!("{} {state}, of the first {looked} {count}", stats.of_rows(all)),
+        () => format!("{} {state}, {count} of the first {looked} for this reason", stats.of_rows(all)),
     }
 }
 
