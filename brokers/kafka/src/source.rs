@@ -40,6 +40,9 @@ const PAUSED_POLL_WAIT: Duration = Duration::from_millis(20);
 /// The wait after a failed poll. It is short, because the client and the receiver have waits of
 /// their own.
 const RETRY_WAIT: Duration = Duration::from_millis(250);
+/// How often the topics are looked up. One that was deleted and created again has another id, which
+/// the client does not notice by itself: it goes on asking for the old one, and gets nothing.
+const TOPICS_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// The longest time to leave the group. After that, the group removes the member when its session
 /// times out.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -93,6 +96,9 @@ struct Member {
     left: CancellationToken,
 }
 
+/// The id that each topic has in the cluster.
+type TopicIds = BTreeMap<String, [u8; 16]>;
+
 #[derive(Default)]
 struct State {
     held: Mutex<Held>,
@@ -138,10 +144,10 @@ impl Member {
     async fn run(self: Arc<Self>) {
         while !self.closed.is_cancelled() {
             match self.join().await {
-                Ok(consumer) => {
+                Ok((consumer, topics)) => {
                     let consumer = Arc::new(consumer);
                     *lock(&self.state.consumer) = Some(Arc::clone(&consumer));
-                    self.poll(&consumer).await;
+                    self.poll(&consumer, &topics).await;
                     *lock(&self.state.consumer) = None;
                     // An error means that the group has removed this member already, or will.
                     let _ = consumer.close_with(CloseOptions::new().timeout(LEAVE_TIMEOUT)).await;
@@ -159,7 +165,8 @@ impl Member {
         self.left.cancel();
     }
 
-    async fn join(&self) -> Result<Consumer> {
+    /// Returns a member of the group, and the ids of its topics.
+    async fn join(&self) -> Result<(Consumer, TopicIds)> {
         let Membership { topics, group, offset_reset, session_timeout, in_flight_max, .. } = &self.membership;
         let fault = |error: KrafkaError| classify::error("connect", &error);
         let kafka = self.cluster.connect(REQUEST_TIMEOUT).await?;
@@ -179,20 +186,43 @@ impl Member {
             .rebalance_listener(Listener(Arc::clone(&self.state)))
             .build();
         let consumer = consumer.await.map_err(fault)?;
-        // Checked before joining, so that a missing topic leaves no member behind in the group.
-        for topic in topics {
-            let found = consumer.fetch_metadata(Some(topic)).await.map_err(fault)?;
-            if found.topics.is_empty() {
-                let text = classify::missing(topic);
-                return Err(Error::new(ErrorKind::Mismatch, OPERATION, classify::TOPIC_MISSING, text));
-            }
-        }
+        // Looked up before joining, so that a missing topic leaves no member behind in the group.
+        let ids = self.topic_ids(&consumer).await?;
         consumer.subscribe(topics).await.map_err(fault)?;
-        Ok(consumer)
+        Ok((consumer, ids))
     }
 
-    /// Polls until the client cannot continue, or the source is closed.
-    async fn poll(&self, consumer: &Consumer) {
+    async fn topic_ids(&self, consumer: &Consumer) -> Result<TopicIds> {
+        let mut ids = TopicIds::new();
+        for topic in &self.membership.topics {
+            let found = consumer.fetch_metadata(Some(topic)).await;
+            let found = found.map_err(|error| classify::error("connect", &error))?.topics;
+            let Some(found) = found.first() else {
+                let text = classify::missing(topic);
+                return Err(Error::new(ErrorKind::Mismatch, OPERATION, classify::TOPIC_MISSING, text));
+            };
+            ids.insert(topic.clone(), found.topic_id);
+        }
+        Ok(ids)
+    }
+
+    /// Returns why the member has to join again: one of its topics is another by now.
+    async fn recreated(&self, consumer: &Consumer, topics: &TopicIds) -> Option<Error> {
+        match self.topic_ids(consumer).await {
+            Ok(now) => {
+                let (topic, _) = topics.iter().find(|(topic, id)| now.get(*topic) != Some(id))?;
+                let text = format!(
+                    "the topic {topic} was deleted and created again; its messages are read from where the group stands"
+                );
+                Some(Error::new(ErrorKind::Unavailable, OPERATION, "kafka_topic_recreated", text))
+            }
+            Err(error) => (error.code() == classify::TOPIC_MISSING).then_some(error),
+        }
+    }
+
+    /// Polls until the client cannot continue, a topic is another, or the source is closed.
+    async fn poll(&self, consumer: &Consumer, topics: &TopicIds) {
+        let mut looked_up = self.clock.monotonic();
         loop {
             let is_full = lock(&self.state.held).waiting() >= self.membership.in_flight_max;
             let polled = async {
@@ -219,6 +249,12 @@ impl Member {
             }
             if let Err(failure) = self.commit().await {
                 self.fail(failure);
+            }
+            if self.clock.monotonic().saturating_sub(looked_up) >= TOPICS_CHECK_INTERVAL {
+                if let Some(failure) = self.recreated(consumer, topics).await {
+                    return self.fail(failure);
+                }
+                looked_up = self.clock.monotonic();
             }
         }
         // Commits what was settled since the last commit.
