@@ -115,15 +115,28 @@ fn is_servers_own(name: &str) -> bool {
 pub(crate) fn raw_message(message: Message, content_type: &str) -> RawMessage {
     let Message { routing_key, properties, data, .. } = message;
     let headers = properties.headers().as_ref().map(kept).unwrap_or_default();
+    let key = properties.headers().as_ref().and_then(|table| odd_key(table, &headers));
     let id = properties.message_id().as_ref().map(ToString::to_string).filter(|id| !id.is_empty());
     RawMessage {
         id: id.or_else(|| headers.get("cloudEvents_id").cloned()),
         digest: Sha256::digest(&data).into(),
         topic: routing_key.to_string(),
-        key: None,
+        key,
         content_type: properties.content_type().as_ref().map_or_else(|| content_type.to_owned(), ToString::to_string),
         payload: data.into(),
         headers,
+    }
+}
+
+/// Returns the key of a CloudEvent that is no header, because it has control characters.
+fn odd_key(table: &FieldTable, kept: &Headers) -> Option<String> {
+    if kept.contains_key("cloudEvents_subject") || !kept.contains_key("cloudEvents_specversion") {
+        return None;
+    }
+    let is_subject = |name: &str| name == "cloudEvents_subject" || name == "cloudEvents:subject";
+    match table.into_iter().find(|(name, _)| is_subject(name.as_str()))?.1 {
+        AMQPValue::LongString(text) => str::from_utf8(text.as_bytes()).ok().map(str::to_owned),
+        _ => None,
     }
 }
 
@@ -163,6 +176,17 @@ fn kept(table: &FieldTable) -> Headers {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_key_may_have_control_characters() {
+        let mut table = FieldTable::default();
+        table.insert("cloudEvents_subject".into(), AMQPValue::LongString("acc\u{1}42".into()));
+        assert_eq!(odd_key(&table, &kept(&table)), None, "no CloudEvent");
+        table.insert("cloudEvents_specversion".into(), AMQPValue::LongString("1.0".into()));
+        assert_eq!(odd_key(&table, &kept(&table)).as_deref(), Some("acc\u{1}42"));
+        table.insert("cloudEvents_subject".into(), AMQPValue::LongString("acc42".into()));
+        assert_eq!(odd_key(&table, &kept(&table)), None, "it is a header");
+    }
 
     #[test]
     fn of_foreign_headers_the_readable_ones_are_kept() {
