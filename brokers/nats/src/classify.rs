@@ -97,7 +97,7 @@ pub(crate) const NO_CONSUMER: &str = "nats_no_consumer";
 pub(crate) fn no_stream(name: Option<&str>, pattern: &str) -> Down {
     let name = name.unwrap_or("NAME");
     let text = format!(
-        "no stream takes the subject now; if that continues, create one with: nats stream add {name} --subjects '{pattern}'"
+        "no stream takes the subject now; if that continues, create one with: nats stream add {name} --subjects '{pattern}' --dupe-window 4h --defaults"
     );
     Down::new(ErrorKind::Mismatch, NO_STREAM, text)
 }

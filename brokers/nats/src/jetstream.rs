@@ -117,7 +117,9 @@ pub(crate) async fn ensure_consumer(client: &Client, spec: &ConsumerSpec) -> Res
             return Err(Down::new(ErrorKind::Mismatch, classify::NO_CONSUMER, text));
         }
         Err(refusal) if refusal.err_code == NO_STREAM => {
-            let text = format!("there is no stream {stream}; create it with: nats stream add {stream} --subjects '…'");
+            let text = format!(
+                "there is no stream {stream}; create it with: nats stream add {stream} --subjects SUBJECTS --dupe-window 4h --defaults"
+            );
             return Err(Down::new(ErrorKind::Mismatch, classify::NO_STREAM, text));
         }
         Err(refusal) => return Err(classify::not_done(&format!("the consumer {name} cannot be inspected"), &refusal)),
