@@ -10,8 +10,9 @@ use tracing::warn;
 
 use postbox_http::OF_ONE_REQUEST;
 
-/// Headers that are dropped in addition to those [of one request](OF_ONE_REQUEST): more
-/// credentials, signatures, headers added by proxies, and those stored as a field of the event.
+/// Headers that are dropped in addition to those [of one request](OF_ONE_REQUEST) and those that a
+/// source names for its signature: more credentials, signatures, headers added by proxies, and
+/// those stored as a field of the event.
 const DROPPED: [&str; 42] = [
     "accept",
     "accept-charset",
@@ -70,10 +71,12 @@ fn is_kept(name: &HeaderName) -> bool {
 
 /// Copies the request's headers by name, as long as the event has room for them: noise from a proxy
 /// must not make a genuine message impossible to store. Headers that only repeat event fields come
-/// last, so that they never displace others. Returns the number of headers left out.
-pub(crate) fn keep_headers(event: &mut NewEvent, headers: &HeaderMap) -> u64 {
+/// last, so that they never displace others. `of_signature` is not stored. Returns the number of
+/// headers left out.
+pub(crate) fn keep_headers(event: &mut NewEvent, headers: &HeaderMap, of_signature: &[&str]) -> u64 {
     let (mut places, mut room) = (HEADERS_MAX, HEADER_BYTES_MAX);
     let mut names: Vec<&HeaderName> = headers.keys().filter(|name| is_kept(name)).collect();
+    names.retain(|name| !of_signature.iter().any(|its| name.as_str().eq_ignore_ascii_case(its)));
     let repeats = |name: &str| name.starts_with("ce-") || name.starts_with("webhook-");
     names.sort_by_key(|name| (repeats(name.as_str()), name.as_str()));
     let mut dropped = 0;

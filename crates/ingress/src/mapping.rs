@@ -6,7 +6,7 @@ use bytes::Bytes;
 use http::{HeaderMap, header};
 use postbox_core::envelope::{Binding, decode};
 use postbox_core::header::MESSAGE_ID;
-use postbox_core::limits::MESSAGE_ID_BYTES_MAX;
+use postbox_core::limits::{MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, OCCURRED_AT_MIN};
 use postbox_core::{Error, Inbound, NewEvent, SourceName};
 use postbox_engine::log_excerpt;
 use postbox_webhook::{Scheme, Verified};
@@ -224,7 +224,10 @@ impl VerifiedRequest<'_> {
         }
         event.source.get_or_insert_with(|| source.name.to_string());
         event.headers.insert(MESSAGE_ID.into(), message_id.clone());
-        let dropped = if source.convert.is_none() { keep_headers(&mut event, self.headers) } else { 0 };
+        let dropped = match source.convert {
+            None => keep_headers(&mut event, self.headers, &source.check.chosen_headers()),
+            Some(_) => 0,
+        };
         event.validate().map_err(|error| unmapped(MappingFailure::invalid(&error)))?;
         source.dropped.note(&source.name, dropped);
         Ok(Inbound { source: source.name.clone(), message_id, digest, event })
@@ -266,20 +269,26 @@ impl VerifiedRequest<'_> {
         Ok(event)
     }
 
+    /// Returns the content type as it was sent, or of bytes if an event cannot have it: a header
+    /// that nobody signed must not make a genuine message impossible to store.
     fn content_type(&self) -> String {
-        // Read as bytes: a parameter may be in UTF-8, and the value is stored as it was sent.
+        // Read as bytes: a parameter may be in UTF-8.
         let text = self.headers.get(header::CONTENT_TYPE).and_then(|value| std::str::from_utf8(value.as_bytes()).ok());
-        text.unwrap_or("application/octet-stream").to_owned()
+        // HTTP allows tabs before a parameter.
+        let text = text.map(|text| text.trim().replace('\t', " "));
+        text.filter(|text| is_word(text)).unwrap_or_else(|| "application/octet-stream".to_owned())
     }
 
-    /// Restores the event fields that another Postbox sent, besides topic and key.
+    /// Restores the event fields that another Postbox sent, besides topic and key, if an event can
+    /// have them.
     fn restore(&self, event: &mut NewEvent) {
         let attribute = |name| only(self.headers, name).ok().flatten();
-        let word = |name| attribute(name).filter(|text| !text.is_empty());
+        let word = |name| attribute(name).filter(|text| is_word(text));
         event.kind = word("ce-kind");
         event.aggregate = word("ce-aggregate");
         event.version = attribute("ce-version").and_then(|version| version.parse().ok());
         event.occurred_at = attribute("ce-time").and_then(|time| time.parse().ok());
+        event.occurred_at = event.occurred_at.filter(|at| *at >= OCCURRED_AT_MIN);
     }
 
     /// Returns the value of the first place that holds something, or an error that lists the
@@ -306,6 +315,11 @@ impl VerifiedRequest<'_> {
         }
         Ok(None)
     }
+}
+
+/// Whether an event can have this text as its kind, aggregate or content type.
+fn is_word(text: &str) -> bool {
+    (1..=NAME_BYTES_MAX).contains(&text.len()) && !text.chars().any(char::is_control)
 }
 
 fn digest_text(digest: &[u8; 32]) -> String {

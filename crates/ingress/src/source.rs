@@ -79,6 +79,14 @@ impl Check {
             Self::Sns(_) => Scheme::Sns,
         }
     }
+
+    /// The headers of the signature, if the configuration names them.
+    pub(crate) fn chosen_headers(&self) -> Vec<&str> {
+        match self {
+            Self::Keys(verifier) => verifier.chosen_headers(),
+            Self::Sns(_) => Vec::new(),
+        }
+    }
 }
 
 impl From<Sns> for Check {

@@ -31,6 +31,11 @@ pub trait Key: fmt::Debug + Send + Sync {
         Self::read(settings, &Request { body: b"", ..*request }).map(|claim| Self::signed_at(&claim))
     }
 
+    /// The headers of the signature and its time, if the settings choose their names.
+    fn chosen_headers(_settings: &Self::Settings) -> Vec<&str> {
+        Vec::new()
+    }
+
     /// Whether this key signed exactly this claim and body.
     fn signed(&self, claim: &Self::Claim<'_>, body: &[u8]) -> bool;
 
@@ -109,6 +114,10 @@ impl<K: Key> Verify for Verifier<K> {
     fn check_head(&self, request: &Request<'_>, now: UnixSeconds) -> Result<(), Refusal> {
         let signed_at = K::read_head(&self.settings, request)?;
         signed_at.map_or(Ok(()), |signed_at| self.tolerance.check(signed_at, now))
+    }
+
+    fn chosen_headers(&self) -> Vec<&str> {
+        K::chosen_headers(&self.settings)
     }
 
     fn verify(&self, request: &Request<'_>, now: UnixSeconds) -> Result<Verified, Refusal> {

@@ -171,6 +171,14 @@ impl Key for Secret {
     type Settings = Layout;
     type Claim<'r> = Claim<'r>;
 
+    fn chosen_headers(layout: &Layout) -> Vec<&str> {
+        [Some(&layout.signature_header), layout.timestamp_header.as_ref()]
+            .into_iter()
+            .flatten()
+            .map(String::as_str)
+            .collect()
+    }
+
     fn read<'r>(layout: &'r Layout, request: &Request<'r>) -> Result<Claim<'r>, Refusal> {
         let timestamp = match &layout.timestamp_header {
             Some(name) => Some(request.headers.only(Part::Timestamp, name)?),

@@ -60,6 +60,13 @@ pub trait Verify: fmt::Debug + Send + Sync {
     /// [`Refusal::TooOld`] and [`Refusal::TooNew`] for genuine messages alone.
     fn check_head(&self, request: &Request<'_>, now: UnixSeconds) -> Result<(), Refusal>;
 
+    /// Returns the names of the headers that its settings choose for the signature and its time.
+    /// They are of no use once a message is verified, and whoever reads them can send it again.
+    /// Default: none, because the scheme's headers are fixed.
+    fn chosen_headers(&self) -> Vec<&str> {
+        Vec::new()
+    }
+
     /// Checks that the request is genuine.
     fn verify(&self, request: &Request<'_>, now: UnixSeconds) -> Result<Verified, Refusal>;
 }

@@ -410,6 +410,47 @@ async fn a_proxy_s_noise_does_not_keep_a_message_out() {
 }
 
 #[tokio::test]
+async fn unsigned_headers_that_an_event_cannot_have_do_not_keep_a_message_out() {
+    let stand = Stand::standard();
+    let long = "k".repeat(129);
+    let (json, bytes) = ("application/json", "application/octet-stream");
+    let cases = [
+        ("content-type", "", bytes),
+        ("content-type", &long, bytes),
+        ("content-type", "application/json;\tcharset=utf-8", "application/json; charset=utf-8"),
+        ("ce-kind", &long, json),
+        ("ce-aggregate", "a\tb", json),
+        ("ce-time", "0000-01-01T00:00:00Z", json),
+    ];
+    for (nth, (name, value, kept)) in cases.into_iter().enumerate() {
+        let mut request = message(&format!("msg_{nth}"), "{}");
+        request.headers_mut().insert(name, value.parse().unwrap());
+        same(&stand.post(request).await, ACCEPTED);
+        let event = stand.inbox.all().pop().unwrap().event;
+        assert_eq!(event.content_type.as_deref().unwrap_or(json), kept, "{name}: {value:?}");
+        assert_eq!((event.kind, event.aggregate, event.occurred_at), (None, None, None));
+    }
+}
+
+#[tokio::test]
+async fn a_signature_in_headers_of_one_s_own_is_not_stored() {
+    let layout = plain::Layout { timestamp_header: Some("X-Sent-At".into()), ..plain::Layout::new("X-Proof") };
+    let signer = plain::Signer::new(plain::Secret::new(TEXT_SECRET).unwrap(), layout.clone()).unwrap();
+    let settings = Settings { layout: Some(layout), ..Settings::default() };
+    let verifier = verifier(Scheme::Hmac, &[TEXT_SECRET], &settings).unwrap();
+    let stand = Stand::new(vec![WebhookSource::new("tracker".parse().unwrap(), LogName::inbox(), verifier)]);
+    let signed = signer.sign(UnixSeconds(NOW_S), b"{}").unwrap();
+    let request =
+        signed.iter().fold(Request::post("/in/tracker").header("x-other", "kept"), |request, (name, value)| {
+            request.header(name, value)
+        });
+    same(&stand.post(request.body(Body::from("{}")).unwrap()).await, ACCEPTED);
+    let event = stand.inbox.all().remove(0).event;
+    let names: Vec<&str> = event.headers.keys().map(AsRef::as_ref).collect();
+    assert_eq!(names, ["postbox-message-id", "x-other"]);
+}
+
+#[tokio::test]
 async fn more_than_the_rate_is_refused_and_nobody_else_can_use_it_up() {
     let mut slow = source("hooks", Scheme::StandardWebhooks);
     slow.limits.rate = Some("2/h".parse().unwrap());
