@@ -130,7 +130,8 @@ pub struct LaneInfo {
     pub owner: Option<OwnerId>,
     /// How long the lease still runs; `None`: nobody holds it.
     pub lease_left: Option<Duration>,
-    /// Relays in a row that crashed while they held it.
+    /// Relays in a row that crashed while they held it; 0 once a relay has held it for long
+    /// ([`Lease::LONG`](crate::Lease::LONG)).
     pub crashes: u32,
 }
 

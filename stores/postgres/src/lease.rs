@@ -50,8 +50,9 @@ FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $2";
 /// (`Lease::LONG`).
 const LANE_ACQUIRE: &str = "
 UPDATE {s}.lane SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3,
-  granted_at = clock_timestamp(), crashes = CASE WHEN lease_until IS NULL OR coalesce(owner = $2, true) THEN crashes
-    WHEN lease_until > granted_at + 11 * lease_ttl * interval '1 microsecond' THEN 1 ELSE crashes + 1 END
+  granted_at = clock_timestamp(),
+  crashes = CASE WHEN lease_until > granted_at + 11 * lease_ttl * interval '1 microsecond' THEN 0 ELSE crashes END
+    + CASE WHEN lease_until IS NULL OR coalesce(owner = $2, true) THEN 0 ELSE 1 END
 WHERE subscription = $1 AND lane = (
   SELECT l.lane FROM {s}.lane AS l
   WHERE l.subscription = $1 AND l.cluster = (SELECT {s}.cluster_id())

@@ -27,7 +27,8 @@ use crate::unrouted::{count_unrouted, is_unrouted};
 /// By primary key; no lock.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name";
 /// By primary key; no lock.
-const LANES_READ: &str = "SELECT lane, epoch, owner, lease_until, position, revision, crashes FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
+const LANES_READ: &str = "SELECT lane, epoch, owner, lease_until, position, revision, \
+iif(lease_until - lease_ttl > granted_at + 10 * lease_ttl, 0, crashes) FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
 /// How far lanes came with former filters, by primary key; no lock.
 const PASSAGES_READ: &str =
     "SELECT revision, lanes, lane, position FROM postbox_passage WHERE subscription = ?1 ORDER BY revision";

@@ -93,8 +93,7 @@ const LANE_COUNT: &str = "SELECT count(*) FROM postbox_lane WHERE subscription =
 /// By primary key; takes the write lock. If another owner's lease expired, that owner has crashed,
 /// which is counted. The count starts again if it held the lane for long (`Lease::LONG`).
 const LANE_GRANT: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5, granted_at = ?6, \
-crashes = CASE WHEN lease_until = 0 OR coalesce(owner = ?3, 1) THEN crashes \
-WHEN lease_until - lease_ttl > granted_at + 10 * lease_ttl THEN 1 ELSE crashes + 1 END \
+crashes = iif(lease_until - lease_ttl > granted_at + 10 * lease_ttl, 0, crashes) + iif(lease_until = 0 OR coalesce(owner = ?3, 1), 0, 1) \
 WHERE subscription = ?1 AND lane = ?2 RETURNING epoch, crashes";
 /// Makes events due that wait for a call of the former holder (`Disposition::IN_FLIGHT`). Index
 /// `postbox_delivery_in_flight`; takes the write lock.

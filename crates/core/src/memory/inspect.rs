@@ -108,7 +108,7 @@ impl Reader {
             epoch: lane.epoch,
             owner: lane.owner.clone(),
             lease_left: lane.lease_until.and_then(|until| until.checked_sub(monotonic)).filter(|left| !left.is_zero()),
-            crashes: lane.crashes,
+            crashes: lane.crashes_in_a_row(),
         });
         SubscriptionInfo {
             name: self.subscription.name.clone(),

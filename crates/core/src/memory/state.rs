@@ -481,17 +481,19 @@ impl Lane {
     }
 
     pub(super) fn grant(&mut self, owner: &OwnerId, monotonic: Duration, ttl: Duration) {
-        let alive_at = self.lease_until.map(|until| until.saturating_sub(self.lease_ttl));
-        if let (Some(alive_at), Some(former)) = (alive_at, &self.owner)
-            && former != owner
-        {
-            let was_long = alive_at > self.granted_at + self.lease_ttl * Lease::LONG;
-            self.crashes = if was_long { 1 } else { self.crashes.saturating_add(1) };
-        }
+        let has_crashed = self.lease_until.is_some() && self.owner.as_ref().is_some_and(|former| former != owner);
+        self.crashes = self.crashes_in_a_row().saturating_add(u32::from(has_crashed));
         self.epoch += 1;
         self.owner = Some(owner.clone());
         self.granted_at = monotonic;
         self.hold(monotonic, ttl);
+    }
+
+    /// How many holders in a row have crashed, if the last one has not held it for long.
+    pub(super) fn crashes_in_a_row(&self) -> u32 {
+        let alive_at = self.lease_until.map(|until| until.saturating_sub(self.lease_ttl));
+        let was_long = alive_at.is_some_and(|at| at > self.granted_at + self.lease_ttl * Lease::LONG);
+        if was_long { 0 } else { self.crashes }
     }
 
     pub(super) fn hold(&mut self, monotonic: Duration, ttl: Duration) {

@@ -54,7 +54,10 @@ pub async fn who_held_a_lane_for_long_begins_the_count_anew(fixture: &dyn StoreF
     let two = one.vanishes(fixture, "two").await;
     let short = 2 * SHORT / (Lease::LONG + 1);
     fixture.pass(2 * SHORT).await;
+    let shown = async || two.store.subscriptions().await.expect("listed")[0].lanes[0].crashes;
+    assert_eq!(shown().await, 1);
     two.store.renew(&two.lease, short).await.expect("still ours");
+    assert_eq!(shown().await, 0, "it is held for long");
     fixture.pass(SHORT).await;
     let three = Lane::take(&two.store, "reader", "three").await;
     assert_eq!((two.lease.crashes, three.lease.crashes), (1, 1));
@@ -67,6 +70,10 @@ pub async fn who_takes_its_own_lane_again_has_not_vanished(fixture: &dyn StoreFi
     let again = two.vanishes(fixture, "two").await;
     assert_eq!((two.lease.crashes, again.lease.crashes), (1, 1));
     assert!(again.lease.epoch > two.lease.epoch);
+    fixture.pass(2 * SHORT).await;
+    again.store.renew(&again.lease, 2 * SHORT / (Lease::LONG + 1)).await.expect("still ours");
+    fixture.pass(SHORT).await;
+    assert_eq!(Lane::take(&again.store, "reader", "two").await.lease.crashes, 0, "it held it for long");
 }
 
 pub async fn a_grant_with_a_lost_answer_counts_once(fixture: &dyn StoreFixture) {
