@@ -75,7 +75,7 @@ BEGIN
       ('receive', 'stores a verified message from outside once: accepted, duplicate (known with this payload) or conflict (known with another)'),
       ('depth', 'counts of a subscription by state and topic, age in microseconds; the view stats adds them up'),
       ('create_log', 'creates a log, unless it exists; for the owner'),
-      ('notify_enable', 'lets the writers of a log wake relays; for the owner'),
+      ('notify_enable', 'lets the writers of a log wake relays; for the owner; a transaction that appends can then not be prepared (PREPARE TRANSACTION), because Postgres allows no NOTIFY in it'),
       ('notify_disable', 'ends notify_enable; for the owner'),
       ('guard_log', 'puts the checks back on a log''s rows, after they were removed; for the owner')) AS said(name, text)
     JOIN pg_proc AS p ON p.pronamespace = {schema_literal}::regnamespace AND p.proname = said.name

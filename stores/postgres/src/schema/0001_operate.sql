@@ -203,6 +203,10 @@ BEGIN
     RAISE EXCEPTION 'the message id has % bytes', coalesce(octet_length(message_id), 0) USING ERRCODE = 'check_violation', CONSTRAINT = 'message_id_invalid',
       HINT = 'an id has 1 to 255 bytes; use a digest of a longer one';
   END IF;
+  IF message_id COLLATE "C" ~ E'[\\u0001-\\u001f\\u007f-\\u009f]' THEN
+    RAISE EXCEPTION 'the message id has control characters' USING ERRCODE = 'check_violation', CONSTRAINT = 'message_id_invalid',
+      HINT = 'give the id as the sender wrote it, or a digest of it';
+  END IF;
 END
 ${tag}$;
 
@@ -226,6 +230,9 @@ BEGIN
   PERFORM {s}.check_message(source, message_id);
   IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name = receive_body.log) THEN
     RAISE EXCEPTION 'there is no log %', quote_literal(log) USING ERRCODE = 'undefined_table', HINT = 'create it with create_log(name)';
+  END IF;
+  IF topic IS NULL THEN
+    RAISE EXCEPTION 'the message has no topic' USING ERRCODE = 'not_null_violation', COLUMN = 'topic', HINT = 'name what happened, e.g. invoice.paid';
   END IF;
   IF body IS NULL THEN
     RAISE EXCEPTION 'the message has no payload' USING ERRCODE = 'check_violation', CONSTRAINT = 'payload_missing', HINT = 'it may be empty, but not NULL';

@@ -441,7 +441,7 @@ CREATE FUNCTION {s}.check_json(payload text, content_type text) RETURNS boolean 
 DECLARE
   parsed pg_catalog.json;
 BEGIN
-  IF content_type IS NULL OR content_type COLLATE pg_catalog."C" {~} '^[^;]*[/+]json *(;|$)' THEN
+  IF content_type IS NULL OR content_type COLLATE pg_catalog."C" {~} '(?i)^ *(application/json|[^;]*[+]json) *(;|$)' THEN
     BEGIN
       parsed := payload::pg_catalog.json;
     EXCEPTION WHEN data_exception THEN
