@@ -139,7 +139,7 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
   expires_at   INTEGER,
   payload      BLOB    NOT NULL,
   CONSTRAINT seq_given CHECK (seq > 0),
-  CONSTRAINT event_id_invalid CHECK (typeof(id) = 'text' AND id GLOB '{id_pattern}'),
+  CONSTRAINT event_id_invalid CHECK (typeof(id) = 'text' AND id GLOB '{id_pattern}' AND length(CAST(id AS BLOB)) = 36),
   CONSTRAINT topic_empty CHECK (topic <> ''),
   CONSTRAINT topic_too_long CHECK ({topic_bytes} <= 255),
   CONSTRAINT topic_invalid CHECK (typeof(topic) = 'text' AND {topic_nul_free} AND topic NOT GLOB {blank}),

@@ -34,9 +34,10 @@ pub struct SqliteStore {
 
 struct Shared {
     settings: Arc<Settings>,
-    writer: Thread,
     reader: Thread,
     inspector: Thread,
+    // Closed last, because it may write what the WAL holds into the file.
+    writer: Thread,
     /// How far each lane has been read. Not stored: after a crash, reading starts again from the
     /// settled position.
     cursors: Mutex<HashMap<(SubscriptionName, u16), Cursor>>,

@@ -9,6 +9,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use postbox_core::{Clock, Error, ErrorKind, Result};
@@ -55,10 +56,25 @@ impl Settings {
 type Job = Box<dyn FnOnce(&mut Session) + Send>;
 
 /// A handle to the thread of a connection.
-#[derive(Clone)]
 pub(crate) struct Thread {
+    // Dropped first: its end is what the thread waits for.
     jobs: mpsc::Sender<Job>,
     settings: Arc<Settings>,
+    _running: Joined,
+}
+
+/// Waits for the end of a thread when dropped, so that its connection is closed: the last one to
+/// close folds the WAL into the file. Bounded by the job that runs.
+struct Joined(Option<JoinHandle<()>>);
+
+impl Drop for Joined {
+    fn drop(&mut self) {
+        // A job that drops the store's last handle cannot wait for itself.
+        let other = |thread: &JoinHandle<()>| thread.thread().id() != std::thread::current().id();
+        if let Some(thread) = self.0.take().filter(other) {
+            _ = thread.join();
+        }
+    }
 }
 
 impl Thread {
@@ -66,7 +82,7 @@ impl Thread {
     pub(crate) fn start(name: &str, role: Role, settings: Arc<Settings>) -> Result<Self> {
         let (jobs, mut queue) = mpsc::channel::<Job>(QUEUE_JOBS_MAX);
         let mut session = Session { settings: settings.clone(), role, connection: None };
-        std::thread::Builder::new()
+        let running = std::thread::Builder::new()
             .name(name.to_owned())
             .spawn(move || {
                 while let Some(job) = queue.blocking_recv() {
@@ -77,7 +93,7 @@ impl Thread {
                 Error::new(ErrorKind::Unavailable, "open", "store_thread", "no thread could be started")
                     .with_source(error)
             })?;
-        Ok(Self { jobs, settings })
+        Ok(Self { jobs, settings, _running: Joined(Some(running)) })
     }
 
     /// Runs `work` on the thread's connection and waits for its result.

@@ -45,6 +45,24 @@ async fn a_path_that_can_hold_no_store_is_refused_with_the_cure() {
     assert!(error.message().contains("notes.txt"), "{error}");
 }
 
+/// The last connection that closes folds the write-ahead log into the file, which can then be
+/// copied or removed alone.
+#[tokio::test]
+async fn a_store_that_was_dropped_is_one_file() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for n in 0..20 {
+        let path = folder.path().join(format!("{n}.db"));
+        let store = SqliteStore::open(SqliteConfig::new(&path)).await.expect("opened");
+        store.up().await.expect("made");
+        store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
+        store.validate().await.expect("read by another connection");
+        drop(store);
+    }
+    let files = fs::read_dir(folder.path()).expect("the folder").map(|file| file.expect("a file").file_name());
+    let others: Vec<_> = files.filter(|name| !name.to_string_lossy().ends_with(".db")).collect();
+    assert!(others.is_empty(), "{others:?}");
+}
+
 #[tokio::test]
 async fn only_up_makes_the_file() {
     let folder = tempfile::tempdir().expect("a folder");

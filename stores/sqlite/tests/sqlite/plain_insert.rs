@@ -133,6 +133,7 @@ async fn a_constraint_bears_the_code_that_validate_gives() {
         ("payload", Value::from(1_i64), "payload_invalid"),
         ("payload", Value::from(vec![0_u8; 16 * 1024 * 1024 + 1]), "payload_too_large"),
         ("id", text("42"), "event_id_invalid"),
+        ("id", text("01990000-0000-7000-8000-000000000000\0x"), "event_id_invalid"),
         ("headers", text("[]"), "headers_invalid"),
         ("headers", text("{"), "headers_invalid"),
         ("headers", text("{\"a\":\"x\\r\\nb: y\"}"), "header_value_invalid"),
