@@ -5,13 +5,13 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use postbox_core::{
-    Arrival, Criteria, Filter, Inspect, LaneInfo, ListQuery, Record, Result, State, Store, SubscriptionInfo,
-    SubscriptionName,
+    Arrival, Criteria, Error, ErrorKind, Filter, Inspect, LaneInfo, ListQuery, Record, Result, State, Store,
+    SubscriptionInfo, SubscriptionName,
 };
 use tokio::time::{Instant, timeout_at};
 
 use crate::config::SubscriptionConfig;
-use crate::status::stats::{StatsJson, too_slow};
+use crate::status::stats::{STATS_WAIT, StatsJson};
 use crate::status::{Fault, ServiceStatus, WorkJson};
 
 /// Most events read per question. What blocks a queue is at its head, so the first few are enough.
@@ -20,8 +20,10 @@ pub(super) const LOOK: usize = 20;
 const ARRIVALS_LOOK: usize = 1_000;
 /// Older arrivals do not count: they say nothing about the current rate.
 const ARRIVALS_WITHIN: Duration = Duration::from_secs(60);
-/// After this many mean intervals without an event, arrivals have stopped: a burst is not a rate.
-const STOPPED_GAPS: f64 = 10.0;
+/// After so long without an event, and this many mean intervals, arrivals have stopped: a burst is
+/// not a rate.
+const STOPPED: Duration = Duration::from_secs(15);
+const STOPPED_INTERVALS: f64 = 10.0;
 
 /// What is known about one subscription.
 pub(super) struct Known<'a> {
@@ -50,33 +52,39 @@ pub(super) struct Arrivals {
 }
 
 impl<'a> Known<'a> {
+    /// Asks until the deadline. What was not read by then is missing, and the error says why.
     pub(super) async fn ask(
         store: &dyn Store,
         (info, stats): (&'a SubscriptionInfo, &'a StatsJson),
         config: Option<&'a SubscriptionConfig>,
         service: Option<&'a ServiceStatus>,
         deadline: Instant,
-    ) -> Result<Self> {
+    ) -> (Self, Option<Error>) {
         let name = &info.name;
-        let asking = async {
-            let arrivals = match stats.pending {
-                0 => None,
-                _ => arrivals(&store.arrivals(&info.log, ARRIVALS_LOOK).await?, &info.filter),
-            };
-            Ok(Self {
-                info,
-                stats,
-                config,
-                work: service.and_then(|it| it.work.iter().find(|work| work.subscription == *name)),
-                fault: service.and_then(|it| it.faults.iter().find(|fault| fault.subscription.as_ref() == Some(name))),
-                retrying: list(store, name, State::Retrying, stats.retrying).await?,
-                blocked: list(store, name, State::Blocked, stats.blocked).await?,
-                scheduled: list(store, name, State::Scheduled, stats.scheduled).await?,
-                dead: list(store, name, State::Dead, stats.dead).await?,
-                arrivals,
-            })
+        let mut known = Self {
+            info,
+            stats,
+            config,
+            work: service.and_then(|it| it.work.iter().find(|work| work.subscription == *name)),
+            fault: service.and_then(|it| it.faults.iter().find(|fault| fault.subscription.as_ref() == Some(name))),
+            retrying: Vec::new(),
+            blocked: Vec::new(),
+            scheduled: Vec::new(),
+            dead: Vec::new(),
+            arrivals: None,
         };
-        timeout_at(deadline, asking).await.unwrap_or_else(|_| Err(too_slow()))
+        let asking = async {
+            if stats.pending > 0 {
+                known.arrivals = arrivals(&store.arrivals(&info.log, ARRIVALS_LOOK).await?, &info.filter);
+            }
+            known.retrying = list(store, name, State::Retrying, stats.retrying).await?;
+            known.blocked = list(store, name, State::Blocked, stats.blocked).await?;
+            known.scheduled = list(store, name, State::Scheduled, stats.scheduled).await?;
+            known.dead = list(store, name, State::Dead, stats.dead).await?;
+            Ok(())
+        };
+        let failed = timeout_at(deadline, asking).await.unwrap_or_else(|_| Err(unread())).err();
+        (known, failed)
     }
 
     /// Whether every lane has a relay.
@@ -94,6 +102,14 @@ impl<'a> Known<'a> {
         let StatsJson { pending, retrying, blocked, scheduled, .. } = self.stats;
         pending.saturating_sub(retrying + blocked + scheduled)
     }
+}
+
+fn unread() -> Error {
+    let text = format!(
+        "some of its events could not be read within {STATS_WAIT:?}, so a cause may be missing here; events of \
+         megabytes take long, and so does a busy database: run it again, or look at them with `postbox list`"
+    );
+    Error::new(ErrorKind::Unavailable, "list", "events_unread", text)
 }
 
 /// Whether a relay drives the lane. After a rename or a change of lanes the former lease still
@@ -134,9 +150,10 @@ fn arrivals(newest: &[Arrival], filter: &Filter) -> Option<Arrivals> {
     keys.sort_unstable();
     let most = keys.chunk_by(|a, b| a == b).max_by_key(|same| same.len());
     let mean = meant.len() as f64 / within.as_secs_f64().max(1.0);
-    let silence = meant.first().map_or(0.0, |newest| newest.age.as_secs_f64());
+    let silence = meant.first().map_or(Duration::ZERO, |newest| newest.age);
+    let has_stopped = silence >= STOPPED && silence.as_secs_f64() * mean > STOPPED_INTERVALS;
     Some(Arrivals {
-        per_second: if silence * mean > STOPPED_GAPS { 1.0 / silence } else { mean },
+        per_second: if has_stopped { 1.0 / silence.as_secs_f64() } else { mean },
         key: most.map(|same| (same[0].to_owned(), same.len())),
         of: meant.len(),
     })
@@ -171,8 +188,8 @@ mod tests {
         assert_eq!(arrivals(&many, &filter).map(|it| it.per_second.round()), Some(111.0));
         let none = Some(Arrivals { per_second: 0.0, key: None, of: 0 });
         assert_eq!(arrivals(&[arrival("order.paid", "a", 61)], &filter), none);
-        let burst: Vec<Arrival> = (0..1_000).map(|_| arrival("order.paid", "a", 5)).collect();
-        assert_eq!(arrivals(&burst, &filter).map(|it| it.per_second), Some(0.2), "a burst that has ended");
+        let burst: Vec<Arrival> = (0..1_000).map(|_| arrival("order.paid", "a", 20)).collect();
+        assert_eq!(arrivals(&burst, &filter).map(|it| it.per_second), Some(0.05), "a burst that has ended");
         let others: Vec<Arrival> = (0..1_000).map(|n| arrival("other", "a", n / 100)).collect();
         assert_eq!(arrivals(&others, &filter), None, "a burst of others hides these");
         let of = |kind: &str, aggregate: &str, region: &str| {

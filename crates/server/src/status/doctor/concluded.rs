@@ -64,7 +64,7 @@ fn relay_crashes(known: &Known<'_>) -> Option<Finding> {
     let lane = known.info.lanes.iter().max_by_key(|lane| lane.crashes).filter(|lane| lane.crashes >= CRASHES_MIN)?;
     let (crashes, lane) = (lane.crashes, lane.lane);
     let what =
-        format!("{crashes} relays in a row crashed while they held lane {lane}; its events now go out one at a time");
+        format!("{crashes} relays in a row crashed while they held lane {lane}; its next events go out one at a time");
     let name = &known.info.name;
     let cure = format!(
         "find out why the process ends: its exit status, its memory limit, its last log lines; events that it died of: \
@@ -119,8 +119,8 @@ fn driven(known: &Known<'_>) -> Finding {
             "subscription_unconfigured",
             format!("{what}, and it is not in the configuration"),
             format!(
-                "if it was renamed there: postbox subscription rename {0} NEW; if it is no longer needed: postbox \
-                 subscription remove {0}; otherwise start `postbox run` with it in its configuration",
+                "if it was renamed there: postbox subscription rename {0} NEW (if NEW has begun already, remove that one \
+                 first); if it is no longer needed: postbox subscription remove {0}; otherwise start `postbox run` with it in its configuration",
                 info.name
             ),
         ),

@@ -40,8 +40,8 @@ pub async fn diagnose(
     let deadline = Instant::now() + STATS_WAIT;
     for (info, counted) in infos.iter().zip(all) {
         let config = configured.iter().find(|config| config.subscription.name == info.name);
-        let known = match &counted {
-            Ok(stats) => Known::ask(store, (info, stats), config, service, deadline).await,
+        let stats = match &counted {
+            Ok(stats) => stats,
             Err(error) => {
                 let (code, what) = (error.code(), error.message());
                 let found = Finding::failed(code, &format!("its events could not be counted: {what}"));
@@ -50,10 +50,9 @@ pub async fn diagnose(
                 continue;
             }
         };
-        match known {
-            Ok(known) => findings.extend(conclude(&known, service)),
-            Err(error) => findings.push(Finding::from(error).of(&info.name)),
-        }
+        let (known, failed) = Known::ask(store, (info, stats), config, service, deadline).await;
+        findings.extend(conclude(&known, service));
+        findings.extend(failed.map(|error| Finding::from(error).of(&info.name)));
     }
     let others = async {
         let unrouted = unrouted(store, infos).await?;
@@ -129,6 +128,10 @@ fn cure_of_source(code: &str) -> &'static str {
     match code {
         "rabbitmq_message_unreadable" => {
             "the broker is up, but one of its messages cannot be read: the service's log says how to remove it"
+        }
+        _ if code.ends_with("_not_permitted") || code.ends_with("_denied") => {
+            "grant its user the rights that the guide lists; the service's log says at `source failed` which one is \
+             missing; the source is retried by itself"
         }
         _ => "run `postbox check-config --connect`, which says what is wrong; the source is retried by itself",
     }
