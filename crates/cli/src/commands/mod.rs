@@ -109,6 +109,9 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             let selection = selection(&context, meant, code).await?;
             discard::run(&context, &Change::MarkDead { why }, selection, json).await
         }
+        Command::Replay { after: Some(after), through: Some(through), .. } if after >= through => {
+            Err(Failure::usage("no seq is after --after and up to --through; give the larger one to --through"))
+        }
         Command::Replay { meant, after, through, rate } => {
             let (context, Chosen { ids, which, limit, dry_run }) = (inspect()?, meant.chosen()?);
             let ids = known(&context, ids).await?;

@@ -63,6 +63,7 @@ async fn wrong_usage_ends_with_2() -> Result<()> {
         &["run", "--subscription", "out"],
         &["run", "--log", "outbox"],
         &["list", "--state", "dead", "--since", "1h", "--until", "2h"],
+        &["replay", "--after", "5", "--through", "5"],
         &["demo", "--orders", "0"],
     ] {
         env.refuses(2, args)?;
