@@ -25,6 +25,10 @@ use crate::redis::Redis;
 
 /// Number of keys: in a storm, each with many events; and during an outage.
 const KEYS: (usize, usize) = (40, 1_000);
+/// Events per second: in a storm, and during an outage.
+const RATES: (usize, usize) = (500, 1_000);
+/// Events that may be appended per kill, so that a slow machine has no more of them to deliver.
+const SHARE: usize = 400;
 /// Most events in flight when a relay is killed: a batch, and the next one that was read ahead.
 const WINDOW: usize = 2 * 50;
 const EFFECTS: &str = "[subscriptions.apply]\nlog = \"inbox\"\nbatch = 50\nlease = \"1s\"\n\
@@ -34,9 +38,6 @@ const EFFECTS: &str = "[subscriptions.apply]\nlog = \"inbox\"\nbatch = 50\nlease
 pub(crate) trait Broker: Sized {
     /// A published message.
     type Message;
-
-    /// Events per second: in a storm, and during an outage.
-    const RATES: (usize, usize) = (500, 1_000);
 
     /// Whether messages in flight when a receiver was killed are redelivered in order.
     const REPEATS_IN_ORDER: bool = true;
@@ -107,31 +108,43 @@ fn sends(sink: &str) -> String {
 /// A producer that runs until it is stopped.
 struct Load {
     written: Arc<AtomicUsize>,
+    /// It pauses when it has written this many.
+    allowed: Arc<AtomicUsize>,
     is_over: Arc<AtomicBool>,
     task: JoinHandle<Result<()>>,
 }
 
 impl Load {
-    fn start(env: &Arc<TestEnv>, rate: usize, keys: usize) -> Self {
+    fn start(env: &Arc<TestEnv>, rate: usize, keys: usize, allowed: usize) -> Self {
         let (written, is_over) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
-        let (env, count, stop) = (Arc::clone(env), Arc::clone(&written), Arc::clone(&is_over));
+        let allowed = Arc::new(AtomicUsize::new(allowed));
+        let (env, count, stop, most) =
+            (Arc::clone(env), Arc::clone(&written), Arc::clone(&is_over), Arc::clone(&allowed));
         let task = tokio::spawn(async move {
             let mut pace = tokio::time::interval(Duration::from_millis(50));
             while !stop.load(Ordering::SeqCst) {
                 pace.tick().await;
                 let from = count.load(Ordering::SeqCst);
+                if from >= most.load(Ordering::SeqCst) {
+                    continue;
+                }
                 let events = from..from + rate / 20;
                 env.insert(events.clone().map(|n| ("order.paid", (n % keys).to_string(), n as i64))).await?;
                 count.store(events.end, Ordering::SeqCst);
             }
             Ok(())
         });
-        Self { written, is_over, task }
+        Self { written, allowed, is_over, task }
     }
 
     /// Number of committed events, at least.
     fn written(&self) -> usize {
         self.written.load(Ordering::SeqCst)
+    }
+
+    /// Lets it write more.
+    fn allow(&self, events: usize) {
+        self.allowed.fetch_add(events, Ordering::SeqCst);
     }
 
     /// Stops it and returns the number of events it has written.
@@ -244,18 +257,19 @@ async fn killed_relays<B: Broker>(kind: Kind) -> Result<()> {
     let sender = Arc::new(TestEnv::with(kind, &sends(&sink)).await?);
     let receiver = TestEnv::with(kind, &format!("[sources.orders]\n{source}\n{EFFECTS}")).await?;
     let mut receiving = receiver.serve().await?;
-    let load = Load::start(&sender, B::RATES.0, KEYS.0);
+    let load = Load::start(&sender, RATES.0, KEYS.0, SHARE);
     let mut published = Published::new();
     for kill in 1..=kills {
         let relay = sender.serve().await?;
         // Kills it at varying points of the backlog that grew while nobody held the lease.
-        let share = published.messages.len() + 1 + kill * 37 % (B::RATES.0 / 2);
+        let share = published.messages.len() + 1 + kill * 37 % (RATES.0 / 2);
         until("its share", async || {
             published.messages.extend(broker.published().await?);
             Ok((published.messages.len() >= share).then_some(()))
         })
         .await?;
         relay.kill().await?;
+        load.allow(SHARE);
         published.broke(&mut broker).await?;
         if kill == kills.div_ceil(2) {
             let some = async || Ok((receiver.lines("effects.jsonl")?.len() > 20).then_some(()));
@@ -338,12 +352,12 @@ async fn an_outage_costs_nothing<B: Broker>() -> Result<()> {
     let name = sink.split('"').nth(1).context("its type")?;
     let env = Arc::new(TestEnv::with(Kind::Postgres, &format!("[subscriptions.out]\nsink = {{ {sink} }}\n")).await?);
     let relay = env.serve().await?;
-    let load = Load::start(&env, B::RATES.1, KEYS.1);
+    let load = Load::start(&env, RATES.1, KEYS.1, usize::MAX);
     let count = async |name: &str| counter(&relay, &format!("{name}_total{{subscription=\"out\"}}")).await;
     let mut published = Published::new();
     until("it flows", async || {
         published.messages.extend(broker.published().await?);
-        Ok((count("delivered").await? >= B::RATES.1).then_some(()))
+        Ok((count("delivered").await? >= RATES.1).then_some(()))
     })
     .await?;
 
@@ -384,7 +398,7 @@ async fn an_outage_costs_nothing<B: Broker>() -> Result<()> {
     let gone = waiting - out;
     eprintln!(
         "| {name} | {} | {gone} | {first:.2?} | {backlog:.1?} | {counted} | {repeated} | {before} + {grown} |",
-        B::RATES.1
+        RATES.1
     );
     ensure!(grown <= MEMORY_MIB, "it grew from {before} to {most} MiB");
     promised(&format!("{name}: the first after an outage"), first, FIRST_MAX)?;

@@ -289,12 +289,16 @@ pub(crate) async fn ended(child: Child) -> Result<Output> {
 
 /// Polls until `look` finds something, and returns it.
 pub(crate) async fn until<T>(what: &str, mut look: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
+    let began = Instant::now();
     let found = async {
         loop {
             if let Some(found) = look().await? {
                 return Ok(found);
             }
-            tokio::time::sleep(Duration::from_millis(5)).await;
+            // The longer it takes, the more rarely: a look may be a process, and takes time from
+            // what it waits for.
+            let pause = began.elapsed() / 10;
+            tokio::time::sleep(pause.clamp(Duration::from_millis(5), Duration::from_millis(100))).await;
         }
     };
     tokio::time::timeout(DEADLINE, found).await.with_context(|| format!("{what}: it never came"))?
