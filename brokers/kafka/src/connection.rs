@@ -13,6 +13,9 @@ use crate::classify;
 
 /// The longest wait until a broker accepts a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How old the client's knowledge of topics may be. A topic that was deleted and created again is
+/// noticed after this time.
+const METADATA_MAX_AGE: Duration = Duration::from_secs(10);
 
 /// The SASL mechanism.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -83,7 +86,8 @@ impl Cluster {
         let builder = Kafka::builder(self.brokers.as_str())
             .client_id("postbox")
             .request_timeout(request_timeout)
-            .connect_timeout(CONNECT_TIMEOUT.min(request_timeout));
+            .connect_timeout(CONNECT_TIMEOUT.min(request_timeout))
+            .metadata_max_age(METADATA_MAX_AGE);
         match self.security() {
             Some(security) => builder.security(security),
             None => builder,

@@ -40,9 +40,6 @@ const PAUSED_POLL_WAIT: Duration = Duration::from_millis(20);
 /// The wait after a failed poll. It is short, because the client and the receiver have waits of
 /// their own.
 const RETRY_WAIT: Duration = Duration::from_millis(250);
-/// How often the topics are looked up. One that was deleted and created again has another id, which
-/// the client does not notice by itself: it goes on asking for the old one, and gets nothing.
-const TOPICS_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// The longest time to leave the group. After that, the group removes the member when its session
 /// times out.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -98,6 +95,13 @@ struct Member {
 
 /// The id that each topic has in the cluster.
 type TopicIds = BTreeMap<String, [u8; 16]>;
+
+/// What a poll returned.
+enum Polled {
+    Records(Vec<ConsumerRecord>),
+    /// The member has to join again: one of its topics is another by now.
+    Recreated(Error),
+}
 
 #[derive(Default)]
 struct State {
@@ -206,14 +210,14 @@ impl Member {
         Ok(ids)
     }
 
-    /// Returns why the member has to join again: one of its topics is another by now.
+    /// Returns why the member has to join again: one of its topics is another by now, or gone. The
+    /// client does not notice: it goes on asking for the former topic, or goes on in the new one
+    /// where it stood in the former. Asks the cluster only if the client's metadata is old.
     async fn recreated(&self, consumer: &Consumer, topics: &TopicIds) -> Option<Error> {
         match self.topic_ids(consumer).await {
             Ok(now) => {
                 let (topic, _) = topics.iter().find(|(topic, id)| now.get(*topic) != Some(id))?;
-                let text = format!(
-                    "the topic {topic} was deleted and created again; its messages are read from where the group stands"
-                );
+                let text = format!("the topic {topic} was deleted and created again; it is read anew");
                 Some(Error::new(ErrorKind::Unavailable, OPERATION, "kafka_topic_recreated", text))
             }
             Err(error) => (error.code() == classify::TOPIC_MISSING).then_some(error),
@@ -222,7 +226,6 @@ impl Member {
 
     /// Polls until the client cannot continue, a topic is another, or the source is closed.
     async fn poll(&self, consumer: &Consumer, topics: &TopicIds) {
-        let mut looked_up = self.clock.monotonic();
         loop {
             let is_full = lock(&self.state.held).waiting() >= self.membership.in_flight_max;
             let polled = async {
@@ -231,13 +234,21 @@ impl Member {
                     true => self.poll_paused(consumer).await,
                 }
             };
+            let polled = async {
+                let records = polled.await?;
+                Ok(match self.recreated(consumer, topics).await {
+                    None => Polled::Records(records),
+                    Some(failure) => Polled::Recreated(failure),
+                })
+            };
             let polled = tokio::select! {
                 biased;
                 () = self.closed.cancelled() => break,
                 polled = polled => polled,
             };
             match polled {
-                Ok(records) => self.keep(records),
+                Ok(Polled::Records(records)) => self.keep(records),
+                Ok(Polled::Recreated(failure)) => return self.fail(failure),
                 Err(error) => {
                     let is_final = classify::is_final(&error);
                     self.fail(classify::error(OPERATION, &error));
@@ -249,12 +260,6 @@ impl Member {
             }
             if let Err(failure) = self.commit().await {
                 self.fail(failure);
-            }
-            if self.clock.monotonic().saturating_sub(looked_up) >= TOPICS_CHECK_INTERVAL {
-                if let Some(failure) = self.recreated(consumer, topics).await {
-                    return self.fail(failure);
-                }
-                looked_up = self.clock.monotonic();
             }
         }
         // Commits what was settled since the last commit.
