@@ -1,9 +1,11 @@
 //! Connecting: addresses of brokers, credentials, TLS.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
 use krafka::auth::{AuthConfig, TlsConfig};
+use krafka::consumer::Consumer;
 use krafka::{Kafka, KafkaBuilder};
 use postbox_config::{Secret, TlsTable};
 use postbox_core::{Error, ErrorKind, Result};
@@ -37,6 +39,25 @@ pub(crate) struct Auth {
     pub(crate) password: Secret,
 }
 
+/// The id that each topic has in the cluster.
+pub(crate) type TopicIds = BTreeMap<String, [u8; 16]>;
+
+/// Returns the ids of these topics, or the error of `operation` if one is missing. Asks the cluster
+/// only if the client's metadata is old.
+pub(crate) async fn topic_ids(consumer: &Consumer, topics: &[String], operation: &'static str) -> Result<TopicIds> {
+    let mut ids = TopicIds::new();
+    for topic in topics {
+        let found = consumer.fetch_metadata(Some(topic)).await;
+        let found = found.map_err(|error| classify::error("connect", &error))?.topics;
+        let Some(found) = found.first() else {
+            let text = classify::missing(topic);
+            return Err(Error::new(ErrorKind::Mismatch, operation, classify::TOPIC_MISSING, text));
+        };
+        ids.insert(topic.clone(), found.topic_id);
+    }
+    Ok(ids)
+}
+
 /// The brokers and the credentials.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Cluster {
@@ -66,14 +87,7 @@ impl Cluster {
         // This consumer has no group and reads no records. It only fetches metadata.
         let consumer = kafka.consumer_without_group().metrics_push(false).build().await;
         let consumer = consumer.map_err(|error| classify::error("connect", &error))?;
-        for topic in topics {
-            let found = consumer.fetch_metadata(Some(topic)).await;
-            let found = found.map_err(|error| classify::error("connect", &error))?;
-            if found.topics.is_empty() {
-                let text = classify::missing(topic);
-                return Err(Error::new(ErrorKind::Mismatch, "connect", classify::TOPIC_MISSING, text));
-            }
-        }
+        topic_ids(&consumer, topics, "connect").await?;
         // An error means that it is closed already.
         let _ = consumer.close().await;
         Ok(match topics {

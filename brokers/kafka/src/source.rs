@@ -23,7 +23,7 @@ use tracing::info;
 
 use self::held::{Held, Partition};
 use crate::classify;
-use crate::connection::Cluster;
+use crate::connection::{Cluster, TopicIds, topic_ids};
 use crate::message::raw_message;
 
 /// The longest wait for a broker's answer.
@@ -91,16 +91,6 @@ struct Member {
     closed: CancellationToken,
     /// Cancelled when polling has ended and the group was left.
     left: CancellationToken,
-}
-
-/// The id that each topic has in the cluster.
-type TopicIds = BTreeMap<String, [u8; 16]>;
-
-/// What a poll returned.
-enum Polled {
-    Records(Vec<ConsumerRecord>),
-    /// The member has to join again: one of its topics is another by now.
-    Recreated(Error),
 }
 
 #[derive(Default)]
@@ -191,30 +181,16 @@ impl Member {
             .build();
         let consumer = consumer.await.map_err(fault)?;
         // Looked up before joining, so that a missing topic leaves no member behind in the group.
-        let ids = self.topic_ids(&consumer).await?;
+        let ids = topic_ids(&consumer, topics, OPERATION).await?;
         consumer.subscribe(topics).await.map_err(fault)?;
         Ok((consumer, ids))
-    }
-
-    async fn topic_ids(&self, consumer: &Consumer) -> Result<TopicIds> {
-        let mut ids = TopicIds::new();
-        for topic in &self.membership.topics {
-            let found = consumer.fetch_metadata(Some(topic)).await;
-            let found = found.map_err(|error| classify::error("connect", &error))?.topics;
-            let Some(found) = found.first() else {
-                let text = classify::missing(topic);
-                return Err(Error::new(ErrorKind::Mismatch, OPERATION, classify::TOPIC_MISSING, text));
-            };
-            ids.insert(topic.clone(), found.topic_id);
-        }
-        Ok(ids)
     }
 
     /// Returns why the member has to join again: one of its topics is another by now, or gone. The
     /// client does not notice: it goes on asking for the former topic, or goes on in the new one
     /// where it stood in the former. Asks the cluster only if the client's metadata is old.
     async fn recreated(&self, consumer: &Consumer, topics: &TopicIds) -> Option<Error> {
-        match self.topic_ids(consumer).await {
+        match topic_ids(consumer, &self.membership.topics, OPERATION).await {
             Ok(now) => {
                 let (topic, _) = topics.iter().find(|(topic, id)| now.get(*topic) != Some(id))?;
                 let text = format!("the topic {topic} was deleted and created again; it is read anew");
@@ -229,17 +205,11 @@ impl Member {
         loop {
             let is_full = lock(&self.state.held).waiting() >= self.membership.in_flight_max;
             let polled = async {
-                match is_full {
-                    false => consumer.poll(POLL).await,
-                    true => self.poll_paused(consumer).await,
-                }
-            };
-            let polled = async {
-                let records = polled.await?;
-                Ok(match self.recreated(consumer, topics).await {
-                    None => Polled::Records(records),
-                    Some(failure) => Polled::Recreated(failure),
-                })
+                let records = match is_full {
+                    false => consumer.poll(POLL).await?,
+                    true => self.poll_paused(consumer).await?,
+                };
+                Ok::<_, KrafkaError>((records, self.recreated(consumer, topics).await))
             };
             let polled = tokio::select! {
                 biased;
@@ -247,8 +217,8 @@ impl Member {
                 polled = polled => polled,
             };
             match polled {
-                Ok(Polled::Records(records)) => self.keep(records),
-                Ok(Polled::Recreated(failure)) => return self.fail(failure),
+                Ok((records, None)) => self.keep(records),
+                Ok((_, Some(recreated))) => return self.fail(recreated),
                 Err(error) => {
                     let is_final = classify::is_final(&error);
                     self.fail(classify::error(OPERATION, &error));
