@@ -38,14 +38,6 @@ fn sqlite(count: usize, more: &str) -> Result<(TestEnv, Vec<(String, String)>)> 
     Ok((env, urls))
 }
 
-/// Removes the file of a SQLite store, and what a process that ended has left of its WAL.
-fn remove(url: &str) -> Result<()> {
-    let file = url.trim_start_matches("sqlite:");
-    std::fs::remove_file(file)?;
-    _ = std::fs::remove_file(format!("{file}-wal"));
-    Ok(())
-}
-
 /// Inserts events with these numbers, as any program would.
 async fn insert(url: &str, numbers: impl IntoIterator<Item = i64>) -> Result<()> {
     let kind = if url.starts_with("sqlite:") { Kind::Sqlite } else { Kind::Postgres };
@@ -267,7 +259,7 @@ async fn commands_go_over_all_stores_or_ask_for_one() -> Result<()> {
     let said = env.refuses(2, &["stats", "--store", "postgres://u:hunter2@h/db"])?;
     ensure!(said.contains("known are s0|s1") && !said.contains("hunter2"), "{said}");
     // Only the figures of a missing store are missing, and no sum is printed without them.
-    remove(&urls[0].1)?;
+    std::fs::remove_file(urls[0].1.trim_start_matches("sqlite:"))?;
     let output = env.output(&["list", "--state", "dispatched"])?;
     let (shown, said) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
     ensure!(output.status.code() == Some(1) && shown.contains(id) && said.contains("postbox: s0: "), "{shown}{said}");
@@ -280,7 +272,7 @@ async fn commands_go_over_all_stores_or_ask_for_one() -> Result<()> {
 async fn a_webhook_comes_into_the_store_of_its_path() -> Result<()> {
     let inbox = "[subscriptions.out]\nlog = \"inbox\"\nsink = { type = \"file\", path = \"out.jsonl\" }\n";
     let (env, urls) = sqlite(2, &format!("{inbox}{}", partner()))?;
-    remove(&urls[1].1)?;
+    std::fs::remove_file(urls[1].1.trim_start_matches("sqlite:"))?;
     let served = env.serve().await?;
     let mut sender = Sender::connect(&served.address).await?;
     let body = r#"{"type":"invoice.paid","n":7}"#;
