@@ -35,7 +35,7 @@ const WITHOUT_PAYLOADS: i32 = -1;
 const SUBSCRIPTION_LIST: &str = "
 SELECT s.name, s.log, s.topics, s.tenant, s.paused_by, s.paused_why, s.paused_until, {is_paused}, n.lane::int, n.epoch, n.owner, (extract(epoch FROM n.lease_until - clock_timestamp()) * 1000000)::bigint,
   s.ordering, s.generation, s.kinds, s.aggregates, s.headers::text,
-  CASE WHEN n.lease_until > n.granted_at + 11 * n.lease_ttl * interval '1 microsecond' THEN 0 ELSE n.crashes END
+  {crashes_in_a_row}
 FROM {s}.subscription AS s LEFT JOIN {s}.lane AS n ON n.subscription = s.id
 ORDER BY s.name, n.lane";
 

@@ -49,10 +49,9 @@ FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $2";
 /// again if it held the lane for long: it renewed after ten times the length of its lease
 /// (`Lease::LONG`).
 const LANE_ACQUIRE: &str = "
-UPDATE {s}.lane SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3,
+UPDATE {s}.lane AS n SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3,
   granted_at = clock_timestamp(),
-  crashes = CASE WHEN lease_until > granted_at + 11 * lease_ttl * interval '1 microsecond' THEN 0 ELSE crashes END
-    + CASE WHEN lease_until IS NULL OR coalesce(owner = $2, true) THEN 0 ELSE 1 END
+  crashes = {crashes_in_a_row} + CASE WHEN lease_until IS NULL OR coalesce(owner = $2, true) THEN 0 ELSE 1 END
 WHERE subscription = $1 AND lane = (
   SELECT l.lane FROM {s}.lane AS l
   WHERE l.subscription = $1 AND l.cluster = (SELECT {s}.cluster_id())

@@ -17,7 +17,7 @@ use crate::decode::{
     is_meant, seq,
 };
 use crate::depth;
-use crate::lease::{self, SubscriptionRow};
+use crate::lease::{self, SubscriptionRow, crashes_in_a_row};
 use crate::migrate::{log_names, require_log};
 use crate::schema::log_table;
 use crate::store::SqliteStore;
@@ -27,8 +27,11 @@ use crate::unrouted::{count_unrouted, is_unrouted};
 /// By primary key; no lock.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name";
 /// By primary key; no lock.
-const LANES_READ: &str = "SELECT lane, epoch, owner, lease_until, position, revision, \
-iif(lease_until - lease_ttl > granted_at + 10 * lease_ttl, 0, crashes) FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
+const LANES_READ: &str = concat!(
+    "SELECT lane, epoch, owner, lease_until, position, revision, ",
+    crashes_in_a_row!(),
+    " FROM postbox_lane WHERE subscription = ?1 ORDER BY lane"
+);
 /// How far lanes came with former filters, by primary key; no lock.
 const PASSAGES_READ: &str =
     "SELECT revision, lanes, lane, position FROM postbox_passage WHERE subscription = ?1 ORDER BY revision";

@@ -90,11 +90,22 @@ AND (lease_until <= :now OR lease_until - lease_ttl > :clock + 1000000 \
 OR (owner = :owner AND lane NOT IN (SELECT value FROM json_each(:held)))) ORDER BY lane LIMIT 1";
 /// By primary key; no lock.
 const LANE_COUNT: &str = "SELECT count(*) FROM postbox_lane WHERE subscription = ?1";
+/// How many relays in a row have crashed while they held the lane: none if the last one held it for
+/// long (`Lease::LONG`).
+macro_rules! crashes_in_a_row {
+    () => {
+        "iif(lease_until - lease_ttl > granted_at + 10 * lease_ttl, 0, crashes)"
+    };
+}
+pub(crate) use crashes_in_a_row;
+
 /// By primary key; takes the write lock. If another owner's lease expired, that owner has crashed,
-/// which is counted. The count starts again if it held the lane for long (`Lease::LONG`).
-const LANE_GRANT: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5, granted_at = ?6, \
-crashes = iif(lease_until - lease_ttl > granted_at + 10 * lease_ttl, 0, crashes) + iif(lease_until = 0 OR coalesce(owner = ?3, 1), 0, 1) \
-WHERE subscription = ?1 AND lane = ?2 RETURNING epoch, crashes";
+/// which is counted.
+const LANE_GRANT: &str = concat!(
+    "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5, granted_at = ?6, crashes = ",
+    crashes_in_a_row!(),
+    " + iif(lease_until = 0 OR coalesce(owner = ?3, 1), 0, 1) WHERE subscription = ?1 AND lane = ?2 RETURNING epoch, crashes"
+);
 /// Makes events due that wait for a call of the former holder (`Disposition::IN_FLIGHT`). Index
 /// `postbox_delivery_in_flight`; takes the write lock.
 const DELIVERIES_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \

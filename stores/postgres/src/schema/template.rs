@@ -91,6 +91,12 @@ const FRAGMENTS: &[(&str, &str)] = &[
       END IF;
       bound := set_config('lock_timeout', '2s', true);",
     ),
+    // How many relays in a row have crashed while they held the lane `n`: none if the last one held
+    // it for long, which is if it renewed after ten times the length of its lease (`Lease::LONG`).
+    (
+        "crashes_in_a_row",
+        "CASE WHEN n.lease_until > n.granted_at + 11 * n.lease_ttl * interval '1 microsecond' THEN 0 ELSE n.crashes END",
+    ),
     // True while the subscription `s` is paused, by the database's clock.
     ("is_paused", "(s.paused_by IS NOT NULL AND coalesce(s.paused_until > clock_timestamp(), true))"),
     // True if the cursor `n` of a lane has not passed the row `l`.
