@@ -105,7 +105,7 @@ pub(crate) fn install() -> anyhow::Result<()> {
 
 /// The folder for downloads: `$POSTBOX_SERVERS`, else the target folder. If that is not accessible
 /// to the unprivileged user that root has to run Postgres as, the temporary folder.
-fn cache() -> anyhow::Result<PathBuf> {
+pub(crate) fn cache() -> anyhow::Result<PathBuf> {
     if let Some(named) = std::env::var_os("POSTBOX_SERVERS") {
         return Ok(named.into());
     }

@@ -264,6 +264,11 @@ impl Served {
         Ok(log)
     }
 
+    /// Returns its log so far.
+    pub(crate) fn log(&self) -> Vec<String> {
+        self.log.borrow().clone()
+    }
+
     /// Sends SIGKILL; returns the time.
     pub(crate) async fn kill(mut self) -> Result<Instant> {
         self.child.start_kill()?;
@@ -298,7 +303,7 @@ pub(crate) async fn until<T>(what: &str, mut look: impl AsyncFnMut() -> Result<O
             // The longer it takes, the more rarely: a look may be a process, and takes time from
             // what it waits for.
             let pause = began.elapsed() / 10;
-            tokio::time::sleep(pause.clamp(Duration::from_millis(5), Duration::from_millis(100))).await;
+            tokio::time::sleep(pause.clamp(Duration::from_millis(5), Duration::from_secs(1))).await;
         }
     };
     tokio::time::timeout(DEADLINE, found).await.with_context(|| format!("{what}: it never came"))?

@@ -11,8 +11,8 @@ use postbox_testkit::servers::PrivateSqs;
 use crate::broker::duplicates;
 use crate::env::{Kind, TestEnv, on_both, until};
 
-const EVENTS: usize = 400;
-const DUPLICATES: usize = 120;
+const EVENTS: usize = 200;
+const DUPLICATES: usize = 60;
 /// Credentials that the AWS default chain finds first.
 const ENVIRONMENT: [(&str, &str); 3] =
     [("AWS_ACCESS_KEY_ID", "AKIATEST"), ("AWS_SECRET_ACCESS_KEY", "secret"), ("AWS_REGION", "us-east-1")];
