@@ -8,10 +8,11 @@ use async_trait::async_trait;
 use postbox_bus::BusSink;
 use postbox_core::{
     Admin as _, Append as _, Change, Criteria, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery,
-    Log as _, LogName, Maintain as _, MemoryStore, NewEvent, Outcome, Receive, Received, Result, Selection, Seq, Sink,
-    SourceName, State, Subscription, SubscriptionName, header,
+    Log as _, LogName, Maintain as _, NewEvent, Outcome, Receive, Received, Result, Selection, Seq, Sink, SourceName,
+    State, Subscription, SubscriptionName, header,
 };
 use postbox_engine::{Relay, TokioClock, handler_sink};
+use postbox_memory::MemoryStore;
 use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits};
 
 fn log(name: &str) -> LogName {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::*;
+use postbox_memory::MemoryStore;
 use postbox_redis::{RedisLeaseConfig, RedisLeases};
 use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::{MemoryFixture, OpenTransaction, StoreCapabilities, StoreFixture};

@@ -23,7 +23,8 @@ thread_local! {
 /// each event names the one that caused it. At the edge, where a request comes in, create one:
 ///
 /// ```
-/// # use postbox_core::{Context, MemoryStore, NewEvent, Postbox, Result};
+/// # use postbox_core::{Context, NewEvent, Postbox, Result};
+/// # use postbox_memory::MemoryStore;
 /// # async fn example(store: MemoryStore) -> Result<()> {
 /// let context = Context::new().correlation_id("req-7f3a").actor("user:17").tenant("acme");
 /// context.scope(pay(store)).await

@@ -18,7 +18,7 @@
 //! | [`Migrate`] | the schema is created, removed and checked | every store |
 //! | [`Apply`] | a handler's effect, the position and the delivery row commit together | stores with transactions |
 //! | [`Sink`] | one [`Outcome`] per event, never a hidden retry | every broker, your handler |
-//! | [`Source`] | a message comes until it is settled, and is settled only once it is stored | brokers, [`MemorySource`] |
+//! | [`Source`] | a message comes until it is settled, and is settled only once it is stored | every broker, the memory queue |
 //!
 //! ```
 //! use postbox_core::{NewEvent, TopicPattern};
@@ -54,7 +54,6 @@ mod inspect;
 pub mod kit;
 mod log;
 mod maintain;
-mod memory;
 mod migrate;
 mod names;
 mod outcome;
@@ -97,7 +96,6 @@ pub use inspect::{
 };
 pub use log::{Acquired, Epoch, Lease, Log};
 pub use maintain::{Maintain, Prune, Routed};
-pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
 pub use migrate::{Migrate, Store, events_undelivered};
 pub use names::{Key, LogName, OwnerId, SourceName, StoreName, SubscriptionName, Tenant, Topic, TopicPattern};
 pub use outcome::{Outcome, excerpt};
@@ -107,7 +105,7 @@ pub use recorded::{Aggregate, Recorded};
 pub use retry::RetryPolicy;
 pub use schemas::Schemas;
 pub use sink::{Capabilities, HighWaterMark, HighWaterMarks, Sink};
-pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities, SourceMessage};
+pub use source::{AckToken, RawMessage, Source, SourceCapabilities, SourceMessage};
 pub use state::State;
 pub use subscription::{Filter, OnDead, Ordering, StartAt, Subscription, Traits};
 pub use tail::{Tail, Tailed, place_invalid};

@@ -14,7 +14,8 @@ pub trait Aggregate {
 /// one for those of several aggregates.
 ///
 /// ```
-/// use postbox_core::{Aggregate, MemoryStore, NewEvent, Postbox, Recorded, Result};
+/// use postbox_core::{Aggregate, NewEvent, Postbox, Recorded, Result};
+/// # use postbox_memory::MemoryStore;
 ///
 /// #[derive(Default)]
 /// struct Order {

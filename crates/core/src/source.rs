@@ -1,13 +1,9 @@
 //! The source contract: where messages from brokers come from.
 
-mod memory;
-
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-
-pub use memory::MemorySource;
 
 use crate::error::Result;
 use crate::event::{Headers, NewEvent, header};

@@ -7,7 +7,6 @@ use crate::append::Appended;
 use crate::context::in_context;
 use crate::error::Result;
 use crate::event::{NewEvent, schema_version};
-use crate::memory::{MemoryStore, MemoryTransaction};
 use crate::names::LogName;
 use crate::schemas::Schemas;
 use crate::typed::IntoEvents;
@@ -18,7 +17,8 @@ use crate::typed::IntoEvents;
 /// `postbox_sqlite::Sqlite`.
 ///
 /// ```
-/// # use postbox_core::{MemoryStore, NewEvent, Postbox};
+/// # use postbox_core::{NewEvent, Postbox};
+/// # use postbox_memory::MemoryStore;
 /// # fn example(store: MemoryStore) -> postbox_core::Result<()> {
 /// let postbox = Postbox::new(store.clone());
 /// let mut tx = store.begin();
@@ -116,12 +116,4 @@ pub trait Transaction<'a, S, Via> {
 
     /// Appends in this transaction.
     fn append(&'a mut self, store: &'a S, log: &'a LogName, events: Result<Vec<NewEvent>>) -> Self::Appended;
-}
-
-impl<'a> Transaction<'a, MemoryStore, MemoryStore> for MemoryTransaction {
-    type Appended = Result<Appended>;
-
-    fn append(&'a mut self, _: &'a MemoryStore, log: &'a LogName, events: Result<Vec<NewEvent>>) -> Self::Appended {
-        MemoryTransaction::append(self, log, &events?)
-    }
 }

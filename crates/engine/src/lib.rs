@@ -2,7 +2,8 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use postbox_core::{Append, Delivery, LogName, MemoryStore, NewEvent, Subscription};
+//! use postbox_core::{Append, Delivery, LogName, NewEvent, Subscription};
+//! use postbox_memory::MemoryStore;
 //! use postbox_engine::{Relay, TokioClock, handler_sink};
 //!
 //! # #[tokio::main(flavor = "current_thread")]

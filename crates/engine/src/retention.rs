@@ -217,7 +217,8 @@ impl Sweeper {
 
 #[cfg(test)]
 mod tests {
-    use postbox_core::{ErrorKind, Inbound, MemoryStore, NewEvent, Received};
+    use postbox_core::{ErrorKind, Inbound, NewEvent, Received};
+    use postbox_memory::MemoryStore;
 
     use super::*;
     use crate::clock::TokioClock;

@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Admin as _, Call, Capabilities, Change, DeadLetters, Error, ErrorKind, Outcome, Result, Selection, State, Wire,
-    dead_header,
+    Admin as _, Capabilities, Change, DeadLetters, Error, ErrorKind, Outcome, Result, Selection, State, dead_header,
 };
 use postbox_engine::Relay;
+use postbox_memory::{Call, Wire};
 use support::{Answer, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);

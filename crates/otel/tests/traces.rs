@@ -6,12 +6,11 @@ use std::time::Duration;
 
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use postbox_core::trace::TARGET;
-use postbox_core::{
-    Append as _, Clock, Delivery, Event, LogName, MemoryStore, NewEvent, Outcome, SourceName, Subscription,
-};
+use postbox_core::{Append as _, Clock, Delivery, Event, LogName, NewEvent, Outcome, SourceName, Subscription};
 use postbox_engine::{Relay, TokioClock, handler_sink};
 use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_ingress::{Ingress, WebhookSource};
+use postbox_memory::MemoryStore;
 use postbox_otel::{Exporter, ExporterConfig, propagate};
 use postbox_testkit::collector::{Collector, Span};
 use postbox_webhook::standard::SignKey;

@@ -123,13 +123,14 @@ pub use jiff::Timestamp;
 pub use postbox_core::async_trait;
 pub use postbox_core::{
     Aggregate, Append, Appended, Clock, Context, Delivery, Error, ErrorKind, EventId, Headers, IntoEvents, LogName,
-    MemoryStore, Migrate, NewEvent, OnDead, Ordering, Outcome, Postbox, Recorded, Result, RetryPolicy, SourceName,
-    Subscription, SubscriptionName, TypedEvent,
+    Migrate, NewEvent, OnDead, Ordering, Outcome, Postbox, Recorded, Result, RetryPolicy, SourceName, Subscription,
+    SubscriptionName, TypedEvent,
 };
 pub use postbox_derive::Event;
 pub use postbox_engine::{
     InProcessBus, JsonLines, Relay, RelayBuilder, RelaySettings, TokioClock, handler_sink, router,
 };
+pub use postbox_memory::MemoryStore;
 pub use service::{Service, ServiceBuilder};
 /// The token that stops [`Relay::run`].
 pub use tokio_util::sync::CancellationToken;
@@ -150,6 +151,8 @@ pub mod prelude {
 pub use postbox_core as contract;
 /// The parts of a [`Service`], with their settings and counters.
 pub use postbox_engine as engine;
+/// The store in memory, and a source in memory.
+pub use postbox_memory as memory;
 
 /// Drivers besides `tokio-postgres` whose Postgres transactions [`Postbox::append`] takes. Handlers
 /// can work in transactions of `sqlx` 0.9 and `diesel-async`.

@@ -42,11 +42,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use jiff::Timestamp;
 use postbox_core::typed::{IntoEvent, decode};
 use postbox_core::{
-    Delivery, Event, EventId, IntoEvents, Key, LogName, MemoryStore, NewEvent, Outcome, Result, Seq, Sink as _, Store,
-    Subscription, Tenant, TopicPattern, TypedEvent,
+    Delivery, Event, EventId, IntoEvents, Key, LogName, NewEvent, Outcome, Result, Seq, Sink as _, Store, Subscription,
+    Tenant, TopicPattern, TypedEvent,
 };
 use postbox_engine::router::Router;
 use postbox_engine::{Relay, TokioClock, handler_sink};
+use postbox_memory::MemoryStore;
 use serde::de::DeserializeOwned;
 
 #[cfg(feature = "http")]

@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox::contract::{Admin as _, Call, Inspect as _, Maintain as _, Store as _, Wire};
+use postbox::contract::{Admin as _, Inspect as _, Maintain as _, Store as _};
+use postbox::memory::{Call, Wire};
 use postbox::postgres::{PostgresConfig, PostgresStore};
 use postbox::router::{Event, Router, State};
 use postbox::{

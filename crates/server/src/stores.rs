@@ -7,8 +7,9 @@ use async_trait::async_trait;
 use postbox_config::{
     Adapter, Key, Kind, Secret, Section, StoreOptions, Table, entries, from_core, nested, secret_always, table,
 };
-use postbox_core::{Error, MemoryStore, Result, Store, StoreName};
+use postbox_core::{Error, Result, Store, StoreName};
 use postbox_engine::TokioClock;
+use postbox_memory::MemoryStore;
 use postbox_postgres::{PostgresStore, PostgresTable, Roles, ToolScripts};
 use postbox_sqlite::SqliteTable;
 

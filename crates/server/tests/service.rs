@@ -7,10 +7,9 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use async_trait::async_trait;
 use postbox_config::{SourceConfig, SourceContext};
-use postbox_core::{
-    Append as _, Inspect as _, LogName, MemorySource, MemoryStore, NewEvent, RawMessage, Source, Store,
-};
+use postbox_core::{Append as _, Inspect as _, LogName, NewEvent, RawMessage, Source, Store};
 use postbox_engine::TokioClock;
+use postbox_memory::{MemorySource, MemoryStore};
 use postbox_server::status::{ServiceStatus, fetch};
 use postbox_server::{Config, NamedSource, ServerConfig, Service};
 use postbox_webhook::UnixSeconds;

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    BatchLimit, Change, Filter, LogName, NewEvent, OwnerId, Pause, Prune, RetryPolicy, Selection, Snapshot, State,
-    Subscription, TopicPattern,
+    BatchLimit, Change, Filter, LogName, NewEvent, OwnerId, Pause, Prune, RetryPolicy, Selection, State, Subscription,
+    TopicPattern,
 };
 use postbox_engine::{BreakerPolicy, Relay, RelaySettings, SeededRandom};
+use postbox_memory::Snapshot;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 

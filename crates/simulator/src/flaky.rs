@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Lease, Log, MemoryStore, OwnerId, Result, Settlement, Subscription, SubscriptionName,
+    Acquired, Batch, BatchLimit, Lease, Log, OwnerId, Result, Settlement, Subscription, SubscriptionName,
 };
+use postbox_memory::MemoryStore;
 
 use crate::ledger::Who;
 use crate::plan::Fault;

@@ -4,7 +4,8 @@
 //! It shares no code with the engine. The store is checked right after each operation, so that a
 //! fault is reported where it happens, not where it shows.
 
-use postbox_core::{Cursor, Lease, State};
+use postbox_core::{Lease, State};
+use postbox_memory::Cursor;
 
 use crate::plan::{At, Fate};
 use crate::server::{Place, Server};

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use postbox_core::{
-    Admin, Apply, Cursor, Delivery, EventId, Log, LogName, Maintain, MemoryStore, MemoryTransaction, NewEvent,
-    Snapshot, State, Subscription, SubscriptionName,
+    Admin, Apply, Delivery, EventId, Log, LogName, Maintain, NewEvent, State, Subscription, SubscriptionName,
 };
+use postbox_memory::{Cursor, MemoryStore, MemoryTransaction, Snapshot};
 
 use crate::flaky::FlakyLog;
 use crate::gate::{ServerClock, SimTime};
@@ -18,7 +18,7 @@ use crate::world::{SimWire, World};
 /// The store of a world.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Store {
-    /// The memory store of `postbox-core`.
+    /// The memory store.
     #[default]
     Memory,
     /// A SQLite file. Each relay opens it as a separate process would.

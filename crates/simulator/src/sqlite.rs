@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use postbox_core::{Cursor, EventId, Migrate as _, NewEvent, State};
+use postbox_core::{EventId, Migrate as _, NewEvent, State};
+use postbox_memory::Cursor;
 use postbox_sqlite::{SqliteConfig, SqliteStore};
 use rusqlite::{Connection, Transaction, params};
 

@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
-use postbox_core::{
-    Call, Clock, Delivery, Error, ErrorKind, Event, Lease, LogName, OnDead, Result, Subscription, Wire,
-};
+use postbox_core::{Clock, Delivery, Error, ErrorKind, Event, Lease, LogName, OnDead, Result, Subscription};
+use postbox_memory::{Call, Wire};
 use tokio::sync::Notify;
 use tokio::time::{sleep, sleep_until};
 

@@ -7,10 +7,10 @@ use std::time::Duration;
 use jiff::Timestamp;
 use postbox_config::{ReadOptions, SinkConfig, SinkContext, Table, read};
 use postbox_core::{
-    Append as _, Delivery, EventId, Log as _, LogName, MemoryStore, NewEvent, Outcome, RetryPolicy, Seq, Sink,
-    Subscription,
+    Append as _, Delivery, EventId, Log as _, LogName, NewEvent, Outcome, RetryPolicy, Seq, Sink, Subscription,
 };
 use postbox_engine::{BreakerPolicy, Relay, RelaySettings, TokioClock};
+use postbox_memory::MemoryStore;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;

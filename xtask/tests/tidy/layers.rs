@@ -12,10 +12,11 @@ use crate::{none, root};
 const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-core", &[]),
     ("postbox-config", &["postbox-core"]),
+    ("postbox-memory", &["postbox-core"]),
     ("postbox-derive", &[]),
     ("postbox-webhook", &[]),
     // Runs relays and receivers with the adapters under test.
-    ("postbox-testkit", &["postbox-config", "postbox-core", "postbox-engine"]),
+    ("postbox-testkit", &["postbox-config", "postbox-core", "postbox-engine", "postbox-memory"]),
     ("postbox-postgres", &["postbox-config", "postbox-core"]),
     ("postbox-sqlite", &["postbox-config", "postbox-core"]),
     ("postbox-sqlx", &["postbox-core", "postbox-postgres"]),
@@ -37,7 +38,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-otel", &["postbox-core"]),
     ("postbox-schema", &["postbox-core"]),
     ("postbox-ingress", &["postbox-config", "postbox-core", "postbox-engine", "postbox-http", "postbox-webhook"]),
-    ("postbox-simulator", &["postbox-core", "postbox-engine", "postbox-sqlite"]),
+    ("postbox-simulator", &["postbox-core", "postbox-engine", "postbox-memory", "postbox-sqlite"]),
     (
         "postbox",
         &[
@@ -49,6 +50,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "postbox-http",
             "postbox-ingress",
             "postbox-listen",
+            "postbox-memory",
             "postbox-otel",
             "postbox-postgres",
             "postbox-schema",
@@ -70,6 +72,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "postbox-ingress",
             "postbox-kafka",
             "postbox-listen",
+            "postbox-memory",
             "postbox-mqtt",
             "postbox-nats",
             "postbox-postgres",

@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use postbox_config::Secret;
-use postbox_core::{
-    Acquired, Error, ErrorKind, Lease, Log, LogName, MemoryStore, Result, Settlement, StoreName, Subscription,
-};
+use postbox_core::{Acquired, Error, ErrorKind, Lease, Log, LogName, Result, Settlement, StoreName, Subscription};
+use postbox_memory::MemoryStore;
 use postbox_redis::{RedisLeaseConfig, RedisLeases};
 use postbox_testkit::clock::ManualClock;
 use postbox_testkit::proxy::Direction;

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use postbox_core::{
-    Append as _, Capabilities, Delivery, EventId, Log as _, LogName, MemoryStore, NewEvent, Outcome, Sink, Subscription,
+    Append as _, Capabilities, Delivery, EventId, Log as _, LogName, NewEvent, Outcome, Sink, Subscription,
 };
 use postbox_engine::{Metrics, Relay, RelaySettings, TokioClock};
+use postbox_memory::MemoryStore;
 use postbox_redis::{RedisLeaseConfig, RedisLeases};
 use postbox_testkit::ledger::{Fate, Ledger};
 use postbox_testkit::servers::RedisKind;

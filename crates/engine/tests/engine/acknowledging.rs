@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{AckToken, MemorySource, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Result, Source, SourceCapabilities, SourceMessage};
 use postbox_engine::TokioClock;
+use postbox_memory::MemorySource;
 use postbox_testkit::inbox::Inbox;
 
 use crate::source::{Mended, message, receive_while};

@@ -3,11 +3,12 @@
 use std::sync::{Arc, Mutex};
 
 use postbox_core::{
-    Append as _, Context, Criteria, Delivery, Inspect as _, ListQuery, Log as _, LogName, MemoryStore, NewEvent,
-    Outcome, Record, Subscription, TypedEvent,
+    Append as _, Context, Criteria, Delivery, Inspect as _, ListQuery, Log as _, LogName, NewEvent, Outcome, Record,
+    Subscription, TypedEvent,
 };
 use postbox_engine::router::{Event, Router, State};
 use postbox_engine::{InProcessBus, RelayBuilder, handler_sink};
+use postbox_memory::MemoryStore;
 
 use crate::support::{TestEnv, fast};
 

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use postbox_core::{Admin as _, Capabilities, Inspect as _, Log as _, MemoryStore, SubscriptionInfo};
+use postbox_core::{Admin as _, Capabilities, Inspect as _, Log as _, SubscriptionInfo};
 use postbox_engine::{Every, SUBSCRIPTION_REMOVED};
+use postbox_memory::MemoryStore;
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{TestEnv, event, fast};

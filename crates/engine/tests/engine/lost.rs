@@ -7,10 +7,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Admin as _, BatchLimit, Call, Capabilities, Change, Clock, Error, ErrorKind, Log as _, Outcome, OwnerId, Pause,
-    Result, Selection, State, Wire,
+    Admin as _, BatchLimit, Capabilities, Change, Clock, Error, ErrorKind, Log as _, Outcome, OwnerId, Pause, Result,
+    Selection, State,
 };
 use postbox_engine::{RelaySettings, TokioClock};
+use postbox_memory::{Call, Wire};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{self, Answer, Cable, Recorder, TestEnv, event, fast};

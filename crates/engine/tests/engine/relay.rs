@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, BatchLimit, Capabilities, Change, Delivery, Inspect, LogName, MemoryStore, NewEvent, OnDead, Ordering,
-    Outcome, Selection, State,
+    Admin as _, BatchLimit, Capabilities, Change, Delivery, Inspect, LogName, NewEvent, OnDead, Ordering, Outcome,
+    Selection, State,
 };
 use postbox_engine::{Every, InProcessBus, Relay, RelaySettings, Sweeper, TokioClock, handler_sink};
+use postbox_memory::MemoryStore;
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{self, Answer, Recorder, TestEnv, event, fast};

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{BatchLimit, Call, Capabilities, Outcome, Result, Wire};
+use postbox_core::{BatchLimit, Capabilities, Outcome, Result};
 use postbox_engine::RelaySettings;
+use postbox_memory::{Call, Wire};
 use tokio::sync::watch;
 
 use crate::support::{Recorder, TestEnv, event, fast, version};

@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Clock, Criteria, Delivery, Error, ErrorKind, Inbound, Inspect as _, ListQuery, LogName, MemorySource, MemoryStore,
-    RawMessage, Receive, Received, Result, Source, SourceName, State, Subscription,
+    Clock, Criteria, Delivery, Error, ErrorKind, Inbound, Inspect as _, ListQuery, LogName, RawMessage, Receive,
+    Received, Result, Source, SourceName, State, Subscription,
 };
 use postbox_engine::{Receiver, ReceiverSettings, Relay, TokioClock, handler_sink};
+use postbox_memory::{MemorySource, MemoryStore};
 use postbox_testkit::clock::ManualClock;
 use postbox_testkit::conformance::{Poison, ReceivingFixture, ReceivingTraits, SourceFixture};
 use postbox_testkit::inbox::{Inbox, Mode};

@@ -11,11 +11,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Append, Call, Capabilities, Clock, Criteria, Delivery, Error, ErrorKind, Inspect, ListQuery, Log, LogName,
-    MemoryStore, NewEvent, OnDead, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Store as _, Subscription,
-    Wire,
+    Append, Capabilities, Clock, Criteria, Delivery, Error, ErrorKind, Inspect, ListQuery, Log, LogName, NewEvent,
+    OnDead, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Store as _, Subscription,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings, SystemRandom, TokioClock};
+use postbox_memory::{Call, MemoryStore, Wire};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 

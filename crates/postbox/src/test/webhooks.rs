@@ -4,10 +4,11 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
-use postbox_core::{Error, ErrorKind, Event, LogName, MemoryStore, Result, SourceName};
+use postbox_core::{Error, ErrorKind, Event, LogName, Result, SourceName};
 use postbox_engine::TokioClock;
 use postbox_ingress::{Ingress, WebhookSource, router};
 use postbox_listen::{ServeLimits, serve};
+use postbox_memory::MemoryStore;
 use postbox_webhook::Verify;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};

@@ -7,9 +7,10 @@ use async_trait::async_trait;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use postbox_core::{
-    Appended, Apply, Error, ErrorKind, Inspect as _, ListQuery, Log as _, LogName, Maintain as _, MemoryStore,
-    MemoryTransaction, NewEvent, Outcome, Result, SourceName, State, Store, Subscription, SubscriptionName, Wire,
+    Appended, Apply, Error, ErrorKind, Inspect as _, ListQuery, Log as _, LogName, Maintain as _, NewEvent, Outcome,
+    Result, SourceName, State, Store, Subscription, SubscriptionName,
 };
+use postbox_memory::{MemoryStore, MemoryTransaction, Wire};
 
 use super::faults::{Asked, Call, CallFaults, Late, Place};
 use super::harness::query;
@@ -126,12 +127,12 @@ impl MemoryFaults {
 #[derive(Debug, Default)]
 struct BrokenWire {
     breaks_at: Mutex<Option<&'static str>>,
-    kept: Mutex<Option<Arc<postbox_core::Call>>>,
+    kept: Mutex<Option<Arc<postbox_memory::Call>>>,
 }
 
 #[async_trait]
 impl Wire for BrokenWire {
-    async fn carry(&self, call: Arc<postbox_core::Call>) -> Result<()> {
+    async fn carry(&self, call: Arc<postbox_memory::Call>) -> Result<()> {
         let breaks = self.breaks_at.lock().expect("no panic while held").take_if(|at| *at == call.operation);
         if breaks.is_none() {
             call.execute();

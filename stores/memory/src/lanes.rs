@@ -5,19 +5,18 @@
 
 use std::time::Duration;
 
-use super::Server;
-use super::read::Page;
-use super::settle::Write;
-use super::state::{Lane, Reader, State};
-use crate::batch::{Batch, BatchLimit};
-use crate::error::{Error, Result};
-use crate::kit::{check_log, window_undone};
-use crate::log::{Acquired, Lease};
-use crate::names::{OwnerId, SubscriptionName};
-use crate::subscription::{Ordering, StartAt, Subscription};
+use postbox_core::kit::{check_log, window_undone};
+use postbox_core::{
+    Acquired, Batch, BatchLimit, Error, Lease, Ordering, OwnerId, Result, StartAt, Subscription, SubscriptionName,
+};
+
+use crate::Server;
+use crate::read::Page;
+use crate::settle::Write;
+use crate::state::{Lane, Reader, State};
 
 impl Server {
-    pub(super) fn subscribe(&self, subscription: &Subscription) -> Result<()> {
+    pub(crate) fn subscribe(&self, subscription: &Subscription) -> Result<()> {
         let now = self.clock.now();
         let mut state = self.state("subscribe")?;
         let commit_last = state.data.log("subscribe", &subscription.log)?.commit_last;
@@ -49,7 +48,7 @@ impl Server {
         Ok(())
     }
 
-    pub(super) fn acquire(
+    pub(crate) fn acquire(
         &self,
         subscription: &SubscriptionName,
         owner: &OwnerId,
@@ -87,7 +86,7 @@ impl Server {
         Ok(acquired)
     }
 
-    pub(super) fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
+    pub(crate) fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("renew")?;
         let (reader, _) = state.data.leased("renew", lease, monotonic)?;
@@ -100,7 +99,7 @@ impl Server {
         if paused { Err(Error::stale("renew")) } else { Ok(()) }
     }
 
-    pub(super) fn release(&self, lease: &Lease) -> Result<()> {
+    pub(crate) fn release(&self, lease: &Lease) -> Result<()> {
         let monotonic = self.clock.monotonic();
         let mut state = self.state("release")?;
         if let Ok((reader, _)) = state.data.leased("release", lease, monotonic) {
@@ -112,7 +111,7 @@ impl Server {
         Ok(())
     }
 
-    pub(super) fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()> {
+    pub(crate) fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()> {
         let mut state = self.state("leave")?;
         if let Ok((reader, _)) = state.data.reader_mut("leave", subscription) {
             reader.alive_until.remove(owner);
@@ -123,7 +122,7 @@ impl Server {
     }
 
     /// Returns the cursor of a lane, for a client that knows nothing of it.
-    pub(super) fn load(&self, lease: &Lease) -> Result<(u64, i64, usize, u64)> {
+    pub(crate) fn load(&self, lease: &Lease) -> Result<(u64, i64, usize, u64)> {
         let monotonic = self.clock.monotonic();
         let mut state = self.state("next_batch")?;
         let wakeups = state.wakeups;
@@ -139,7 +138,7 @@ impl Server {
     /// twice could move the window back, or past events that were never returned. And a store that
     /// went back to an earlier state may have lost rows of a settlement, so that their keys would
     /// not be held, or the filter by which unsettled events were read.
-    pub(super) fn window(
+    pub(crate) fn window(
         &self,
         lease: &Lease,
         (to, settled, revision): (u64, i64, usize),
@@ -187,14 +186,14 @@ impl Server {
         Ok(Page { end: batch.end.map(|end| end.0), batch, window: to, revision, wakeups })
     }
 
-    pub(super) fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+    pub(crate) fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("due")?;
         let (reader, log) = state.data.leased("due", lease, monotonic)?;
         Ok(reader.due(log, lease.lane, limit, now))
     }
 
-    pub(super) fn settle(&self, lease: &Lease, write: &Write) -> Result<()> {
+    pub(crate) fn settle(&self, lease: &Lease, write: &Write) -> Result<()> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("settle")?;
         let (reader, log) = state.data.leased("settle", lease, monotonic)?;

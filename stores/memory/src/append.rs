@@ -5,15 +5,13 @@ use std::sync::MutexGuard;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
+use postbox_core::kit::{check_message_id, in_context};
+use postbox_core::{
+    Append, Appended, Error, ErrorKind, EventId, Key, LogName, NewEvent, Result, SourceName, Tenant, Transaction,
+};
 
-use super::state::{LogState, State};
-use super::{MemoryStore, Server};
-use crate::append::{Append, Appended};
-use crate::context::in_context;
-use crate::error::{Error, ErrorKind, Result};
-use crate::event::{EventId, NewEvent};
-use crate::kit::check_message_id;
-use crate::names::{Key, LogName, SourceName, Tenant};
+use crate::state::{LogState, State};
+use crate::{MemoryStore, Server};
 
 #[async_trait]
 impl Append for MemoryStore {
@@ -36,7 +34,8 @@ impl Append for MemoryStore {
 /// An open transaction. Dropping it rolls it back.
 ///
 /// ```
-/// # use postbox_core::{LogName, MemoryStore, NewEvent};
+/// # use postbox_core::{LogName, NewEvent};
+/// # use postbox_memory::MemoryStore;
 /// # fn example(store: &MemoryStore) -> postbox_core::Result<()> {
 /// let mut early = store.begin();
 /// early.append(&LogName::outbox(), &[NewEvent::json("order.placed", "{}")])?; // takes the lower seq …
@@ -64,7 +63,7 @@ enum Written {
 }
 
 impl MemoryTransaction {
-    pub(super) fn new(store: MemoryStore) -> Self {
+    pub(crate) fn new(store: MemoryStore) -> Self {
         let incarnation = store.server.lock().incarnation;
         Self { store, written: Vec::new(), incarnation }
     }
@@ -136,7 +135,7 @@ impl MemoryTransaction {
     pub fn rollback(self) {}
 
     /// Commits under a lock that the caller holds.
-    pub(super) fn commit_in(&mut self, state: &mut State) {
+    pub(crate) fn commit_in(&mut self, state: &mut State) {
         let mut written = std::mem::take(&mut self.written);
         if state.incarnation != self.incarnation {
             return;
@@ -194,7 +193,7 @@ impl State {
     }
 
     /// Validates all events, then writes invisible rows.
-    pub(super) fn insert(&mut self, log: &LogName, events: &[NewEvent], now: Timestamp) -> Result<Vec<(EventId, i64)>> {
+    pub(crate) fn insert(&mut self, log: &LogName, events: &[NewEvent], now: Timestamp) -> Result<Vec<(EventId, i64)>> {
         events.iter().try_for_each(NewEvent::validate)?;
         refuse_taken_ids(self.data.log("append", log)?, events)?;
         let mut rows = Vec::with_capacity(events.len());
@@ -238,4 +237,12 @@ fn event_id_taken(id: EventId) -> Error {
     let message =
         format!("the log has another event under the id {id}; nothing was appended: give each an id of its own");
     Error::new(ErrorKind::Conflict, "append", "event_id_taken", message)
+}
+
+impl<'a> Transaction<'a, MemoryStore, MemoryStore> for MemoryTransaction {
+    type Appended = Result<Appended>;
+
+    fn append(&'a mut self, _: &'a MemoryStore, log: &'a LogName, events: Result<Vec<NewEvent>>) -> Self::Appended {
+        MemoryTransaction::append(self, log, &events?)
+    }
 }

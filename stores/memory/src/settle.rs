@@ -3,31 +3,28 @@
 use std::borrow::Cow;
 
 use jiff::Timestamp;
+use postbox_core::kit::{Due, RowAfter, note_attempt, window_undone};
+use postbox_core::{Disposition, Key, Result, Settlement, State as EventState};
 
-use super::client::Position;
-use super::state::{DeliveryRow, LogState, Reader};
-use crate::batch::{Disposition, Settlement};
-use crate::error::Result;
-use crate::kit::{Due, RowAfter, note_attempt, window_undone};
-use crate::names::Key;
-use crate::state::State as EventState;
+use crate::client::Position;
+use crate::state::{DeliveryRow, LogState, Reader};
 
 /// A settlement on its way to the server.
-pub(super) struct Write {
-    pub(super) place: Option<Place>,
-    pub(super) entries: Vec<EntryWrite>,
+pub(crate) struct Write {
+    pub(crate) place: Option<Place>,
+    pub(crate) entries: Vec<EntryWrite>,
     hold_keys: bool,
 }
 
 /// The move of the position by a settlement.
-pub(super) struct Place {
+pub(crate) struct Place {
     /// The window, the settled position and the filter's revision that the client knows. `None` if
     /// it knows no window, so the store must have undone it.
     known: Option<(u64, i64, usize)>,
-    pub(super) position: i64,
+    pub(crate) position: i64,
 }
 
-pub(super) struct EntryWrite {
+pub(crate) struct EntryWrite {
     seq: i64,
     key: Option<Key>,
     attempts: u32,
@@ -36,7 +33,7 @@ pub(super) struct EntryWrite {
 }
 
 impl Write {
-    pub(super) fn of(settlement: &Settlement<'_>, at: Option<&Position>) -> Self {
+    pub(crate) fn of(settlement: &Settlement<'_>, at: Option<&Position>) -> Self {
         let place = settlement.position.map(|position| Place {
             known: at.map(|at| (at.window, at.settled, at.revision)),
             // Never past what was returned.
@@ -65,7 +62,7 @@ impl EntryWrite {
 impl Reader {
     /// Returns whether an earlier call whose answer was lost did this, or a due row has changed
     /// since it was read. In both cases the handlers' effects must not count again.
-    pub(super) fn was_settled(&self, lane: u16, write: &Write) -> bool {
+    pub(crate) fn was_settled(&self, lane: u16, write: &Write) -> bool {
         let as_read = |entry: &EntryWrite| self.delivery(entry.seq).is_some_and(|row| entry.is_of(row));
         match &write.place {
             Some(place) => place.position <= self.lanes[usize::from(lane)].settled,
@@ -74,7 +71,7 @@ impl Reader {
     }
 
     /// Writes a settlement under a lease that was checked, wholly or not at all.
-    pub(super) fn settle(&mut self, log: &LogState, lane: u16, write: &Write, now: Timestamp) -> Result<()> {
+    pub(crate) fn settle(&mut self, log: &LogState, lane: u16, write: &Write, now: Timestamp) -> Result<()> {
         let of_lane = &mut self.lanes[usize::from(lane)];
         let before = of_lane.settled;
         if let Some(Place { known, position }) = &write.place {

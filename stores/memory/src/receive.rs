@@ -6,14 +6,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
+use postbox_core::kit::STEP_ROWS_MAX;
+use postbox_core::{Conflict, Error, ErrorKind, Inbound, LogName, NewEvent, Receive, Received, Result, SourceName};
 
-use super::state::State;
-use super::{MemoryStore, Server};
-use crate::error::{Error, ErrorKind, Result};
-use crate::event::NewEvent;
-use crate::kit::STEP_ROWS_MAX;
-use crate::names::{LogName, SourceName};
-use crate::receive::{Conflict, Inbound, Receive, Received};
+use crate::state::State;
+use crate::{MemoryStore, Server};
 
 /// Maximum conflict records; the oldest go first. An attacker who sends one id with many bodies
 /// must not fill the memory.
@@ -23,7 +20,7 @@ const CONFLICTS_MAX: usize = 1_000;
 type Identity = (SourceName, Option<String>, String);
 
 #[derive(Clone, Default)]
-pub(super) struct Inbox {
+pub(crate) struct Inbox {
     seen: HashMap<Identity, (/* digest */ [u8; 32], /* when */ Timestamp)>,
     conflicts: Vec<Conflict>,
     /// Messages that were applied, or will be if the asking transaction commits.
@@ -38,7 +35,7 @@ struct Applied {
 
 impl Inbox {
     /// Notes that a message is applied; `false` if it was already.
-    pub(super) fn once(&mut self, source: &SourceName, message_id: &str, now: Timestamp) -> Result<bool> {
+    pub(crate) fn once(&mut self, source: &SourceName, message_id: &str, now: Timestamp) -> Result<bool> {
         match self.applied.entry((source.clone(), message_id.to_owned())) {
             Entry::Vacant(entry) => {
                 entry.insert(Applied { at: now, is_committed: false });
@@ -53,19 +50,19 @@ impl Inbox {
     }
 
     /// The asking transaction has committed.
-    pub(super) fn commit_once(&mut self, source: SourceName, message_id: String) {
+    pub(crate) fn commit_once(&mut self, source: SourceName, message_id: String) {
         if let Some(applied) = self.applied.get_mut(&(source, message_id)) {
             applied.is_committed = true;
         }
     }
 
     /// The asking transaction was rolled back.
-    pub(super) fn forget_once(&mut self, source: SourceName, message_id: String) {
+    pub(crate) fn forget_once(&mut self, source: SourceName, message_id: String) {
         self.applied.remove(&(source, message_id));
     }
 
     /// Returns conflicts, the latest first.
-    pub(super) fn conflicts(&self, limit: usize) -> Vec<Conflict> {
+    pub(crate) fn conflicts(&self, limit: usize) -> Vec<Conflict> {
         let mut latest = self.conflicts.clone();
         latest.sort_by_key(|conflict| std::cmp::Reverse(conflict.last_at));
         latest.truncate(limit);

@@ -1,15 +1,10 @@
 //! Watching a log as it grows, by the numbers of its commits.
 
 use async_trait::async_trait;
+use postbox_core::kit::BatchLimiter;
+use postbox_core::{BatchLimit, Criteria, LogName, Result, Seq, Tail, Tailed, place_invalid};
 
-use super::MemoryStore;
-use crate::batch::BatchLimit;
-use crate::criteria::Criteria;
-use crate::error::Result;
-use crate::event::Seq;
-use crate::kit::BatchLimiter;
-use crate::names::LogName;
-use crate::tail::{Tail, Tailed, place_invalid};
+use crate::MemoryStore;
 
 #[async_trait]
 impl Tail for MemoryStore {

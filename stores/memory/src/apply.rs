@@ -4,17 +4,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
+use postbox_core::kit::{BlockedKeys, entries_of, panic_text, settled_already};
+use postbox_core::trace::Traced;
+use postbox_core::{Apply, Decide, Delivery, Error, Lease, Outcome, Result, Settlement};
 
-use super::settle::Write;
-use super::state::State;
-use super::{MemoryStore, MemoryTransaction, Server};
-use crate::apply::{Apply, Decide};
-use crate::batch::{Delivery, Settlement};
-use crate::error::{Error, Result};
-use crate::kit::{BlockedKeys, entries_of, panic_text, settled_already};
-use crate::log::Lease;
-use crate::outcome::Outcome;
-use crate::trace::Traced;
+use crate::settle::Write;
+use crate::state::State;
+use crate::{MemoryStore, MemoryTransaction, Server};
 
 impl MemoryStore {
     /// Binds a handler to this store. Events appended through the transaction become visible with

@@ -3,12 +3,9 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use postbox_core::{Arrival, Blocker, Diagnose, Event, LogName, Result};
 
-use super::MemoryStore;
-use crate::diagnose::{Arrival, Blocker, Diagnose};
-use crate::error::Result;
-use crate::event::Event;
-use crate::names::LogName;
+use crate::MemoryStore;
 
 #[async_trait]
 impl Diagnose for MemoryStore {

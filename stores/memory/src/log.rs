@@ -5,14 +5,12 @@ use std::task::Poll;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use postbox_core::{
+    Acquired, Batch, BatchLimit, Lease, Log, OwnerId, Result, Settlement, Subscription, SubscriptionName,
+};
 
-use super::MemoryStore;
-use super::settle::Write;
-use crate::batch::{Batch, BatchLimit, Settlement};
-use crate::error::Result;
-use crate::log::{Acquired, Lease, Log};
-use crate::names::{OwnerId, SubscriptionName};
-use crate::subscription::Subscription;
+use crate::MemoryStore;
+use crate::settle::Write;
 
 #[async_trait]
 impl Log for MemoryStore {

@@ -1,12 +1,9 @@
 //! Finds events by the start of their id.
 
 use async_trait::async_trait;
+use postbox_core::{EventId, Find, IdPrefix, LogName, Result};
 
-use super::MemoryStore;
-use crate::error::Result;
-use crate::event::EventId;
-use crate::find::{Find, IdPrefix};
-use crate::names::LogName;
+use crate::MemoryStore;
 
 #[async_trait]
 impl Find for MemoryStore {

@@ -8,10 +8,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use async_trait::async_trait;
-
-use super::{AckToken, RawMessage, Source, SourceCapabilities, SourceMessage};
-use crate::clock::Clock;
-use crate::error::{Error, ErrorKind, Result};
+use postbox_core::{AckToken, Clock, Error, ErrorKind, RawMessage, Result, Source, SourceCapabilities, SourceMessage};
 
 /// An in-memory queue that implements the [`Source`] contract, and can lose its connection.
 pub struct MemorySource {

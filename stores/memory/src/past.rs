@@ -4,13 +4,10 @@
 use std::fmt;
 use std::time::Duration;
 
-use super::MemoryStore;
-use super::state::{Data, Lane, State};
-use crate::batch::Delivery;
-use crate::event::{Event, Seq};
-use crate::log::Epoch;
-use crate::names::SubscriptionName;
-use crate::state::State as EventState;
+use postbox_core::{Delivery, Epoch, Event, Seq, State as EventState, SubscriptionName};
+
+use crate::MemoryStore;
+use crate::state::{Data, Lane, State};
 
 /// Everything a store held at one moment.
 #[derive(Clone)]

@@ -4,17 +4,15 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
+use postbox_core::kit::{BatchLimiter, Share, StatsCounter, unrouted};
+use postbox_core::limits::UNROUTED_COUNT_MAX;
+use postbox_core::{
+    Conflict, Count, Event, EventId, Inspect, LaneInfo, ListQuery, LogName, Record, Result, Seq, State as EventState,
+    Stats, SubscriptionInfo, SubscriptionName, Unrouted,
+};
 
-use super::MemoryStore;
-use super::state::{Data, LogState, Reader};
-use crate::error::Result;
-use crate::event::{Event, EventId, Seq};
-use crate::inspect::{Count, Inspect, LaneInfo, ListQuery, Record, Stats, SubscriptionInfo, Unrouted};
-use crate::kit::{BatchLimiter, Share, StatsCounter, unrouted};
-use crate::limits::UNROUTED_COUNT_MAX;
-use crate::names::{LogName, SubscriptionName};
-use crate::receive::Conflict;
-use crate::state::State as EventState;
+use crate::MemoryStore;
+use crate::state::{Data, LogState, Reader};
 
 #[async_trait]
 impl Inspect for MemoryStore {
@@ -89,7 +87,7 @@ impl Inspect for MemoryStore {
 
 impl Data {
     /// Returns a log with undelivered events or with events that nobody reads, if there is one.
-    pub(super) fn undelivered(&self, now: Timestamp) -> Option<&LogName> {
+    pub(crate) fn undelivered(&self, now: Timestamp) -> Option<&LogName> {
         let is_pending = |(name, log): &(&LogName, &LogState)| {
             let mut readers = self.readers.values().filter(|reader| reader.subscription.log == **name).peekable();
             match readers.peek() {

@@ -4,10 +4,9 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
+use postbox_core::{Error, ErrorKind, Lease, Result};
 
-use super::{MemoryStore, Server};
-use crate::error::{Error, ErrorKind, Result};
-use crate::log::Lease;
+use crate::{MemoryStore, Server};
 
 /// Carries each call of a client to the server: at once, late, twice, without its answer, or not at
 /// all.
@@ -45,7 +44,7 @@ impl fmt::Debug for Call {
 
 impl MemoryStore {
     /// Executes an operation on the server, through the wire if there is one.
-    pub(super) async fn call<T: Send + 'static>(
+    pub(crate) async fn call<T: Send + 'static>(
         &self,
         operation: &'static str,
         lease: Option<&Lease>,

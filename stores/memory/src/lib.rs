@@ -32,6 +32,7 @@ mod past;
 mod read;
 mod receive;
 mod settle;
+mod source;
 mod state;
 mod tail;
 mod wire;
@@ -40,15 +41,14 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
+use postbox_core::{Clock, Error, ErrorKind, Migrate, Result, events_undelivered};
 
-use crate::clock::Clock;
-use crate::error::{Error, ErrorKind, Result};
-use crate::migrate::{Migrate, events_undelivered};
 use client::Client;
 use state::State;
 
 pub use append::MemoryTransaction;
 pub use past::{Cursor, Snapshot, Standing};
+pub use source::MemorySource;
 pub use wire::{Call, Wire};
 
 /// The one migration of a store without a schema, so that `up` and `down` have something to return.

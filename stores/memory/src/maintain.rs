@@ -4,16 +4,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
+use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX, rebase_not_needed};
+use postbox_core::{Changed, Event, LogName, Maintain, Prune, Result, Routed, Seq, State as EventState};
 
-use super::state::{Data, DeliveryRow, LogState, Reader, State};
-use super::{MemoryStore, Server};
-use crate::admin::Changed;
-use crate::error::Result;
-use crate::event::{Event, Seq};
-use crate::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX, rebase_not_needed};
-use crate::maintain::{Maintain, Prune, Routed};
-use crate::names::LogName;
-use crate::state::State as EventState;
+use crate::state::{Data, DeliveryRow, LogState, Reader, State};
+use crate::{MemoryStore, Server};
 
 #[async_trait]
 impl Maintain for MemoryStore {

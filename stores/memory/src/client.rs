@@ -8,36 +8,34 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::{MemoryStore, Server};
-use crate::batch::{Batch, BatchLimit};
-use crate::error::Result;
-use crate::log::{Epoch, Lease};
-use crate::names::SubscriptionName;
+use postbox_core::{Batch, BatchLimit, Epoch, Lease, Result, SubscriptionName};
+
+use crate::{MemoryStore, Server};
 
 /// The positions one client remembers, by lane.
 #[derive(Default)]
-pub(super) struct Client {
+pub(crate) struct Client {
     positions: Mutex<HashMap<(SubscriptionName, u16), Position>>,
 }
 
 /// The position of a lane.
 #[derive(Clone)]
-pub(super) struct Position {
+pub(crate) struct Position {
     epoch: Epoch,
     /// The last commit of the window. Unique among the windows of a lane.
-    pub(super) window: u64,
+    pub(crate) window: u64,
     /// The revision of the filter by which the unsettled events were read.
-    pub(super) revision: usize,
+    pub(crate) revision: usize,
     /// Everything of the window up to here is dealt with.
-    pub(super) settled: i64,
+    pub(crate) settled: i64,
     /// Everything of the window up to here was returned; never below `settled`.
-    pub(super) read: i64,
+    pub(crate) read: i64,
     /// Nothing of the window is left beyond `read`.
     drained: bool,
     /// Rises with every rewind, so that a read which was under way does not undo it.
     rewinds: u64,
-    /// Value of [`super::state::State::wakeups`] at the last read.
-    pub(super) wakeups: u64,
+    /// Value of [`crate::state::State::wakeups`] at the last read.
+    pub(crate) wakeups: u64,
 }
 
 impl Client {
@@ -46,7 +44,7 @@ impl Client {
     }
 
     /// Returns the position under a lease, if known.
-    pub(super) fn position(&self, lease: &Lease) -> Option<Position> {
+    pub(crate) fn position(&self, lease: &Lease) -> Option<Position> {
         self.lock().get(&key(lease)).filter(|at| at.epoch == lease.epoch).cloned()
     }
 
@@ -68,7 +66,7 @@ impl Client {
     }
 
     /// Notes the result of a settlement.
-    pub(super) fn note_settled(&self, lease: &Lease, position: Option<i64>, rewind: bool, settled: &Result<()>) {
+    pub(crate) fn note_settled(&self, lease: &Lease, position: Option<i64>, rewind: bool, settled: &Result<()>) {
         if let Err(error) = settled {
             if error.is_stale() {
                 self.forget(lease);
@@ -86,13 +84,13 @@ impl Client {
 
     /// Starts a granted lane. Anything known belongs to an earlier lease, even if a store that went
     /// back to an earlier state gave out the same epoch.
-    pub(super) fn begin(&self, lease: &Lease) {
+    pub(crate) fn begin(&self, lease: &Lease) {
         self.lock().remove(&key(lease));
     }
 
     /// Makes the next read start from the server. Affects only this lease: another one may have the
     /// lane by now.
-    pub(super) fn forget(&self, lease: &Lease) {
+    pub(crate) fn forget(&self, lease: &Lease) {
         let mut positions = self.lock();
         if positions.get(&key(lease)).is_some_and(|now| now.epoch == lease.epoch) {
             positions.remove(&key(lease));
@@ -107,7 +105,7 @@ fn key(lease: &Lease) -> (SubscriptionName, u16) {
 impl MemoryStore {
     /// Returns the next events of the lane's window. Once the window is dealt with, opens the next
     /// one.
-    pub(super) async fn read_on(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+    pub(crate) async fn read_on(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         loop {
             let Some(at) = self.client.position(lease) else {
                 self.load(lease).await?;

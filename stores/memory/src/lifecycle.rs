@@ -1,22 +1,17 @@
 //! The life of a subscription: rename, reset, change of lanes, removal.
 
 use jiff::Timestamp;
-
-use super::Server;
-use super::state::{Data, DeliveryRow, Lane, LogState, Passage, Reader, State, lane_of_event};
-use crate::admin::{ResetPlan, ResetTo};
-use crate::error::Result;
-use crate::event::Event;
-use crate::kit::{
+use postbox_core::kit::{
     LOOK_EVENTS_MAX, lane_of, lanes_apart, lanes_held, subscription_changed, subscription_exists, subscription_unknown,
 };
-use crate::limits::LANES_APART_MAX;
-use crate::names::SubscriptionName;
-use crate::state::State as EventState;
-use crate::subscription::{Filter, Ordering};
+use postbox_core::limits::LANES_APART_MAX;
+use postbox_core::{Event, Filter, Ordering, ResetPlan, ResetTo, Result, State as EventState, SubscriptionName};
+
+use crate::Server;
+use crate::state::{Data, DeliveryRow, Lane, LogState, Passage, Reader, State, lane_of_event};
 
 impl Server {
-    pub(super) fn rename(&self, name: &SubscriptionName, generation: i64, to: &SubscriptionName) -> Result<()> {
+    pub(crate) fn rename(&self, name: &SubscriptionName, generation: i64, to: &SubscriptionName) -> Result<()> {
         let mut state = self.state("rename")?;
         match state.data.readers.get(to) {
             Some(known) if known.generation == generation && name != to => return Ok(()),
@@ -32,7 +27,7 @@ impl Server {
         Ok(())
     }
 
-    pub(super) fn remove(&self, name: &SubscriptionName, generation: i64) -> Result<()> {
+    pub(crate) fn remove(&self, name: &SubscriptionName, generation: i64) -> Result<()> {
         let mut state = self.state("remove")?;
         let reader = state.data.take_reader("remove", name, generation)?;
         let log = state.data.logs.get_mut(&reader.subscription.log).expect("a subscription's log is never removed");
@@ -44,7 +39,7 @@ impl Server {
         Ok(())
     }
 
-    pub(super) fn reset(&self, name: &SubscriptionName, to: ResetTo, stamp: Option<&str>) -> Result<ResetPlan> {
+    pub(crate) fn reset(&self, name: &SubscriptionName, to: ResetTo, stamp: Option<&str>) -> Result<ResetPlan> {
         let monotonic = self.clock.monotonic();
         let mut state = self.state("reset")?;
         let (reader, log) = state.data.reader_mut("reset", name)?;
@@ -62,7 +57,7 @@ impl Server {
         Ok(plan)
     }
 
-    pub(super) fn set_lanes(&self, name: &SubscriptionName, lanes: u16) -> Result<()> {
+    pub(crate) fn set_lanes(&self, name: &SubscriptionName, lanes: u16) -> Result<()> {
         let now = self.clock.now();
         let mut state = self.state("set_lanes")?;
         let (reader, log) = state.data.reader_mut("set_lanes", name)?;
@@ -225,7 +220,7 @@ impl Reader {
 
     /// Returns the row of an event that leaves the stream without a failure: due now, or at its
     /// delivery time.
-    pub(super) fn row_left(&self, seq: i64, event: &Event, now: Timestamp) -> DeliveryRow {
+    pub(crate) fn row_left(&self, seq: i64, event: &Event, now: Timestamp) -> DeliveryRow {
         let (state, due_at) = match event.deliver_at {
             Some(at) if at > now => (EventState::Scheduled, at),
             _ => (EventState::Retrying, now),

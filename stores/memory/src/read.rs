@@ -5,30 +5,28 @@ use std::ops::Bound::{Excluded, Included};
 use std::time::Duration;
 
 use jiff::Timestamp;
+use postbox_core::kit::BatchLimiter;
+use postbox_core::{Batch, BatchLimit, Delivery, Event, Seq, State as EventState, Unreadable};
 
-use super::state::{DeliveryRow, LogState, Reader};
-use crate::batch::{Batch, BatchLimit, Delivery, Unreadable};
-use crate::event::{Event, Seq};
-use crate::kit::BatchLimiter;
-use crate::state::State as EventState;
+use crate::state::{DeliveryRow, LogState, Reader};
 
 /// The result of reading a window.
-pub(super) struct Page {
-    pub(super) batch: Batch,
+pub(crate) struct Page {
+    pub(crate) batch: Batch,
     /// How far it read, if it returned anything.
-    pub(super) end: Option<i64>,
+    pub(crate) end: Option<i64>,
     /// The last commit of the window it read.
-    pub(super) window: u64,
+    pub(crate) window: u64,
     /// The revision of the filter by which it was read.
-    pub(super) revision: usize,
+    pub(crate) revision: usize,
     /// The changes it has seen.
-    pub(super) wakeups: u64,
+    pub(crate) wakeups: u64,
 }
 
 impl Reader {
     /// Continues reading in the lane's window, which is the rows with `from < commit <= to`. Empty
     /// if no wanted event is left in it.
-    pub(super) fn page(
+    pub(crate) fn page(
         &self,
         log: &LogState,
         lane: u16,
@@ -71,7 +69,7 @@ impl Reader {
 
     /// Returns rows that are due, in `seq` order: of each key the head and the events behind it,
     /// never with a gap. The heads share the limit.
-    pub(super) fn due(&self, log: &LogState, lane: u16, limit: BatchLimit, now: Timestamp) -> Batch {
+    pub(crate) fn due(&self, log: &LogState, lane: u16, limit: BatchLimit, now: Timestamp) -> Batch {
         let mut batch = Batch { due_in: self.due_in(lane, now), ..Batch::default() };
         let mut limiter = BatchLimiter::new(limit);
         let is_due =
@@ -109,7 +107,7 @@ impl Reader {
     }
 
     /// Returns how long it is until the first row of the lane is due.
-    pub(super) fn due_in(&self, lane: u16, now: Timestamp) -> Option<Duration> {
+    pub(crate) fn due_in(&self, lane: u16, now: Timestamp) -> Option<Duration> {
         self.deliveries()
             .filter(|(_, row)| row.lane == lane && matches!(row.state, EventState::Retrying | EventState::Scheduled))
             .filter(|(seq, row)| row.held_key().is_none_or(|key| self.head(key) == Some(*seq)))

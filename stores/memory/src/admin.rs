@@ -3,20 +3,17 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use super::state::{DeliveryRow, LogState, Reader, State};
-use super::{MemoryStore, Server};
-use crate::admin::{Admin, Change, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
-use crate::batch::Disposition;
-use crate::error::Result;
-use crate::event::{Event, EventId, Seq};
-use crate::inspect::Pause;
-use crate::kit::check_lanes;
-use crate::limits::ERROR_BYTES_MAX;
-use crate::names::SubscriptionName;
-use crate::state::State as EventState;
-use crate::subscription::Ordering;
 use async_trait::async_trait;
 use jiff::Timestamp;
+use postbox_core::kit::check_lanes;
+use postbox_core::limits::ERROR_BYTES_MAX;
+use postbox_core::{
+    Admin, Change, Changed, Disposition, Event, EventId, Ordering, Pause, Replay, Replayed, ResetPlan, ResetTo, Result,
+    Selection, Seq, State as EventState, SubscriptionName,
+};
+
+use crate::state::{DeliveryRow, LogState, Reader, State};
+use crate::{MemoryStore, Server};
 
 #[async_trait]
 impl Admin for MemoryStore {
@@ -197,7 +194,7 @@ fn cut_to_step(chosen: &mut Vec<(i64, DeliveryRow)>, selection: &Selection) -> C
 impl Reader {
     /// Gives passed events the rows that were made for them. Their replay is a number that no event
     /// of the subscription had before, so a destination that remembers ids accepts them.
-    pub(super) fn send_again(&mut self, chosen: &[(i64, DeliveryRow)]) {
+    pub(crate) fn send_again(&mut self, chosen: &[(i64, DeliveryRow)]) {
         self.replays += 1;
         for (seq, row) in chosen {
             self.put(*seq, DeliveryRow { replays: self.replays, ..row.clone() });

@@ -7,95 +7,90 @@ use std::task::Waker;
 use std::time::Duration;
 
 use jiff::Timestamp;
+use postbox_core::kit::{lane_of, log_unknown, subscription_unknown};
+use postbox_core::{
+    Attempt, Disposition, Epoch, Error, Event, EventId, Filter, Key, Lease, LogName, NewEvent, OwnerId, Pause, Result,
+    State as EventState, Subscription, SubscriptionName,
+};
 
-use crate::batch::Disposition;
-use crate::error::{Error, Result};
-use crate::event::{Event, EventId, NewEvent};
-use crate::inspect::{Attempt, Pause};
-use crate::kit::{lane_of, log_unknown, subscription_unknown};
-use crate::log::{Epoch, Lease};
-use crate::names::{Key, LogName, OwnerId, SubscriptionName};
-use crate::state::State as EventState;
-use crate::subscription::{Filter, Subscription};
-
-use super::receive::Inbox;
+use crate::receive::Inbox;
 
 /// Everything, behind the one mutex.
 #[derive(Default)]
-pub(super) struct State {
-    pub(super) data: Data,
+pub(crate) struct State {
+    pub(crate) data: Data,
     /// The part of `data` that a crash would leave, if crashes are simulated.
-    pub(super) durable: Option<Box<Data>>,
+    pub(crate) durable: Option<Box<Data>>,
     /// Rises each time the store goes back to an earlier state. Transactions begun before are
     /// rolled back.
-    pub(super) incarnation: u64,
+    pub(crate) incarnation: u64,
     /// Number of ids created so far. Makes ids unique within one millisecond. Never goes back.
     ids: u64,
     /// Rises with everything that may give a lane work. A lane compares it with the value at its
     /// last read.
-    pub(super) wakeups: u64,
+    pub(crate) wakeups: u64,
     /// At most one waiting relay per lane.
-    pub(super) waiting: BTreeMap<(SubscriptionName, u16), Waker>,
+    pub(crate) waiting: BTreeMap<(SubscriptionName, u16), Waker>,
 }
 
 /// What a database would store in its tables.
 #[derive(Clone, Default)]
-pub(super) struct Data {
-    pub(super) migrated: bool,
-    pub(super) logs: BTreeMap<LogName, LogState>,
-    pub(super) readers: BTreeMap<SubscriptionName, Reader>,
-    pub(super) inbox: Inbox,
+pub(crate) struct Data {
+    pub(crate) migrated: bool,
+    pub(crate) logs: BTreeMap<LogName, LogState>,
+    pub(crate) readers: BTreeMap<SubscriptionName, Reader>,
+    pub(crate) inbox: Inbox,
     /// First epoch of new lanes, so that no lease of an earlier subscription of the same name
     /// counts.
-    pub(super) epoch_next: Epoch,
+    pub(crate) epoch_next: Epoch,
 }
 
 /// One log.
 #[derive(Clone, Default)]
-pub(super) struct LogState {
-    pub(super) rows: BTreeMap<i64, Row>,
+pub(crate) struct LogState {
+    pub(crate) rows: BTreeMap<i64, Row>,
     /// The `seq`s that each commit made visible. Windows are opened from this.
-    pub(super) commits: BTreeMap<u64, Vec<i64>>,
-    pub(super) commit_last: u64,
-    pub(super) ids: HashMap<EventId, i64>,
+    pub(crate) commits: BTreeMap<u64, Vec<i64>>,
+    pub(crate) commit_last: u64,
+    pub(crate) ids: HashMap<EventId, i64>,
     seq_last: i64,
     /// Events that no subscription wants.
-    pub(super) unrouted: BTreeSet<i64>,
+    pub(crate) unrouted: BTreeSet<i64>,
     /// The last commit up to which unrouted events were looked for.
-    pub(super) routed: u64,
+    pub(crate) routed: u64,
 }
 
 /// One event. Invisible until its transaction has committed.
 #[derive(Clone)]
-pub(super) struct Row {
-    pub(super) event: Event,
-    pub(super) commit: Option<u64>,
+pub(crate) struct Row {
+    pub(crate) event: Event,
+    pub(crate) commit: Option<u64>,
 }
 
 /// One subscription with its lanes and delivery rows.
 #[derive(Clone)]
-pub(super) struct Reader {
-    pub(super) subscription: Subscription,
+pub(crate) struct Reader {
+    pub(crate) subscription: Subscription,
     /// Separates it from other subscriptions that had its name before.
-    pub(super) generation: i64,
+    pub(crate) generation: i64,
     /// Every filter it had, the present one last. A filter's revision is its index. `None` means
     /// that nothing was wanted: the first one, for events before its start, and those added by
     /// resets.
-    pub(super) filters: Vec<Option<Filter>>,
+    pub(crate) filters: Vec<Option<Filter>>,
     /// How far lanes got with each earlier filter.
-    pub(super) passages: Vec<Passage>,
+    pub(crate) passages: Vec<Passage>,
     /// Up to which position events of the stream have which replay, since the last reset.
-    pub(super) again: (i64, u32),
+    pub(crate) again: (i64, u32),
     /// Skipped events that were sent after all.
-    pub(super) sent: BTreeSet<i64>,
+    pub(crate) sent: BTreeSet<i64>,
     /// The highest replay of any of its events.
-    pub(super) replays: u32,
-    pub(super) lanes: Vec<Lane>,
-    pub(super) pause: Option<Pause>,
+    pub(crate) replays: u32,
+    pub(crate) lanes: Vec<Lane>,
+    pub(crate) pause: Option<Pause>,
     /// Number of events delivered so far.
-    pub(super) delivered: u64,
+    pub(crate) delivered: u64,
     /// Until when each relay counts as alive.
-    pub(super) alive_until: HashMap<OwnerId, Duration>,
+    pub(crate) alive_until: HashMap<OwnerId, Duration>,
     deliveries: BTreeMap<i64, DeliveryRow>,
     /// The delivery rows that hold their key, by key, in `seq` order. The first is the head.
     holding: HashMap<Key, BTreeSet<i64>>,
@@ -104,76 +99,76 @@ pub(super) struct Reader {
 /// One lane: its window, how far it is settled, and who drives it. Only its reader knows how far it
 /// is read.
 #[derive(Clone, Default)]
-pub(super) struct Lane {
-    pub(super) epoch: Epoch,
-    pub(super) owner: Option<OwnerId>,
-    pub(super) lease_until: Option<Duration>,
+pub(crate) struct Lane {
+    pub(crate) epoch: Epoch,
+    pub(crate) owner: Option<OwnerId>,
+    pub(crate) lease_until: Option<Duration>,
     /// The time for which it was granted or renewed.
-    pub(super) lease_ttl: Duration,
-    pub(super) granted_at: Duration,
+    pub(crate) lease_ttl: Duration,
+    pub(crate) granted_at: Duration,
     /// Number of holders in a row that vanished.
-    pub(super) crashes: u32,
+    pub(crate) crashes: u32,
     /// The window: rows with `from < commit <= to`.
-    pub(super) from: u64,
-    pub(super) to: u64,
+    pub(crate) from: u64,
+    pub(crate) to: u64,
     /// Every row of the window up to here is dealt with.
-    pub(super) settled: i64,
+    pub(crate) settled: i64,
     /// Revision of the filter it reads by.
-    pub(super) revision: usize,
+    pub(crate) revision: usize,
 }
 
 /// How far a lane got with one filter: its cursor when it took the next.
 #[derive(Clone)]
-pub(super) struct Passage {
+pub(crate) struct Passage {
     /// Number of lanes there were, and which of them it was.
-    pub(super) lanes: u16,
-    pub(super) lane: u16,
-    pub(super) revision: usize,
-    pub(super) from: u64,
-    pub(super) to: u64,
-    pub(super) settled: i64,
+    pub(crate) lanes: u16,
+    pub(crate) lane: u16,
+    pub(crate) revision: usize,
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    pub(crate) settled: i64,
     /// Everything beyond was taken back by a reset.
-    pub(super) seq_max: i64,
+    pub(crate) seq_max: i64,
 }
 
 /// An event that left the stream.
 #[derive(Clone)]
-pub(super) struct DeliveryRow {
-    pub(super) state: EventState,
-    pub(super) lane: u16,
-    pub(super) key: Option<Key>,
+pub(crate) struct DeliveryRow {
+    pub(crate) state: EventState,
+    pub(crate) lane: u16,
+    pub(crate) key: Option<Key>,
     /// Whether the subscription was ordered by key when the row was created.
-    pub(super) ordered: bool,
+    pub(crate) ordered: bool,
     /// Dead, and the key waits for a person.
-    pub(super) halt: bool,
-    pub(super) attempts: u32,
-    pub(super) replays: u32,
+    pub(crate) halt: bool,
+    pub(crate) attempts: u32,
+    pub(crate) replays: u32,
     /// Number of relays that ended while they sent it alone.
-    pub(super) crashes: u32,
-    pub(super) due_at: Option<Timestamp>,
-    pub(super) code: Option<String>,
-    pub(super) error: Option<String>,
-    pub(super) updated_at: Timestamp,
-    pub(super) last_attempts: Vec<Attempt>,
+    pub(crate) crashes: u32,
+    pub(crate) due_at: Option<Timestamp>,
+    pub(crate) code: Option<String>,
+    pub(crate) error: Option<String>,
+    pub(crate) updated_at: Timestamp,
+    pub(crate) last_attempts: Vec<Attempt>,
     /// The last death that was handed to a dead-letter sink, counted from 1.
-    pub(super) letters: u32,
+    pub(crate) letters: u32,
     /// When its letter is to be handed over; `None`: at once.
-    pub(super) letter_at: Option<Timestamp>,
+    pub(crate) letter_at: Option<Timestamp>,
 }
 
 impl Data {
-    pub(super) fn migrated() -> Self {
+    pub(crate) fn migrated() -> Self {
         let logs = [LogName::outbox(), LogName::inbox()].map(|name| (name, LogState::default()));
         Self { migrated: true, logs: logs.into(), ..Self::default() }
     }
 
-    pub(super) fn log(&self, operation: &'static str, name: &LogName) -> Result<&LogState> {
+    pub(crate) fn log(&self, operation: &'static str, name: &LogName) -> Result<&LogState> {
         let known = || self.logs.keys().map(LogName::to_string).collect::<Vec<_>>();
         self.logs.get(name).ok_or_else(|| log_unknown(operation, name, &known()))
     }
 
     /// Returns the reader and the log it reads.
-    pub(super) fn reader_mut(
+    pub(crate) fn reader_mut(
         &mut self,
         operation: &'static str,
         name: &SubscriptionName,
@@ -188,7 +183,7 @@ impl Data {
     }
 
     /// Returns the reader and log of a lease that is still held at `monotonic`; otherwise `Stale`.
-    pub(super) fn leased(
+    pub(crate) fn leased(
         &mut self,
         operation: &'static str,
         lease: &Lease,
@@ -205,19 +200,19 @@ impl Data {
 }
 
 impl State {
-    pub(super) fn migrated() -> Self {
+    pub(crate) fn migrated() -> Self {
         Self { data: Data::migrated(), ..Self::default() }
     }
 
     /// Marks everything so far as on disk.
-    pub(super) fn flush(&mut self) {
+    pub(crate) fn flush(&mut self) {
         if let Some(durable) = &mut self.durable {
             **durable = self.data.clone();
         }
     }
 
     /// Makes a UUIDv7 from the time and a counter.
-    pub(super) fn next_id(&mut self, now: Timestamp) -> EventId {
+    pub(crate) fn next_id(&mut self, now: Timestamp) -> EventId {
         self.ids += 1;
         let mut counter = [0; 10];
         counter[2..].copy_from_slice(&self.ids.to_be_bytes());
@@ -226,7 +221,7 @@ impl State {
     }
 
     /// Notes that there may be work, and wakes the waiting relays once the lock is released.
-    pub(super) fn wake(mut this: MutexGuard<'_, Self>) {
+    pub(crate) fn wake(mut this: MutexGuard<'_, Self>) {
         this.wakeups += 1;
         let waiting = std::mem::take(&mut this.waiting);
         drop(this);
@@ -234,7 +229,7 @@ impl State {
     }
 
     /// Flushes a change that may give a lane work, and wakes the waiting relays.
-    pub(super) fn flush_and_wake(mut this: MutexGuard<'_, Self>) {
+    pub(crate) fn flush_and_wake(mut this: MutexGuard<'_, Self>) {
         this.flush();
         Self::wake(this);
     }
@@ -242,7 +237,7 @@ impl State {
 
 impl LogState {
     /// Writes an invisible row.
-    pub(super) fn insert(&mut self, event: NewEvent, id: EventId, now: Timestamp) -> i64 {
+    pub(crate) fn insert(&mut self, event: NewEvent, id: EventId, now: Timestamp) -> i64 {
         self.seq_last += 1;
         let event = event.into_event(id, now);
         self.ids.insert(event.id, self.seq_last);
@@ -251,7 +246,7 @@ impl LogState {
     }
 
     /// Makes rows visible, all at once.
-    pub(super) fn commit(&mut self, seqs: Vec<i64>) {
+    pub(crate) fn commit(&mut self, seqs: Vec<i64>) {
         self.commit_last += 1;
         for seq in &seqs {
             self.rows.get_mut(seq).expect("an open transaction's rows are not pruned").commit = Some(self.commit_last);
@@ -260,7 +255,7 @@ impl LogState {
     }
 
     /// Removes rows. Their `seq` stays used.
-    pub(super) fn remove(&mut self, seq: i64) {
+    pub(crate) fn remove(&mut self, seq: i64) {
         self.unrouted.remove(&seq);
         let Some(row) = self.rows.remove(&seq) else { return };
         self.ids.remove(&row.event.id);
@@ -274,13 +269,13 @@ impl LogState {
     }
 
     /// Returns every committed row, in `seq` order.
-    pub(super) fn committed(&self) -> impl Iterator<Item = (i64, u64, &Event)> {
+    pub(crate) fn committed(&self) -> impl Iterator<Item = (i64, u64, &Event)> {
         self.rows.iter().filter_map(|(seq, row)| Some((*seq, row.commit?, &row.event)))
     }
 }
 
 impl Reader {
-    pub(super) fn new(subscription: Subscription, from: u64, epoch: Epoch) -> Self {
+    pub(crate) fn new(subscription: Subscription, from: u64, epoch: Epoch) -> Self {
         let lane = Lane { from, to: from, revision: 1, epoch, ..Lane::default() };
         let lanes = subscription.lanes;
         let before = |lane: u16| Passage { lanes, lane, revision: 0, from, to: from, settled: 0, seq_max: i64::MAX };
@@ -301,23 +296,23 @@ impl Reader {
         }
     }
 
-    pub(super) fn wants(&self, event: &Event) -> bool {
+    pub(crate) fn wants(&self, event: &Event) -> bool {
         wants(&self.subscription.filter, event)
     }
 
     /// Returns the revision of the present filter.
-    pub(super) fn revision(&self) -> usize {
+    pub(crate) fn revision(&self) -> usize {
         self.filters.len() - 1
     }
 
     /// Returns whether its lane has passed an event.
-    pub(super) fn has_passed(&self, seq: i64, commit: u64, event: &Event) -> bool {
+    pub(crate) fn has_passed(&self, seq: i64, commit: u64, event: &Event) -> bool {
         self.lanes[usize::from(self.lane_of(event))].has_passed(seq, commit)
     }
 
     /// Returns the revision of the filter by which its lane passed an event, or the present one; 0
     /// before the start.
-    pub(super) fn judged_by(&self, seq: i64, commit: u64, event: &Event) -> usize {
+    pub(crate) fn judged_by(&self, seq: i64, commit: u64, event: &Event) -> usize {
         let lane = &self.lanes[usize::from(self.lane_of(event))];
         if !lane.has_passed(seq, commit) {
             return self.revision();
@@ -327,13 +322,13 @@ impl Reader {
     }
 
     /// Returns whether a filter left an event out, or will, as opposed to a start position.
-    pub(super) fn is_judged(&self, seq: i64, commit: u64, event: &Event) -> bool {
+    pub(crate) fn is_judged(&self, seq: i64, commit: u64, event: &Event) -> bool {
         self.filters[self.judged_by(seq, commit, event)].is_some()
     }
 
     /// Lets a lane read on by the present filter. Allowed only if nothing returned is unsettled, so
     /// that every row is judged by one filter.
-    pub(super) fn take_filter(&mut self, lane: u16) {
+    pub(crate) fn take_filter(&mut self, lane: u16) {
         let (lanes, revision) = (self.subscription.lanes, self.revision());
         let of_lane = &mut self.lanes[usize::from(lane)];
         if of_lane.revision != revision {
@@ -343,23 +338,23 @@ impl Reader {
     }
 
     /// Returns the replay of an event that comes from the stream.
-    pub(super) fn replay_of(&self, seq: i64) -> u32 {
+    pub(crate) fn replay_of(&self, seq: i64) -> u32 {
         if seq <= self.again.0 { self.again.1 } else { 0 }
     }
 
     /// Returns whether an event goes out.
-    pub(super) fn takes(&self, seq: i64, commit: u64, event: &Event) -> bool {
+    pub(crate) fn takes(&self, seq: i64, commit: u64, event: &Event) -> bool {
         let filter = self.filters[self.judged_by(seq, commit, event)].as_ref();
         filter.is_some_and(|filter| wants(filter, event))
     }
 
     /// Returns the lane of an event: by its key, or by its id if it has none.
-    pub(super) fn lane_of(&self, event: &Event) -> u16 {
+    pub(crate) fn lane_of(&self, event: &Event) -> u16 {
         lane_of_event(event, self.subscription.lanes)
     }
 
     /// Returns the state of an event, from its row or from the cursor.
-    pub(super) fn state_of(&self, log: &LogState, seq: i64, commit: u64, event: &Event) -> EventState {
+    pub(crate) fn state_of(&self, log: &LogState, seq: i64, commit: u64, event: &Event) -> EventState {
         match self.deliveries.get(&seq) {
             Some(row) => row.state,
             None if self.sent.contains(&seq) => EventState::Dispatched,
@@ -371,20 +366,20 @@ impl Reader {
     }
 
     /// Returns the pause in force.
-    pub(super) fn paused(&self, now: Timestamp) -> Option<&Pause> {
+    pub(crate) fn paused(&self, now: Timestamp) -> Option<&Pause> {
         self.pause.as_ref().filter(|pause| pause.holds_at(now))
     }
 
-    pub(super) fn delivery(&self, seq: i64) -> Option<&DeliveryRow> {
+    pub(crate) fn delivery(&self, seq: i64) -> Option<&DeliveryRow> {
         self.deliveries.get(&seq)
     }
 
-    pub(super) fn deliveries(&self) -> impl Iterator<Item = (i64, &DeliveryRow)> {
+    pub(crate) fn deliveries(&self) -> impl Iterator<Item = (i64, &DeliveryRow)> {
         self.deliveries.iter().map(|(seq, row)| (*seq, row))
     }
 
     /// Writes a row. Every change goes through here, so that `holding` is always right.
-    pub(super) fn put(&mut self, seq: i64, row: DeliveryRow) {
+    pub(crate) fn put(&mut self, seq: i64, row: DeliveryRow) {
         self.take(seq);
         if let Some(key) = row.held_key() {
             self.holding.entry(key.clone()).or_default().insert(seq);
@@ -393,7 +388,7 @@ impl Reader {
     }
 
     /// Deletes a row.
-    pub(super) fn take(&mut self, seq: i64) -> Option<DeliveryRow> {
+    pub(crate) fn take(&mut self, seq: i64) -> Option<DeliveryRow> {
         let row = self.deliveries.remove(&seq)?;
         if let Some(key) = row.held_key()
             && let Some(seqs) = self.holding.get_mut(key)
@@ -406,23 +401,23 @@ impl Reader {
         Some(row)
     }
 
-    pub(super) fn is_held(&self, key: &Key) -> bool {
+    pub(crate) fn is_held(&self, key: &Key) -> bool {
         self.holding.contains_key(key)
     }
 
     /// Returns the first unfinished event of a key.
-    pub(super) fn head(&self, key: &Key) -> Option<i64> {
+    pub(crate) fn head(&self, key: &Key) -> Option<i64> {
         self.holding.get(key).and_then(|seqs| seqs.first().copied())
     }
 
     /// Returns the unfinished events of a key that come after `seq`.
-    pub(super) fn behind(&self, key: &Key, seq: i64) -> impl Iterator<Item = (i64, &DeliveryRow)> {
+    pub(crate) fn behind(&self, key: &Key, seq: i64) -> impl Iterator<Item = (i64, &DeliveryRow)> {
         let seqs = self.holding.get(key).into_iter().flat_map(move |seqs| seqs.range(seq + 1..));
         seqs.filter_map(|seq| self.deliveries.get(seq).map(|row| (*seq, row)))
     }
 
     /// Makes rows due that wait for a call of the lane's former holder.
-    pub(super) fn make_in_flight_due(&mut self, lane: u16, now: Timestamp) {
+    pub(crate) fn make_in_flight_due(&mut self, lane: u16, now: Timestamp) {
         let waits = |row: &DeliveryRow| {
             row.lane == lane && row.state == EventState::Retrying && row.code.as_deref() == Some(Disposition::IN_FLIGHT)
         };
@@ -433,7 +428,7 @@ impl Reader {
     }
 
     /// Removes the order: no row holds its key any more, and blocked rows become due.
-    pub(super) fn unblock(&mut self, now: Timestamp) {
+    pub(crate) fn unblock(&mut self, now: Timestamp) {
         let holding: Vec<i64> = self.holding.values().flatten().copied().collect();
         for seq in holding {
             let mut row = DeliveryRow { ordered: false, updated_at: now, ..self.deliveries[&seq].clone() };
@@ -446,7 +441,7 @@ impl Reader {
 
     /// Counts a crash for each event that the lane's former holder sent alone without writing a
     /// result.
-    pub(super) fn count_crashes(&mut self, lane: u16, now: Timestamp) {
+    pub(crate) fn count_crashes(&mut self, lane: u16, now: Timestamp) {
         let was_sent = |row: &DeliveryRow| {
             row.lane == lane && row.state == EventState::Retrying && row.code.as_deref() == Some(Disposition::ALONE)
         };
@@ -459,7 +454,7 @@ impl Reader {
     }
 
     /// Makes the head of a key due if it was blocked, because what it waited for is gone.
-    pub(super) fn release_head(&mut self, key: &Key, now: Timestamp) {
+    pub(crate) fn release_head(&mut self, key: &Key, now: Timestamp) {
         let Some(seq) = self.head(key) else { return };
         let row = &self.deliveries[&seq];
         if row.state == EventState::Blocked {
@@ -476,11 +471,11 @@ impl Lane {
             && self.lease_until.is_some_and(|until| monotonic < until)
     }
 
-    pub(super) fn is_free(&self, monotonic: Duration) -> bool {
+    pub(crate) fn is_free(&self, monotonic: Duration) -> bool {
         self.lease_until.is_none_or(|until| until <= monotonic)
     }
 
-    pub(super) fn grant(&mut self, owner: &OwnerId, monotonic: Duration, ttl: Duration) {
+    pub(crate) fn grant(&mut self, owner: &OwnerId, monotonic: Duration, ttl: Duration) {
         let has_crashed = self.lease_until.is_some() && self.owner.as_ref().is_some_and(|former| former != owner);
         self.crashes = self.crashes_in_a_row().saturating_add(u32::from(has_crashed));
         self.epoch += 1;
@@ -490,23 +485,23 @@ impl Lane {
     }
 
     /// How many holders in a row have crashed, if the last one has not held it for long.
-    pub(super) fn crashes_in_a_row(&self) -> u32 {
+    pub(crate) fn crashes_in_a_row(&self) -> u32 {
         let alive_at = self.lease_until.map(|until| until.saturating_sub(self.lease_ttl));
         let was_long = alive_at.is_some_and(|at| at > self.granted_at + self.lease_ttl * Lease::LONG);
         if was_long { 0 } else { self.crashes }
     }
 
-    pub(super) fn hold(&mut self, monotonic: Duration, ttl: Duration) {
+    pub(crate) fn hold(&mut self, monotonic: Duration, ttl: Duration) {
         (self.lease_until, self.lease_ttl) = (Some(monotonic + ttl), ttl);
     }
 
     /// Returns whether the cursor is beyond a row.
-    pub(super) fn has_passed(&self, seq: i64, commit: u64) -> bool {
+    pub(crate) fn has_passed(&self, seq: i64, commit: u64) -> bool {
         commit <= self.from || (commit <= self.to && seq <= self.settled)
     }
 
     /// Returns how far it got with its filter.
-    pub(super) fn passage(&self, lanes: u16, lane: u16) -> Passage {
+    pub(crate) fn passage(&self, lanes: u16, lane: u16) -> Passage {
         let Self { revision, from, to, settled, .. } = *self;
         Passage { lanes, lane, revision, from, to, settled, seq_max: i64::MAX }
     }
@@ -519,7 +514,7 @@ impl Passage {
 }
 
 /// Returns the lane of an event: by its key, or by its id if it has none.
-pub(super) fn lane_of_event(event: &Event, lanes: u16) -> u16 {
+pub(crate) fn lane_of_event(event: &Event, lanes: u16) -> u16 {
     let id = event.id.as_uuid();
     let key = event.key.as_ref().map(|key| key.as_str().as_bytes());
     lane_of(key.unwrap_or(id.as_bytes()), lanes)
@@ -531,7 +526,7 @@ fn wants(filter: &Filter, event: &Event) -> bool {
 
 impl DeliveryRow {
     /// Creates the row of an event that is about to leave the stream.
-    pub(super) fn new(lane: u16, key: Option<Key>, now: Timestamp) -> Self {
+    pub(crate) fn new(lane: u16, key: Option<Key>, now: Timestamp) -> Self {
         Self {
             state: EventState::Pending,
             lane,
@@ -552,12 +547,12 @@ impl DeliveryRow {
     }
 
     /// Returns whether it is dead and this death has not been handed over.
-    pub(super) fn is_letter(&self) -> bool {
+    pub(crate) fn is_letter(&self) -> bool {
         self.state == EventState::Dead && self.letters <= self.replays
     }
 
     /// Returns the key this row holds, if any.
-    pub(super) fn held_key(&self) -> Option<&Key> {
+    pub(crate) fn held_key(&self) -> Option<&Key> {
         let holds = match self.state {
             EventState::Retrying | EventState::Blocked => true,
             EventState::Dead => self.halt,
@@ -566,7 +561,7 @@ impl DeliveryRow {
         self.key.as_ref().filter(|_| self.ordered && holds)
     }
 
-    pub(super) fn is_due(&self, now: Timestamp) -> bool {
+    pub(crate) fn is_due(&self, now: Timestamp) -> bool {
         self.due_at.is_some_and(|at| at <= now)
     }
 }

@@ -1,15 +1,11 @@
 //! Dead letters: which dead events have not been handed over.
 
 use async_trait::async_trait;
+use postbox_core::kit::BatchLimiter;
+use postbox_core::{BatchLimit, DeadLetter, DeadLetters, Delivery, Event, Handover, Lease, Result, Seq, Unreadable};
 
-use super::state::DeliveryRow;
-use super::{MemoryStore, Server};
-use crate::batch::{BatchLimit, Delivery, Unreadable};
-use crate::dead_letter::{DeadLetter, DeadLetters, Handover};
-use crate::error::Result;
-use crate::event::{Event, Seq};
-use crate::kit::BatchLimiter;
-use crate::log::Lease;
+use crate::state::DeliveryRow;
+use crate::{MemoryStore, Server};
 
 #[async_trait]
 impl DeadLetters for MemoryStore {
