@@ -16,7 +16,7 @@ const MEMORY: &str = "/dev/shm";
 /// Steps of the simulator. The worlds of the second consist of many small transactions.
 const SIMULATIONS: [(&str, &[&str]); 2] = [
     ("simulator: 200,000 seeds", &[]),
-    ("simulator: 1,000 seeds of SQLite", &["--store", "sqlite", "--seeds", "1000"]),
+    ("simulator: 400 seeds of SQLite", &["--store", "sqlite", "--seeds", "400"]),
 ];
 
 /// Runs the suite; `true` if all of it passed.
