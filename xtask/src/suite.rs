@@ -14,10 +14,8 @@ pub(crate) const WORKSPACE: [&str; 3] = ["--workspace", "--all-features", "--loc
 const MEMORY: &str = "/dev/shm";
 
 /// Steps of the simulator. The worlds of the second consist of many small transactions.
-const SIMULATIONS: [(&str, &[&str]); 2] = [
-    ("simulator: 200,000 seeds", &[]),
-    ("simulator: 400 seeds of SQLite", &["--store", "sqlite", "--seeds", "400"]),
-];
+const SIMULATIONS: [(&str, &[&str]); 2] =
+    [("simulator: 200,000 seeds", &[]), ("simulator: 400 seeds of SQLite", &["--store", "sqlite", "--seeds", "400"])];
 
 /// Runs the suite; `true` if all of it passed.
 pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
