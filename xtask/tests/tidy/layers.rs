@@ -182,6 +182,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("prometheus-client", &["postbox-server"]),
     ("prost", &["postbox-testkit"]),
     ("quote", &["postbox-derive"]),
+    ("rdkafka", &["postbox-kafka"]),
     ("redis", &["postbox-redis", "postbox-bench"]),
     ("reqwest", &["postbox-http", "postbox-otel"]),
     ("ring", &["postbox-webhook"]),

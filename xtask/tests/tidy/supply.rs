@@ -25,6 +25,8 @@ const LICENCES: &[&str] = &[
     "BSD-2-Clause OR Apache-2.0 OR MIT",
     "BSD-2-Clause",
     "BSD-3-Clause",
+    "BSD-3-Clause AND BSD-2-Clause",
+    "BSD-3-Clause OR MIT OR Apache-2.0",
     "BSL-1.0",
     // A list of certificates, which is data.
     "CDLA-Permissive-2.0",
