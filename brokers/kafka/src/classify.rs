@@ -1,20 +1,83 @@
-//! Classifies brokers' answers, missing answers and failures of the client.
+//! Classifies brokers' answers, missing answers and failures of a client.
+//!
+//! Each client turns its own errors into a [`Failure`]; what one means is decided here alone, so
+//! that all clients report the same codes.
 
-use krafka::KrafkaError;
 use krafka::error::ErrorCode;
 use postbox_core::{Error, ErrorKind, Outcome, excerpt};
 
+/// A failure of a client, in words that all clients share.
+#[derive(Debug, Clone)]
+pub(crate) struct Failure {
+    pub(crate) cause: Cause,
+    pub(crate) text: String,
+    /// Whether the client cannot continue and must be replaced.
+    pub(crate) is_final: bool,
+}
+
+/// What failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cause {
+    /// The delivery timeout has passed. The record may be written; the client does not send it
+    /// again.
+    NoAnswer,
+    /// No broker could be reached, so nothing was sent.
+    Unreachable,
+    /// The credentials were refused.
+    Unauthorized,
+    /// The topic does not exist, or its partition has no leader yet.
+    TopicMissing,
+    /// A broker answered with this code.
+    Refused(ErrorCode),
+    /// An earlier batch of the partition was lost, or another producer uses our id. The record was
+    /// not written.
+    SequenceLost,
+    /// The client was closed.
+    Closed,
+    /// The client does not accept its configuration.
+    Config,
+    /// The brokers do not support what the client needs.
+    Unsupported,
+    /// Any other failure of the client.
+    Client,
+}
+
+impl Failure {
+    /// Returns a failure after which the client can continue. Of the text, one harmless line is
+    /// kept.
+    pub(crate) fn new(cause: Cause, text: impl ToString) -> Self {
+        Self { cause, text: excerpt(&text.to_string()), is_final: false }
+    }
+
+    /// Returns whether nothing was sent because no broker could be reached.
+    pub(crate) fn is_unreachable(&self) -> bool {
+        self.cause == Cause::Unreachable
+    }
+
+    /// Returns whether we are no longer a member of the group, or a rebalance is in progress. Our
+    /// partitions may then belong to another member, and messages that are not committed are
+    /// delivered again.
+    pub(crate) fn is_membership_lost(&self) -> bool {
+        let Cause::Refused(code) = self.cause else { return false };
+        matches!(
+            code,
+            ErrorCode::UnknownMemberId
+                | ErrorCode::IllegalGeneration
+                | ErrorCode::RebalanceInProgress
+                | ErrorCode::FencedInstanceId
+        )
+    }
+}
+
 /// Returns the outcome of a record that was not confirmed.
-pub(crate) fn failure(error: &KrafkaError, topic: &str) -> Outcome {
-    let text = excerpt(&error.to_string());
-    match error {
-        // The delivery timeout has passed. The client has given up the record and does not send it
-        // again.
-        KrafkaError::DeliveryTimeout { possibly_written: true, .. } => Outcome::ambiguous("kafka_ack_timeout", text),
-        error if is_unreachable(error) => Outcome::unavailable("kafka_unreachable", text),
-        KrafkaError::Auth { .. } => Outcome::unavailable("kafka_unauthorized", text),
-        KrafkaError::UnknownTopic { .. } => topic_missing(topic),
-        KrafkaError::Broker { code, .. } => match code {
+pub(crate) fn failure(failure: &Failure, topic: &str) -> Outcome {
+    let text = failure.text.clone();
+    match failure.cause {
+        Cause::NoAnswer => Outcome::ambiguous("kafka_ack_timeout", text),
+        Cause::Unreachable => Outcome::unavailable("kafka_unreachable", text),
+        Cause::Unauthorized => Outcome::unavailable("kafka_unauthorized", text),
+        Cause::TopicMissing => topic_missing(topic),
+        Cause::Refused(code) => match code {
             ErrorCode::UnknownTopicOrPartition | ErrorCode::UnknownTopicId => topic_missing(topic),
             ErrorCode::TopicAuthorizationFailed => {
                 Outcome::ambiguous("kafka_not_permitted", format!("{text} (allow the user WRITE on the topic)"))
@@ -30,15 +93,11 @@ pub(crate) fn failure(error: &KrafkaError, topic: &str) -> Outcome {
             ),
             _ => Outcome::ambiguous("kafka_refused", text),
         },
-        // An earlier batch of the partition was lost, or another producer uses our id. The record
-        // was not written.
-        KrafkaError::OutOfOrderSequence { .. } | KrafkaError::Fenced { .. } => {
-            Outcome::ambiguous("kafka_sequence_lost", text)
-        }
-        KrafkaError::Closed { .. } => {
+        Cause::SequenceLost => Outcome::ambiguous("kafka_sequence_lost", text),
+        Cause::Closed => {
             Outcome::ambiguous("kafka_producer_closed", "the producer was given up before the record was confirmed")
         }
-        _ => Outcome::ambiguous("kafka_client_failed", text),
+        Cause::Config | Cause::Unsupported | Cause::Client => Outcome::ambiguous("kafka_client_failed", text),
     }
 }
 
@@ -60,41 +119,14 @@ pub(crate) fn missing(topic: &str) -> String {
     format!("there is no topic {topic}; make it: kafka-topics.sh --bootstrap-server HOST:PORT --create --topic {topic}")
 }
 
-/// Returns whether nothing was sent because no broker could be reached.
-pub(crate) fn is_unreachable(error: &KrafkaError) -> bool {
-    use KrafkaError::{DeliveryTimeout, Network, Timeout};
-    matches!(error, DeliveryTimeout { possibly_written: false, .. } | Network(_) | Timeout { .. })
-}
-
-/// Returns whether the client cannot continue and must be replaced.
-pub(crate) fn is_final(error: &KrafkaError) -> bool {
-    error.is_fatal() || matches!(error, KrafkaError::IllegalState { .. })
-}
-
-/// Returns whether we are no longer a member of the group, or a rebalance is in progress. Our
-/// partitions may then belong to another member, and messages that are not committed are delivered
-/// again.
-pub(crate) fn is_membership_lost(error: &KrafkaError) -> bool {
-    let KrafkaError::Broker { code, .. } = error else { return false };
-    matches!(
-        code,
-        ErrorCode::UnknownMemberId
-            | ErrorCode::IllegalGeneration
-            | ErrorCode::RebalanceInProgress
-            | ErrorCode::FencedInstanceId
-    )
-}
-
 /// Classifies a failure of the client while connecting, receiving or settling.
-pub(crate) fn error(operation: &'static str, error: &KrafkaError) -> Error {
-    let text = excerpt(&error.to_string());
-    let (kind, code) = match error {
-        KrafkaError::Auth { .. } => (ErrorKind::Unauthorized, "kafka_unauthorized"),
-        KrafkaError::Config { .. } => (ErrorKind::Mismatch, "kafka_config_invalid"),
-        KrafkaError::Protocol { kind: krafka::ProtocolErrorKind::UnknownApiVersion, .. } => {
-            (ErrorKind::Mismatch, "kafka_unsupported")
-        }
-        KrafkaError::Broker { code, .. } => match code {
+pub(crate) fn error(operation: &'static str, failure: &Failure) -> Error {
+    let (kind, code) = match failure.cause {
+        Cause::Unauthorized => (ErrorKind::Unauthorized, "kafka_unauthorized"),
+        Cause::Config => (ErrorKind::Mismatch, "kafka_config_invalid"),
+        Cause::Unsupported => (ErrorKind::Mismatch, "kafka_unsupported"),
+        Cause::TopicMissing => (ErrorKind::Mismatch, TOPIC_MISSING),
+        Cause::Refused(code) => match code {
             ErrorCode::TopicAuthorizationFailed | ErrorCode::GroupAuthorizationFailed => {
                 (ErrorKind::Unauthorized, "kafka_not_permitted")
             }
@@ -110,11 +142,13 @@ pub(crate) fn error(operation: &'static str, error: &KrafkaError) -> Error {
         _ if operation == "connect" => (ErrorKind::Unavailable, "kafka_connect_failed"),
         _ => (ErrorKind::Unavailable, "kafka_unreachable"),
     };
-    Error::new(kind, operation, code, text)
+    Error::new(kind, operation, code, failure.text.clone())
 }
 
 #[cfg(test)]
 mod tests {
+    use krafka::KrafkaError;
+
     use super::*;
 
     fn broker(code: ErrorCode) -> KrafkaError {
@@ -142,29 +176,30 @@ mod tests {
             (KrafkaError::closed("x"), "ambiguous", "kafka_producer_closed"),
             (KrafkaError::illegal_state("x"), "ambiguous", "kafka_client_failed"),
         ] {
-            let found = match failure(&error, "t") {
+            let text = error.to_string();
+            let found = match failure(&Failure::from(error), "t") {
                 Outcome::Unavailable { code, .. } => ("unavailable", code),
                 Outcome::Ambiguous { code, .. } => ("ambiguous", code),
                 other => panic!("{other:?}"),
             };
-            assert_eq!(found, (expected, expected_code.into()), "{error}");
+            assert_eq!(found, (expected, expected_code.into()), "{text}");
         }
     }
 
     #[test]
     fn what_a_person_must_mend_is_said_so() {
-        let kind = |code| error("receive", &broker(code)).kind();
+        let kind = |code| error("receive", &broker(code).into()).kind();
         assert_eq!(kind(ErrorCode::GroupAuthorizationFailed), ErrorKind::Unauthorized);
         assert_eq!(kind(ErrorCode::UnknownTopicOrPartition), ErrorKind::Mismatch);
         assert_eq!(kind(ErrorCode::CoordinatorNotAvailable), ErrorKind::Unavailable);
-        assert_eq!(error("connect", &KrafkaError::auth("x")).kind(), ErrorKind::Unauthorized);
-        assert_eq!(error("connect", &KrafkaError::timeout("x")).code(), "kafka_connect_failed");
+        assert_eq!(error("connect", &KrafkaError::auth("x").into()).kind(), ErrorKind::Unauthorized);
+        assert_eq!(error("connect", &KrafkaError::timeout("x").into()).code(), "kafka_connect_failed");
     }
 
     #[test]
     fn a_broker_s_text_is_one_harmless_line() {
         let hostile = KrafkaError::broker(ErrorCode::InvalidRecord, "a\r\nb\u{1b}[1m".repeat(1_000));
-        let Outcome::Ambiguous { error, .. } = failure(&hostile, "t") else { panic!("ambiguous") };
+        let Outcome::Ambiguous { error, .. } = failure(&Failure::from(hostile), "t") else { panic!("ambiguous") };
         assert!(!error.contains(['\r', '\n', '\u{1b}']) && error.len() < 4_000, "{error}");
     }
 }

@@ -5,16 +5,18 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_config::{
-    Secret, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, duration, envelope, event_source,
+    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, duration, envelope, event_source,
     from_core, integer, nested, plain, secret, size, table, text, words,
 };
 use postbox_core::envelope::Binding;
 use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 use tracing::warn;
 
+use crate::client::Client;
 use crate::connection::{Auth, Cluster, Mechanism};
+use crate::group::{Membership, OffsetReset};
 use crate::sink::{Acks, KafkaSink, Publishing};
-use crate::source::{KafkaSource, Membership, OffsetReset};
+use crate::source::KafkaSource;
 use crate::topic;
 
 /// The longest time of a call. An election of a partition leader is over by then, or takes much
@@ -43,6 +45,7 @@ table! {
 
 table! {
     /// One record per event, to a Kafka topic.
+    #[check(check)]
     pub struct KafkaSinkTable {
         /// The bootstrap brokers: `HOST:PORT`, separated by commas.
         brokers: String = text(brokers), required(r#""127.0.0.1:9092""#);
@@ -50,6 +53,12 @@ table! {
         auth: Option<AuthTable> = nested::<AuthTable>(), unset("none", r#"{ mechanism = "scram-sha-512", user = "postbox", password = "env:KAFKA_PASSWORD" }"#);
         /// TLS; without this table, connections are not encrypted.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("no TLS", r#"{ ca_file = "ca.pem" }"#);
+        /// The client that speaks with the brokers: `krafka`, or `librdkafka`.
+        ///
+        /// `librdkafka` also speaks with brokers older than Kafka 3.9, but has neither TLS nor
+        /// SCRAM here. It needs a build with the feature `rdkafka`. See
+        /// [which client](kafka.md#which-client).
+        client: Client = words([("krafka", Client::Krafka), ("librdkafka", Client::Librdkafka)]), default("krafka");
         /// The topic, or a template with `{topic}`, `{key}`, `{kind}`, `{aggregate}` or `{tenant}`.
         ///
         /// If the result is no valid topic name, the event is dead with the code `topic_invalid`.
@@ -74,6 +83,7 @@ table! {
 
 table! {
     /// Messages from Kafka topics, as a member of a consumer group.
+    #[check(check)]
     pub struct KafkaSourceTable {
         /// The bootstrap brokers: `HOST:PORT`, separated by commas.
         brokers: String = text(brokers), required(r#""127.0.0.1:9092""#);
@@ -81,6 +91,12 @@ table! {
         auth: Option<AuthTable> = nested::<AuthTable>(), unset("none", r#"{ mechanism = "scram-sha-512", user = "postbox", password = "env:KAFKA_PASSWORD" }"#);
         /// TLS; without this table, connections are not encrypted.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("no TLS", r#"{ ca_file = "ca.pem" }"#);
+        /// The client that speaks with the brokers: `krafka`, or `librdkafka`.
+        ///
+        /// `librdkafka` also speaks with brokers older than Kafka 3.9, but has neither TLS nor
+        /// SCRAM here. It needs a build with the feature `rdkafka`. See
+        /// [which client](kafka.md#which-client).
+        client: Client = words([("krafka", Client::Krafka), ("librdkafka", Client::Librdkafka)]), default("krafka");
         /// The topics, separated by commas.
         topic: Vec<String> = text(topics), required(r#""orders""#);
         /// The consumer group; all replicas of a service use the same.
@@ -100,6 +116,35 @@ table! {
         content_type: String = text(plain), default("application/json");
         /// The log where messages are stored.
         log: LogName = text(from_core::<LogName>), default("inbox");
+    }
+}
+
+impl KafkaSinkTable {
+    fn check(&self, section: &Section<'_>) {
+        check_client(section, self.client, &self.auth, &self.tls);
+    }
+}
+
+impl KafkaSourceTable {
+    fn check(&self, section: &Section<'_>) {
+        check_client(section, self.client, &self.auth, &self.tls);
+    }
+}
+
+/// Reports what the client cannot do in this build.
+fn check_client(section: &Section<'_>, client: Client, auth: &Option<AuthTable>, tls: &Option<TlsTable>) {
+    if client == Client::Krafka {
+        return;
+    }
+    let path = &section.path;
+    #[cfg(not(feature = "rdkafka"))]
+    section.fault("client", format!("{path} has {}", crate::client::MISSING));
+    let is_scram = auth.as_ref().is_some_and(|auth| auth.mechanism != Mechanism::Plain);
+    for (key, is_set, what) in [("tls", tls.is_some(), "TLS"), ("auth", is_scram, "SCRAM")] {
+        if is_set {
+            let text = format!("{path} has {key}, but librdkafka is built without {what}: write client = \"krafka\"");
+            section.fault(key, text);
+        }
     }
 }
 
@@ -124,9 +169,9 @@ fn topics(text: &str) -> Result<Vec<String>, String> {
     text.split(',').map(named).collect()
 }
 
-fn cluster(brokers: &str, auth: &Option<AuthTable>, tls: &Option<TlsTable>) -> Cluster {
+fn cluster(client: Client, brokers: &str, auth: &Option<AuthTable>, tls: &Option<TlsTable>) -> Cluster {
     let auth = auth.clone().map(|AuthTable { mechanism, user, password }| Auth { mechanism, user, password });
-    Cluster { brokers: brokers.to_owned(), auth, tls: tls.clone() }
+    Cluster { client, brokers: brokers.to_owned(), auth, tls: tls.clone() }
 }
 
 #[async_trait]
@@ -148,12 +193,12 @@ impl SinkConfig for KafkaSinkTable {
             timeout: context.answer_timeout(TIMEOUT_MAX),
             concurrency: context.concurrency,
         };
-        Ok(Arc::new(KafkaSink::new(cluster(&self.brokers, &self.auth, &self.tls), publishing)))
+        Ok(Arc::new(KafkaSink::new(cluster(self.client, &self.brokers, &self.auth, &self.tls), publishing)))
     }
 
     async fn connect(&self, _: &SinkContext) -> Result<String> {
         let topics: Vec<String> = self.topic.fixed().map(str::to_owned).into_iter().collect();
-        cluster(&self.brokers, &self.auth, &self.tls).look(&topics).await
+        cluster(self.client, &self.brokers, &self.auth, &self.tls).look(&topics).await
     }
 }
 
@@ -173,12 +218,12 @@ impl SourceConfig for KafkaSourceTable {
             in_flight_max: self.in_flight,
             content_type: self.content_type.clone(),
         };
-        let cluster = cluster(&self.brokers, &self.auth, &self.tls);
+        let cluster = cluster(self.client, &self.brokers, &self.auth, &self.tls);
         Ok(Arc::new(KafkaSource::new(cluster, membership, Arc::clone(&context.clock))))
     }
 
     async fn connect(&self, _: &SourceContext) -> Result<String> {
-        cluster(&self.brokers, &self.auth, &self.tls).look(&self.topic).await
+        cluster(self.client, &self.brokers, &self.auth, &self.tls).look(&self.topic).await
     }
 
     /// A CloudEvent in binary mode becomes the original event. Any other message has its Kafka
@@ -201,7 +246,7 @@ mod tests {
         let keys = format!("brokers = \"a:1, b:2\"\ntopic = \"t.{{topic}}\"\nacks = \"leader\"\n{auth}");
         let (sink, _) = read::<KafkaSinkTable>(&keys, ReadOptions::none()).expect("no faults");
         assert!(!format!("{sink:?}").contains("canary"));
-        let cluster = cluster(&sink.brokers, &sink.auth, &sink.tls);
+        let cluster = cluster(sink.client, &sink.brokers, &sink.auth, &sink.tls);
         assert!(!format!("{cluster:?}").contains("canary"));
         for (keys, word) in [
             ("brokers = \"kafka://u:canary@h:1\"\ntopic = \"t\"", "HOST:PORT"),
@@ -220,5 +265,26 @@ mod tests {
         let several = "brokers = \"h:1\"\ntopic = \"a, b\"";
         let (source, _) = read::<KafkaSourceTable>(several, ReadOptions::none()).expect("no faults");
         assert_eq!((source.topic, source.id_header.as_str()), (vec!["a".to_owned(), "b".to_owned()], ID));
+    }
+
+    #[test]
+    fn what_a_client_cannot_do_is_refused_before_it_starts() {
+        let said = |more: &str| {
+            let keys = format!("brokers = \"h:1\"\ntopic = \"t\"\nclient = \"librdkafka\"\n{more}");
+            let sink = read::<KafkaSinkTable>(&keys, ReadOptions::none()).map(drop).map_err(|it| it.to_string());
+            let source = read::<KafkaSourceTable>(&keys, ReadOptions::none()).map(drop).map_err(|it| it.to_string());
+            assert_eq!(sink, source);
+            sink.err().unwrap_or_default()
+        };
+        let plain = "auth = { mechanism = \"plain\", user = \"u\", password = \"p\" }";
+        let scram = plain.replace("plain", "scram-sha-256");
+        for (more, word) in [("", ""), (plain, ""), (scram.as_str(), "without SCRAM"), ("tls = {}", "without TLS")] {
+            let faults = said(more);
+            assert!(faults.contains(word), "{more}: {faults}");
+            match cfg!(feature = "rdkafka") {
+                true => assert_eq!(faults.is_empty(), word.is_empty(), "{more}: {faults}"),
+                false => assert!(faults.contains("--features rdkafka"), "{more}: {faults}"),
+            }
+        }
     }
 }

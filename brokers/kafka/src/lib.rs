@@ -15,22 +15,34 @@
 //! - A [`KafkaSink`] passes all events of a call to one idempotent producer, and settles each by
 //!   its own confirmation. The record's key is the event's, so a key stays in one partition.
 //! - A [`KafkaSource`] commits an offset once everything before it is stored.
+//! - Both speak with the brokers through a [`Client`], and follow the same rules with each.
+//!
+//! | feature | for |
+//! |---|---|
+//! | `rdkafka` | [`Client::Librdkafka`], a library in C that is built with gcc and make |
 //!
 //! # What this crate deliberately does not do
 //!
 //! It creates no topics and uses no transactions. It repeats only a request whose answer is
 //! missing, within one call and under its sequence number, as Kafka's idempotent producer does.
 //! With `acks = "leader"` there are no sequence numbers, so a repeated record may be stored twice.
+//!
+//! With [`Client::Librdkafka`] it also has no TLS and no SCRAM, does not notice that a topic was
+//! deleted and created again, and does not know whether brokers had a record already.
 
 mod classify;
+mod client;
 mod config;
 mod connection;
+mod group;
 mod message;
 mod sink;
 mod source;
 mod topic;
 
+pub use client::Client;
 pub use config::{AuthTable, KafkaSinkTable, KafkaSourceTable};
 pub use connection::Mechanism;
+pub use group::OffsetReset;
 pub use sink::{Acks, KafkaSink};
-pub use source::{KafkaSource, OffsetReset};
+pub use source::KafkaSource;

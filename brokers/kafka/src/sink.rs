@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures::stream::{FuturesUnordered, StreamExt as _};
-use krafka::producer::{Producer, Record};
-use krafka::{CloseOptions, KrafkaError};
+use krafka::producer::Record;
 use postbox_core::{Capabilities, Delivery, Envelope, Error, Outcome, Result, Sink, Template};
 use tokio::sync::Mutex as AsyncMutex;
 use tokio::time::{Instant, timeout_at};
 use tracing::warn;
 
-use crate::classify;
+use crate::classify::{self, Failure};
+use crate::client::{Producer, Producing};
 use crate::connection::Cluster;
 use crate::message;
 use crate::topic;
@@ -24,19 +24,6 @@ const BATCH_MAX: usize = 1_000;
 /// How many calls run at once, unless the subscription sets it. While a request for a partition is
 /// in flight, the producer collects the next batch.
 const CONCURRENCY: usize = 8;
-/// The largest batch for one partition, in bytes: half of a topic's default `max.message.bytes`.
-const BATCH_BYTES_MAX: usize = 512 * 1024;
-/// The producer's buffer, in bytes. While it is full, calls wait.
-const MEMORY_BYTES: usize = 64 * 1024 * 1024;
-/// How long the producer waits for more records before it sends a batch. All records of a call are
-/// enqueued within this time, so they leave in one request.
-const LINGER: Duration = Duration::from_millis(1);
-/// The longest wait for the metadata of an unknown topic, or for space in the buffer. The other
-/// events of the call wait with it.
-const ENQUEUE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time of a call is divided among this many requests, so an unanswered request is repeated
-/// twice.
-const REQUESTS_A_CALL: u32 = 3;
 /// A call that takes longer than this checks whether any broker can be reached, and then again at
 /// this interval.
 const PROBE_INTERVAL: Duration = Duration::from_millis(500);
@@ -125,10 +112,9 @@ impl KafkaSink {
             Err(outcome) => return Published::Refused(outcome),
         };
         let topic = record.topic.clone();
-        let confirmed = async { producer.enqueue(record).await?.await };
-        match confirmed.await {
-            Ok(confirmed) => Published::Confirmed { duplicate: confirmed.is_deduplicated() },
-            Err(error) => Published::Failed(error, topic),
+        match producer.send(record).await {
+            Ok(duplicate) => Published::Confirmed { duplicate },
+            Err(failure) => Published::Failed(failure, topic),
         }
     }
 
@@ -138,25 +124,13 @@ impl KafkaSink {
         if let Some(session) = &*self.shared() {
             return Ok(Arc::clone(session));
         }
-        let confirm_within = self.timeout - self.timeout / 10;
-        let request_timeout = confirm_within / REQUESTS_A_CALL;
-        let kafka = self.cluster.connect(request_timeout).await?;
-        let producer = kafka
-            .producer()
-            .acks(match self.acks {
-                Acks::All => krafka::producer::Acks::All,
-                Acks::Leader => krafka::producer::Acks::Leader,
-            })
-            .idempotent(self.acks == Acks::All)
-            .batch_size(BATCH_BYTES_MAX)
-            .buffer_memory(MEMORY_BYTES)
-            .linger(LINGER.min(request_timeout))
-            .delivery_timeout(confirm_within)
-            .max_block(ENQUEUE_TIMEOUT.min(request_timeout))
-            .metrics_push(false)
-            .build();
-        let producer = producer.await.map_err(|error| classify::error("connect", &error))?;
-        let session = Arc::new(Session { producer: Arc::new(producer), silent_calls: AtomicU32::new(0) });
+        let how = Producing {
+            acks: self.acks,
+            confirm_within: self.timeout - self.timeout / 10,
+            message_bytes_max: self.message_bytes_max,
+        };
+        let producer = Producer::connect(&self.cluster, &how).await?;
+        let session = Arc::new(Session { producer, silent_calls: AtomicU32::new(0) });
         *self.shared() = Some(Arc::clone(&session));
         Ok(session)
     }
@@ -176,7 +150,7 @@ impl KafkaSink {
 
 /// A producer, which is closed when its last user drops it.
 struct Session {
-    producer: Arc<Producer>,
+    producer: Producer,
     /// Calls in a row in which records failed and none was confirmed.
     silent_calls: AtomicU32,
 }
@@ -185,9 +159,9 @@ impl Drop for Session {
     /// Closes the producer. Records that it still holds belong to calls that were given up: they
     /// fail and are not sent any more.
     fn drop(&mut self) {
-        let producer = Arc::clone(&self.producer);
+        let producer = self.producer.clone();
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            runtime.spawn(async move { end(&producer, Duration::ZERO).await });
+            runtime.spawn(async move { producer.close(Duration::ZERO).await });
         }
     }
 }
@@ -213,15 +187,9 @@ enum Published {
     Confirmed {
         duplicate: bool,
     },
-    Failed(KrafkaError, String),
+    Failed(Failure, String),
     /// It was never passed to the producer.
     Refused(Outcome),
-}
-
-/// Closes a producer. An error only lists what could not be sent any more, which the calls have
-/// reported.
-async fn end(producer: &Producer, within: Duration) {
-    let _ = producer.close_with(CloseOptions::new().timeout(within)).await;
 }
 
 #[async_trait]
@@ -247,7 +215,7 @@ impl Sink for KafkaSink {
             }
         };
         let mut call = Call { sink: self, session, is_over: false };
-        let producer = Arc::clone(&call.session.producer);
+        let producer = call.session.producer.clone();
         let mut published: Vec<Option<Published>> = deliveries.iter().map(|_| None).collect();
         let mut publishing: FuturesUnordered<_> = (0..)
             .zip(deliveries)
@@ -278,7 +246,7 @@ impl Sink for KafkaSink {
     async fn close(&self) {
         let session = self.shared().take();
         if let Some(session) = session {
-            end(&session.producer, self.timeout).await;
+            session.producer.close(self.timeout).await;
         }
     }
 }
@@ -289,7 +257,7 @@ impl KafkaSink {
     async fn unreachable(&self) -> Error {
         loop {
             tokio::time::sleep(PROBE_INTERVAL).await;
-            if let Err(error) = self.cluster.connect(PROBE_TIMEOUT).await {
+            if let Err(error) = self.cluster.probe(PROBE_TIMEOUT).await {
                 return error;
             }
         }
@@ -312,14 +280,14 @@ impl KafkaSink {
             (false, true) => session.silent_calls.fetch_add(1, Ordering::Relaxed) + 1,
             (false, false) => 0,
         };
-        let is_final = any(|it| matches!(it, Published::Failed(error, _) if classify::is_final(error)));
+        let is_final = any(|it| matches!(it, Published::Failed(failure, _) if failure.is_final));
         if is_final || (!confirmed && calls >= SILENT_CALLS_MAX) {
             warn!(code = "kafka_producer_given_up", calls, "producer replaced");
             self.retire(session);
         }
         // A new producer fails at once while no broker can be reached, and works as soon as one
         // can. The old one would wait longer and longer between its attempts.
-        let is_unreachable = any(|it| matches!(it, Published::Failed(error, _) if classify::is_unreachable(error)));
+        let is_unreachable = any(|it| matches!(it, Published::Failed(failure, _) if failure.is_unreachable()));
         if is_unreachable && !confirmed {
             self.retire(session);
         }
@@ -327,7 +295,7 @@ impl KafkaSink {
             None => unanswered.clone(),
             Some(Published::Refused(outcome)) => outcome,
             Some(Published::Confirmed { duplicate }) => Outcome::Delivered { duplicate },
-            Some(Published::Failed(error, topic)) => match classify::failure(&error, &topic) {
+            Some(Published::Failed(failure, topic)) => match classify::failure(&failure, &topic) {
                 // Other records of the call were confirmed, so brokers can be reached. Only the
                 // leader of this partition may be down.
                 Outcome::Unavailable { code, error } if confirmed => Outcome::ambiguous(code, error),

@@ -11,23 +11,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use krafka::consumer::{
-    AutoOffsetReset, Consumer, ConsumerRebalanceListener, IsolationLevel, OffsetAndMetadata, TopicPartition,
-};
-use krafka::{CloseOptions, ConsumerRecord, KrafkaError};
+use krafka::ConsumerRecord;
 use postbox_core::{AckToken, Clock, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
-use self::held::{Held, Partition};
-use crate::classify;
-use crate::connection::{Cluster, TopicIds, topic_ids};
+use self::held::Held;
+use crate::classify::{self, Failure};
+use crate::client::Consumer;
+use crate::connection::{Cluster, TopicIds};
+use crate::group::{Membership, OPERATION, Partition, Rebalances};
 use crate::message::raw_message;
 
-/// The longest wait for a broker's answer.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest wait for a commit of offsets.
 const COMMIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a poll waits for messages. A stop or a rebalance is noticed at once.
@@ -43,33 +40,6 @@ const RETRY_WAIT: Duration = Duration::from_millis(250);
 /// The longest time to leave the group. After that, the group removes the member when its session
 /// times out.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(3);
-/// The most messages of one poll.
-const POLL_MAX: usize = 1_000;
-
-const OPERATION: &str = "receive";
-
-/// Where a group starts in a partition if it has no committed offset, or the offset no longer
-/// exists.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum OffsetReset {
-    /// With the first message that exists.
-    #[default]
-    Earliest,
-    /// With messages that are published from then on.
-    Latest,
-}
-
-/// The topics that a source reads, and how it joins the consumer group.
-#[derive(Debug, Clone)]
-pub(crate) struct Membership {
-    pub(crate) topics: Vec<String>,
-    pub(crate) group: String,
-    pub(crate) offset_reset: OffsetReset,
-    pub(crate) id_header: String,
-    pub(crate) session_timeout: Duration,
-    pub(crate) in_flight_max: usize,
-    pub(crate) content_type: String,
-}
 
 /// Reads topics as a member of a consumer group.
 ///
@@ -96,7 +66,7 @@ struct Member {
 #[derive(Default)]
 struct State {
     held: Mutex<Held>,
-    consumer: Mutex<Option<Arc<Consumer>>>,
+    consumer: Mutex<Option<Consumer>>,
     failure: Mutex<Option<Error>>,
     /// Held while offsets are committed, and while revoked partitions are forgotten. A commit after
     /// that could set back the offset that the partition's next owner has committed.
@@ -137,14 +107,12 @@ impl Member {
     /// Polls until the source is closed. Joins the group again when its client cannot continue.
     async fn run(self: Arc<Self>) {
         while !self.closed.is_cancelled() {
-            match self.join().await {
+            match Consumer::join(&self.cluster, &self.membership, &self.state).await {
                 Ok((consumer, topics)) => {
-                    let consumer = Arc::new(consumer);
-                    *lock(&self.state.consumer) = Some(Arc::clone(&consumer));
+                    *lock(&self.state.consumer) = Some(consumer.clone());
                     self.poll(&consumer, &topics).await;
                     *lock(&self.state.consumer) = None;
-                    // An error means that the group has removed this member already, or will.
-                    let _ = consumer.close_with(CloseOptions::new().timeout(LEAVE_TIMEOUT)).await;
+                    consumer.close(LEAVE_TIMEOUT).await;
                     lock(&self.state.held).forget_all();
                 }
                 Err(failure) => {
@@ -159,38 +127,11 @@ impl Member {
         self.left.cancel();
     }
 
-    /// Returns a member of the group, and the ids of its topics.
-    async fn join(&self) -> Result<(Consumer, TopicIds)> {
-        let Membership { topics, group, offset_reset, session_timeout, in_flight_max, .. } = &self.membership;
-        let fault = |error: KrafkaError| classify::error("connect", &error);
-        let kafka = self.cluster.connect(REQUEST_TIMEOUT).await?;
-        let consumer = kafka
-            .consumer(group.as_str())
-            .auto_offset_reset(match offset_reset {
-                OffsetReset::Earliest => AutoOffsetReset::Earliest,
-                OffsetReset::Latest => AutoOffsetReset::Latest,
-            })
-            .enable_auto_commit(false)
-            // Records of open and aborted transactions are not received.
-            .isolation_level(IsolationLevel::ReadCommitted)
-            .session_timeout(*session_timeout)
-            .heartbeat_interval(*session_timeout / 3)
-            .max_poll_records(i32::try_from((*in_flight_max).min(POLL_MAX)).unwrap_or(i32::MAX))
-            .metrics_push(false)
-            .rebalance_listener(Listener(Arc::clone(&self.state)))
-            .build();
-        let consumer = consumer.await.map_err(fault)?;
-        // Looked up before joining, so that a missing topic leaves no member behind in the group.
-        let ids = topic_ids(&consumer, topics, OPERATION).await?;
-        consumer.subscribe(topics).await.map_err(fault)?;
-        Ok((consumer, ids))
-    }
-
     /// Returns why the member has to join again: one of its topics is another by now, or gone. The
     /// client does not notice: it goes on asking for the former topic, or goes on in the new one
     /// where it stood in the former. Asks the cluster only if the client's metadata is old.
     async fn recreated(&self, consumer: &Consumer, topics: &TopicIds) -> Option<Error> {
-        match topic_ids(consumer, &self.membership.topics, OPERATION).await {
+        match consumer.topic_ids(&self.membership.topics, OPERATION).await {
             Ok(now) => {
                 let (topic, _) = topics.iter().find(|(topic, id)| now.get(*topic) != Some(id))?;
                 let text = format!("the topic {topic} was deleted and created again; it is read anew");
@@ -209,7 +150,7 @@ impl Member {
                     false => consumer.poll(POLL).await?,
                     true => self.poll_paused(consumer).await?,
                 };
-                Ok::<_, KrafkaError>((records, self.recreated(consumer, topics).await))
+                Ok::<_, Failure>((records, self.recreated(consumer, topics).await))
             };
             let polled = tokio::select! {
                 biased;
@@ -219,10 +160,9 @@ impl Member {
             match polled {
                 Ok((records, None)) => self.keep(records),
                 Ok((_, Some(recreated))) => return self.fail(recreated),
-                Err(error) => {
-                    let is_final = classify::is_final(&error);
-                    self.fail(classify::error(OPERATION, &error));
-                    if is_final {
+                Err(failure) => {
+                    self.fail(classify::error(OPERATION, &failure));
+                    if failure.is_final {
                         return;
                     }
                     tokio::time::sleep(RETRY_WAIT).await;
@@ -238,19 +178,11 @@ impl Member {
 
     /// Waits for room. If that takes long, polls once with all partitions paused, only to stay in
     /// the group.
-    async fn poll_paused(&self, consumer: &Consumer) -> Result<Vec<ConsumerRecord>, KrafkaError> {
-        if timeout(PAUSED_POLL_INTERVAL, self.state.room.notified()).await.is_ok() {
-            return Ok(Vec::new());
+    async fn poll_paused(&self, consumer: &Consumer) -> Result<Vec<ConsumerRecord>, Failure> {
+        match timeout(PAUSED_POLL_INTERVAL, self.state.room.notified()).await {
+            Ok(()) => Ok(Vec::new()),
+            Err(_) => consumer.poll_paused(PAUSED_POLL_WAIT).await,
         }
-        let assigned = consumer.assignment().await;
-        for (topic, partitions) in &assigned {
-            consumer.pause(topic, partitions).await;
-        }
-        let polled = consumer.poll(PAUSED_POLL_WAIT).await;
-        for (topic, partitions) in &assigned {
-            consumer.resume(topic, partitions).await;
-        }
-        polled
     }
 
     fn keep(&self, records: Vec<ConsumerRecord>) {
@@ -279,15 +211,12 @@ impl Member {
         let offsets = lock(&self.state.held).uncommitted();
         let consumer = lock(&self.state.consumer).clone();
         let (false, Some(consumer)) = (offsets.is_empty(), consumer) else { return Ok(()) };
-        let place = |((topic, partition), offset): &(Partition, i64)| {
-            (TopicPartition::new(topic.to_string(), *partition), OffsetAndMetadata::new(*offset))
-        };
-        match timeout(COMMIT_TIMEOUT, consumer.commit_offsets(offsets.iter().map(place))).await {
+        match timeout(COMMIT_TIMEOUT, consumer.commit(&offsets)).await {
             Ok(Ok(())) => lock(&self.state.held).committed(&offsets),
             // The next poll shows which partitions are still ours. Messages of the others that are
             // not committed are delivered again.
-            Ok(Err(error)) if classify::is_membership_lost(&error) => {}
-            Ok(Err(error)) => return Err(classify::error("settle", &error)),
+            Ok(Err(failure)) if failure.is_membership_lost() => {}
+            Ok(Err(failure)) => return Err(classify::error("settle", &failure)),
             Err(_) => {
                 let text = "the group did not confirm what was settled; it may come again";
                 return Err(Error::new(ErrorKind::Unavailable, "settle", "kafka_commit_timeout", text));
@@ -297,36 +226,21 @@ impl Member {
     }
 }
 
-/// Forgets partitions that are no longer ours.
-struct Listener(Arc<State>);
-
-impl Listener {
-    async fn forget(&self, partitions: &[TopicPartition]) {
-        let _committing = self.0.committing.lock().await;
-        let mut held = lock(&self.0.held);
-        for revoked in partitions {
-            held.forget(&(revoked.topic().into(), revoked.partition()));
-        }
-        drop(held);
-        self.0.room.notify_one();
-    }
-}
-
-impl ConsumerRebalanceListener for Listener {
-    async fn on_partitions_assigned(&self, partitions: &[TopicPartition]) {
+impl Rebalances for State {
+    fn assigned(&self, partitions: &[Partition]) {
         let mut topics: BTreeMap<&str, Vec<i32>> = BTreeMap::new();
-        partitions.iter().for_each(|new| topics.entry(new.topic()).or_default().push(new.partition()));
+        partitions.iter().for_each(|(topic, partition)| topics.entry(topic).or_default().push(*partition));
         for (topic, partitions) in topics {
             info!(topic, ?partitions, "partitions assigned");
         }
     }
 
-    async fn on_partitions_revoked(&self, partitions: &[TopicPartition]) {
-        self.forget(partitions).await;
-    }
-
-    async fn on_partitions_lost(&self, partitions: &[TopicPartition]) {
-        self.forget(partitions).await;
+    async fn revoked(&self, partitions: &[Partition]) {
+        let _committing = self.committing.lock().await;
+        let mut held = lock(&self.held);
+        partitions.iter().for_each(|partition| held.forget(partition));
+        drop(held);
+        self.room.notify_one();
     }
 }
 

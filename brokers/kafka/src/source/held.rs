@@ -1,13 +1,11 @@
 //! The messages that are fetched and not settled, and the offsets of each partition.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{AckToken, RawMessage, SourceMessage};
 
-/// A topic and the number of a partition.
-pub(super) type Partition = (Arc<str>, i32);
+use crate::group::Partition;
 
 #[derive(Debug, Default)]
 pub(super) struct Held {

@@ -1,0 +1,221 @@
+//! krafka: a client in Rust.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ::krafka::auth::{AuthConfig, TlsConfig};
+use ::krafka::consumer::{
+    AutoOffsetReset, Consumer, ConsumerRebalanceListener, IsolationLevel, OffsetAndMetadata, TopicPartition,
+};
+use ::krafka::producer::{Producer, Record};
+use ::krafka::{CloseOptions, ConsumerRecord, Kafka, KafkaBuilder, KrafkaError, ProtocolErrorKind};
+use postbox_core::{Error, ErrorKind, Result};
+use tokio::time::timeout;
+
+use super::{
+    BATCH_BYTES_MAX, CONNECT_TIMEOUT, LINGER, MEMORY_BYTES, METADATA_MAX_AGE, POLL_MAX, Producing, REQUEST_TIMEOUT,
+};
+use crate::classify::{self, Cause, Failure};
+use crate::connection::{Auth, Cluster, Mechanism, TopicIds};
+use crate::group::{Membership, OPERATION, OffsetReset, Partition, Rebalances};
+use crate::sink::Acks;
+
+impl From<KrafkaError> for Failure {
+    fn from(error: KrafkaError) -> Self {
+        use KrafkaError as K;
+        let cause = match &error {
+            K::DeliveryTimeout { possibly_written: true, .. } => Cause::NoAnswer,
+            K::DeliveryTimeout { possibly_written: false, .. } | K::Network(_) | K::Timeout { .. } => {
+                Cause::Unreachable
+            }
+            K::Auth { .. } => Cause::Unauthorized,
+            K::UnknownTopic { .. } => Cause::TopicMissing,
+            K::Broker { code, .. } => Cause::Refused(*code),
+            K::OutOfOrderSequence { .. } | K::Fenced { .. } => Cause::SequenceLost,
+            K::Closed { .. } => Cause::Closed,
+            K::Config { .. } => Cause::Config,
+            K::Protocol { kind: ProtocolErrorKind::UnknownApiVersion, .. } => Cause::Unsupported,
+            _ => Cause::Client,
+        };
+        let is_final = error.is_fatal() || matches!(error, K::IllegalState { .. });
+        Self { is_final, ..Self::new(cause, error) }
+    }
+}
+
+fn failed(error: KrafkaError) -> Error {
+    classify::error("connect", &error.into())
+}
+
+/// Connects to the first broker that answers. `request_timeout` limits connecting as a whole, and
+/// then each request.
+pub(super) async fn connect(cluster: &Cluster, request_timeout: Duration) -> Result<Kafka> {
+    match timeout(request_timeout, builder(cluster, request_timeout).connect()).await {
+        Ok(connected) => connected.map_err(failed),
+        Err(_) => {
+            let text = format!("no broker of {} answered in time", cluster.brokers);
+            Err(Error::new(ErrorKind::Unavailable, "connect", "kafka_connect_timeout", text))
+        }
+    }
+}
+
+fn builder(cluster: &Cluster, request_timeout: Duration) -> KafkaBuilder {
+    let builder = Kafka::builder(cluster.brokers.as_str())
+        .client_id("postbox")
+        .request_timeout(request_timeout)
+        .connect_timeout(CONNECT_TIMEOUT.min(request_timeout))
+        .metadata_max_age(METADATA_MAX_AGE);
+    match security(cluster) {
+        Some(security) => builder.security(security),
+        None => builder,
+    }
+}
+
+fn security(cluster: &Cluster) -> Option<AuthConfig> {
+    let auth = cluster.auth.as_ref().map(|Auth { mechanism, user, password }| {
+        let with = match mechanism {
+            Mechanism::Plain => AuthConfig::sasl_plain,
+            Mechanism::ScramSha256 => AuthConfig::sasl_scram_sha256,
+            Mechanism::ScramSha512 => AuthConfig::sasl_scram_sha512,
+        };
+        with(user.clone(), password.expose().to_owned())
+    });
+    let Some(tls) = &cluster.tls else { return auth };
+    let shown = |path: &Path| path.to_string_lossy().into_owned();
+    let mut config = match &tls.ca_file {
+        Some(ca_file) => TlsConfig::new().with_ca_cert(shown(ca_file)),
+        None => TlsConfig::new().with_native_roots(),
+    };
+    if let Some((cert, key)) = tls.client_cert() {
+        config = config.with_client_cert(shown(cert), shown(key));
+    }
+    Some(auth.map_or_else(|| AuthConfig::ssl(config.clone()), |auth| auth.with_tls(config.clone())))
+}
+
+/// Returns the ids of these topics, or the error of `operation` if one is missing. Asks the cluster
+/// only if the client's metadata is old.
+pub(super) async fn topic_ids(consumer: &Consumer, topics: &[String], operation: &'static str) -> Result<TopicIds> {
+    let mut ids = TopicIds::new();
+    for topic in topics {
+        let found = consumer.fetch_metadata(Some(topic)).await.map_err(failed)?.topics;
+        let Some(found) = found.first() else {
+            let text = classify::missing(topic);
+            return Err(Error::new(ErrorKind::Mismatch, operation, classify::TOPIC_MISSING, text));
+        };
+        ids.insert(topic.clone(), found.topic_id);
+    }
+    Ok(ids)
+}
+
+/// Checks whether these topics exist.
+pub(super) async fn look(cluster: &Cluster, topics: &[String]) -> Result<()> {
+    let kafka = connect(cluster, CONNECT_TIMEOUT).await?;
+    // This consumer has no group and reads no records. It only fetches metadata.
+    let consumer = kafka.consumer_without_group().metrics_push(false).build().await.map_err(failed)?;
+    topic_ids(&consumer, topics, "connect").await?;
+    // An error means that it is closed already.
+    let _ = consumer.close().await;
+    Ok(())
+}
+
+pub(super) async fn producer(cluster: &Cluster, how: &Producing) -> Result<Producer> {
+    let kafka = connect(cluster, how.request_timeout()).await?;
+    let producer = kafka
+        .producer()
+        .acks(match how.acks {
+            Acks::All => ::krafka::producer::Acks::All,
+            Acks::Leader => ::krafka::producer::Acks::Leader,
+        })
+        .idempotent(how.acks == Acks::All)
+        .batch_size(BATCH_BYTES_MAX)
+        .buffer_memory(MEMORY_BYTES)
+        .linger(LINGER.min(how.request_timeout()))
+        .delivery_timeout(how.confirm_within)
+        .max_block(how.enqueue_timeout())
+        .metrics_push(false)
+        .build();
+    producer.await.map_err(failed)
+}
+
+pub(super) async fn send(producer: &Producer, record: Record) -> Result<bool, Failure> {
+    Ok(producer.enqueue(record).await?.await?.is_deduplicated())
+}
+
+/// Closes a producer. An error only lists what could not be sent any more, which the calls have
+/// reported.
+pub(super) async fn close_producer(producer: &Producer, within: Duration) {
+    let _ = producer.close_with(CloseOptions::new().timeout(within)).await;
+}
+
+pub(super) async fn join(
+    cluster: &Cluster,
+    membership: &Membership,
+    rebalances: &Arc<impl Rebalances>,
+) -> Result<(Consumer, TopicIds)> {
+    let Membership { topics, group, offset_reset, session_timeout, in_flight_max, .. } = membership;
+    let kafka = connect(cluster, REQUEST_TIMEOUT).await?;
+    let consumer = kafka
+        .consumer(group.as_str())
+        .auto_offset_reset(match offset_reset {
+            OffsetReset::Earliest => AutoOffsetReset::Earliest,
+            OffsetReset::Latest => AutoOffsetReset::Latest,
+        })
+        .enable_auto_commit(false)
+        // Records of open and aborted transactions are not received.
+        .isolation_level(IsolationLevel::ReadCommitted)
+        .session_timeout(*session_timeout)
+        .heartbeat_interval(*session_timeout / 3)
+        .max_poll_records(i32::try_from((*in_flight_max).min(POLL_MAX)).unwrap_or(i32::MAX))
+        .metrics_push(false)
+        .rebalance_listener(Listener(Arc::clone(rebalances)))
+        .build();
+    let consumer = consumer.await.map_err(failed)?;
+    let ids = topic_ids(&consumer, topics, OPERATION).await?;
+    consumer.subscribe(topics).await.map_err(failed)?;
+    Ok((consumer, ids))
+}
+
+pub(super) async fn poll_paused(consumer: &Consumer, wait: Duration) -> Result<Vec<ConsumerRecord>, Failure> {
+    let assigned = consumer.assignment().await;
+    for (topic, partitions) in &assigned {
+        consumer.pause(topic, partitions).await;
+    }
+    let polled = consumer.poll(wait).await;
+    for (topic, partitions) in &assigned {
+        consumer.resume(topic, partitions).await;
+    }
+    Ok(polled?)
+}
+
+pub(super) async fn commit(consumer: &Consumer, offsets: &[(Partition, i64)]) -> Result<(), Failure> {
+    let place = |((topic, partition), offset): &(Partition, i64)| {
+        (TopicPartition::new(topic.to_string(), *partition), OffsetAndMetadata::new(*offset))
+    };
+    Ok(consumer.commit_offsets(offsets.iter().map(place)).await?)
+}
+
+/// Leaves the group. An error means that the group has removed this member already, or will.
+pub(super) async fn close_consumer(consumer: &Consumer, within: Duration) {
+    let _ = consumer.close_with(CloseOptions::new().timeout(within)).await;
+}
+
+/// Reports rebalances to the source.
+struct Listener<R>(Arc<R>);
+
+fn partitions(list: &[TopicPartition]) -> Vec<Partition> {
+    list.iter().map(|it| (it.topic().into(), it.partition())).collect()
+}
+
+impl<R: Rebalances> ConsumerRebalanceListener for Listener<R> {
+    async fn on_partitions_assigned(&self, list: &[TopicPartition]) {
+        self.0.assigned(&partitions(list));
+    }
+
+    async fn on_partitions_revoked(&self, list: &[TopicPartition]) {
+        self.0.revoked(&partitions(list)).await;
+    }
+
+    async fn on_partitions_lost(&self, list: &[TopicPartition]) {
+        self.0.revoked(&partitions(list)).await;
+    }
+}
