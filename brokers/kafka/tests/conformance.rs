@@ -3,7 +3,7 @@
 //! data.
 
 #[path = "it/stand.rs"]
-#[allow(dead_code)]
+#[allow(clippy::duplicate_mod, dead_code)]
 mod stand;
 
 use std::sync::Arc;
@@ -28,6 +28,9 @@ use tokio::net::TcpStream;
 
 use stand::{client, header, make_topic, records, sink, table};
 
+/// The client under test. `librdkafka/main.rs` runs these suites with the other one.
+#[allow(dead_code)]
+const CLIENT: &str = "krafka";
 const TOPIC: &str = "events";
 /// The largest event, in bytes of key, headers and value. Larger ones are dead.
 const MESSAGE_BYTES_MAX: usize = 256 * 1024;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use krafka::admin::DeleteTopicsOptions;
+use krafka::Compression;
 use krafka::error::ErrorCode;
 use krafka::producer::Record;
 use krafka::testing::{ApiKey, Control, FakeBroker};
@@ -15,9 +15,9 @@ use tokio::time::timeout;
 
 use super::stand::{LOOK, ack, bodies, client, committed, make_topic, publish, source, take};
 
-const KEYS: &str = "topic = \"orders\"";
+pub(crate) const KEYS: &str = "topic = \"orders\"";
 
-async fn fake(partitions: i32) -> FakeBroker {
+pub(crate) async fn fake(partitions: i32) -> FakeBroker {
     let broker = FakeBroker::start().await.expect("a broker");
     broker.create_topic("orders", partitions);
     broker
@@ -120,59 +120,6 @@ async fn a_member_whose_store_is_away_takes_part_in_the_group() {
     ack(&away, &held).await;
 }
 
-/// The group's committed offset is past the end of the new topic.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_topic_that_is_made_anew_is_read_from_its_beginning() {
-    let broker = fake(1).await;
-    let kafka = client(&broker.bootstrap_servers()).await;
-    publish(&kafka, "orders", 0..5).await;
-    let source = source(&broker.bootstrap_servers(), KEYS).await;
-    ack(&source, &take(&source, 5).await).await;
-    broker.delete_topic("orders");
-    broker.create_topic("orders", 1);
-    let kafka = client(&broker.bootstrap_servers()).await;
-    publish(&kafka, "orders", 10..12).await;
-    let taken = take(&source, 2).await;
-    assert_eq!(bodies(&taken), ["10", "11"]);
-    ack(&source, &taken).await;
-    assert_eq!(broker.committed_offset("postbox", "orders", 0), Some(2), "the place is of this topic");
-}
-
-/// The server loses the group, too, and answers a member that it has forgotten as if nothing had
-/// happened.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_server_that_comes_back_empty_is_read_from_its_beginning() {
-    let mut server = PrivateKafka::launch().await;
-    let kafka = client(&server.brokers()).await;
-    make_topic(&kafka, "orders", 1).await;
-    publish(&kafka, "orders", 0..5).await;
-    let before = source(&server.brokers(), KEYS).await;
-    ack(&before, &take(&before, 5).await).await;
-    server.kill();
-    server.start().await;
-    let kafka = client(&server.brokers()).await;
-    make_topic(&kafka, "orders", 1).await;
-    publish(&kafka, "orders", 10..12).await;
-    assert_eq!(bodies(&take(&before, 2).await), ["10", "11"]);
-}
-
-/// Such a topic has another id.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_topic_that_a_real_server_makes_anew_is_read_by_the_same_member() {
-    let server = PrivateKafka::launch().await;
-    let kafka = client(&server.brokers()).await;
-    make_topic(&kafka, "orders", 1).await;
-    publish(&kafka, "orders", 0..5).await;
-    let source = source(&server.brokers(), KEYS).await;
-    ack(&source, &take(&source, 5).await).await;
-    let deleted = kafka.admin().delete_topics(["orders"], DeleteTopicsOptions::default()).await.expect("an answer");
-    deleted.into_values().for_each(|deleted| deleted.expect("deleted"));
-    make_topic(&kafka, "orders", 1).await;
-    let kafka = client(&server.brokers()).await;
-    publish(&kafka, "orders", 10..12).await;
-    assert_eq!(bodies(&take(&source, 2).await), ["10", "11"]);
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_commit_that_fails_is_said_and_made_up_for() {
     let broker = fake(1).await;
@@ -228,6 +175,22 @@ async fn an_aborted_transaction_is_not_received() {
     }
     let source = source(&broker.bootstrap_servers(), KEYS).await;
     assert_eq!(bodies(&take(&source, 1).await), ["committed"]);
+}
+
+/// zstd is not here: the client of these tests cannot write it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_others_compress_is_read() {
+    let broker = fake(1).await;
+    let kafka = client(&broker.bootstrap_servers()).await;
+    let body = "compressible ".repeat(1_000);
+    let all = [Compression::Gzip, Compression::Snappy, Compression::Lz4];
+    for compression in all {
+        let producer = kafka.producer().compression(compression).metrics_push(false).build().await.expect("a producer");
+        assert!(producer.send(Record::new("orders", body.clone())).await.expect("sent").is_persisted());
+        producer.close().await.expect("closed");
+    }
+    let source = source(&broker.bootstrap_servers(), KEYS).await;
+    assert!(bodies(&take(&source, all.len()).await).iter().all(|read| *read == body));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -22,13 +22,18 @@ pub(crate) const SHORT: Duration = Duration::from_secs(6);
 /// The session timeout of sources. Tansu lets a member join after half of it.
 pub(crate) const SESSION: &str = "session_timeout = \"6s\"";
 
+/// Returns the keys that select the brokers, and the client under test.
+pub(crate) fn basics(brokers: &str) -> String {
+    format!("brokers = {brokers:?}\nclient = {:?}", crate::CLIENT)
+}
+
 /// Builds a sink from the brokers and these keys.
 pub(crate) async fn sink(brokers: &str, keys: &str) -> Arc<dyn Sink> {
-    sending::sink::<KafkaSinkTable>(&format!("brokers = {brokers:?}\n{keys}"), &sending::context(SHORT)).await
+    sending::sink::<KafkaSinkTable>(&format!("{}\n{keys}", basics(brokers)), &sending::context(SHORT)).await
 }
 
 pub(crate) fn table(brokers: &str, keys: &str) -> KafkaSourceTable {
-    sending::table(&format!("brokers = {brokers:?}\n{SESSION}\n{keys}"))
+    sending::table(&format!("{}\n{SESSION}\n{keys}", basics(brokers)))
 }
 
 /// Builds a source from the brokers and these keys.
