@@ -76,6 +76,9 @@ pub(crate) fn install() -> anyhow::Result<()> {
         ("redis-server", is_file("/usr/bin/redis-server") || crate::answers("redis-server", &["--version"])),
         // `diesel` is linked with it.
         ("libpq-dev", crate::answers("pg_config", &["--includedir"])),
+        // librdkafka is built with both.
+        ("make", crate::answers("make", &["--version"])),
+        ("zlib1g-dev", is_file("/usr/include/zlib.h")),
         // Not a server: a test of the address guard reads the kernel's record of connections with
         // it.
         ("strace", crate::answers("strace", &["--version"])),
