@@ -99,8 +99,8 @@ fn size() -> (usize, Duration) {
     }
 }
 
-/// An event that was sent alone when its relay was killed, after several others were, comes back after
-/// one or two times its `timeout`.
+/// An event that was sent alone when its relay was killed, after several others were, comes back
+/// after one or two times its `timeout`.
 fn sends(sink: &str) -> String {
     format!(
         "[subscriptions.out]\nbatch = 50\nlease = \"1s\"\ntimeout = \"10s\"\nbreaker = {{ base = \"50ms\", max = \"200ms\" }}\nsink = {{ {sink} }}\n"
