@@ -64,7 +64,7 @@ fn build(steps: &mut Steps) -> bool {
     steps.command("build and lints: clippy, warnings denied", cure, &mut command)
 }
 
-fn tests(steps: &mut Steps) -> anyhow::Result<bool> {
+fn tests(steps: &mut Steps) -> anyhow::Result<()> {
     let name = "tests: layers, units, conformance on every store and broker, end to end";
     let mut command = linted();
     // A database of each test is copied and dropped, thousands of files in all. On ext4 a new file
@@ -78,26 +78,28 @@ fn tests(steps: &mut Steps) -> anyhow::Result<bool> {
         // Tests mostly wait, so twice as many threads as cores.
         let threads = 2 * std::thread::available_parallelism().map_or(1, usize::from);
         command.args(["--hide-progress-bar", "--test-threads", &threads.to_string()]);
-        Ok(steps.command(name, cure, &mut command))
+        steps.command(name, cure, &mut command);
     } else {
         println!("cargo-nextest is not installed (quicker: cargo install --locked cargo-nextest); using cargo test");
         command.args(["test", "--quiet"]).args(WORKSPACE).args(["--all-targets", "--no-fail-fast"]);
         let cure = "a test failed above; run it alone: cargo test --workspace --all-features NAME";
-        Ok(steps.command(name, cure, &mut command))
+        steps.command(name, cure, &mut command);
     }
+    Ok(())
 }
 
 /// Returns whether there is a file system in memory that holds what all tests write.
 fn is_memory_ample() -> bool {
     const KIB_MIN: u64 = 8 * 1024 * 1024;
     let mounts = std::fs::read_to_string("/proc/mounts").unwrap_or_default();
-    // The device, the folder, the type, and the options.
-    let mut options = mounts.lines().filter_map(|mount| {
-        let fields: Vec<&str> = mount.split(' ').collect();
-        (fields.get(1) == Some(&MEMORY) && fields.get(2) == Some(&"tmpfs")).then(|| fields[3].split(','))
+    // The device, the folder, the type, and the options. The last mount of a folder hides others.
+    let options = mounts.lines().rev().find_map(|mount| match mount.split(' ').collect::<Vec<_>>()[..] {
+        [_, MEMORY, "tmpfs", options, ..] => Some(options),
+        _ => None,
     });
-    options.next_back().is_some_and(|mut options| {
-        let size = |option: &str| option.strip_prefix("size=")?.strip_suffix('k')?.parse::<u64>().ok();
+    let size = |option: &str| option.strip_prefix("size=")?.strip_suffix('k')?.parse::<u64>().ok();
+    options.is_some_and(|options| {
+        let mut options = options.split(',');
         !options.clone().any(|option| option == "noexec") && options.find_map(size).is_some_and(|size| size >= KIB_MIN)
     })
 }

@@ -108,14 +108,19 @@ pub(crate) fn no_ack() -> Outcome {
 
 /// The topic does not exist, or its partition has no leader yet.
 fn topic_missing(topic: &str) -> Outcome {
-    Outcome::ambiguous(TOPIC_MISSING, missing(topic))
+    Outcome::ambiguous(TOPIC_MISSING, missing_text(topic))
 }
 
 /// The code of a missing topic.
 pub(crate) const TOPIC_MISSING: &str = "kafka_topic_missing";
 
+/// Returns the error of `operation` for a missing topic.
+pub(crate) fn missing(operation: &'static str, topic: &str) -> Error {
+    Error::new(ErrorKind::Mismatch, operation, TOPIC_MISSING, missing_text(topic))
+}
+
 /// Returns the error text for a missing topic, with the command that creates it.
-pub(crate) fn missing(topic: &str) -> String {
+fn missing_text(topic: &str) -> String {
     format!("there is no topic {topic}; make it: kafka-topics.sh --bootstrap-server HOST:PORT --create --topic {topic}")
 }
 

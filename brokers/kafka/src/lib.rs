@@ -35,6 +35,7 @@ mod client;
 mod config;
 mod connection;
 mod group;
+mod lock;
 mod message;
 mod sink;
 mod source;

@@ -2,7 +2,7 @@
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -16,6 +16,7 @@ use tracing::warn;
 use crate::classify::{self, Failure};
 use crate::client::{Producer, Producing};
 use crate::connection::Cluster;
+use crate::lock::lock;
 use crate::message;
 use crate::topic;
 
@@ -121,7 +122,7 @@ impl KafkaSink {
     /// Returns the producer that all calls use, and makes one if there is none.
     async fn session(&self) -> Result<Arc<Session>> {
         let _connecting = self.connecting.lock().await;
-        if let Some(session) = &*self.shared() {
+        if let Some(session) = &*lock(&self.shared) {
             return Ok(Arc::clone(session));
         }
         let how = Producing {
@@ -131,17 +132,13 @@ impl KafkaSink {
         };
         let producer = Producer::connect(&self.cluster, &how).await?;
         let session = Arc::new(Session { producer, silent_calls: AtomicU32::new(0) });
-        *self.shared() = Some(Arc::clone(&session));
+        *lock(&self.shared) = Some(Arc::clone(&session));
         Ok(session)
-    }
-
-    fn shared(&self) -> MutexGuard<'_, Option<Arc<Session>>> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Keeps new calls from using this producer. It is closed when the last call that uses it ends.
     fn retire(&self, session: &Arc<Session>) {
-        let mut shared = self.shared();
+        let mut shared = lock(&self.shared);
         if shared.as_ref().is_some_and(|known| Arc::ptr_eq(known, session)) {
             *shared = None;
         }
@@ -244,7 +241,7 @@ impl Sink for KafkaSink {
     }
 
     async fn close(&self) {
-        let session = self.shared().take();
+        let session = lock(&self.shared).take();
         if let Some(session) = session {
             session.producer.close(self.timeout).await;
         }

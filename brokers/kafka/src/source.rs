@@ -7,7 +7,7 @@ mod held;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -23,6 +23,7 @@ use crate::classify::{self, Failure};
 use crate::client::Consumer;
 use crate::connection::{Cluster, TopicIds};
 use crate::group::{Membership, OPERATION, Partition, Rebalances};
+use crate::lock::lock;
 use crate::message::raw_message;
 
 /// The longest wait for a commit of offsets.
@@ -97,10 +98,6 @@ impl Drop for KafkaSource {
     fn drop(&mut self) {
         self.member.closed.cancel();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Member {

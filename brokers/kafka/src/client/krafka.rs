@@ -99,8 +99,7 @@ pub(super) async fn topic_ids(consumer: &Consumer, topics: &[String], operation:
     for topic in topics {
         let found = consumer.fetch_metadata(Some(topic)).await.map_err(failed)?.topics;
         let Some(found) = found.first() else {
-            let text = classify::missing(topic);
-            return Err(Error::new(ErrorKind::Mismatch, operation, classify::TOPIC_MISSING, text));
+            return Err(classify::missing(operation, topic));
         };
         ids.insert(topic.clone(), found.topic_id);
     }

@@ -17,10 +17,11 @@ use tokio::time::timeout;
 use tracing::debug;
 
 use super::super::{POLL_MAX, REQUEST_TIMEOUT};
-use super::{Context, Native, blocking, closed, config, failed, lock, look, millis, partitions};
+use super::{Context, Native, blocking, closed, config, failed, look, millis, partitions};
 use crate::classify::Failure;
 use crate::connection::Cluster;
 use crate::group::{Membership, OPERATION, OffsetReset, Partition, Rebalances};
+use crate::lock::lock;
 
 /// The most that a consumer fetches ahead, in KiB.
 const FETCHED_KIB_MAX: usize = 16 * 1024;

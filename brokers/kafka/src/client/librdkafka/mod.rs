@@ -5,7 +5,7 @@ mod consumer;
 mod producer;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use ::rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 use ::rdkafka::message::DeliveryResult;
 use ::rdkafka::producer::{Producer as _, ProducerContext, ThreadedProducer};
 use ::rdkafka::{ClientContext, TopicPartitionList};
-use postbox_core::{Error, ErrorKind, Result};
+use postbox_core::{Error, Result};
 use tokio::sync::oneshot;
 use tracing::debug;
 
@@ -26,6 +26,7 @@ use super::{CONNECT_TIMEOUT, METADATA_MAX_AGE};
 use crate::classify::{self, Cause, Failure};
 use crate::connection::{Auth, Cluster};
 use crate::group::Partition;
+use crate::lock::lock;
 
 /// How often a first connection is checked for success and for failures.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
@@ -89,10 +90,6 @@ fn failed(error: KafkaError) -> Error {
 
 fn closed() -> Failure {
     Failure::new(Cause::Closed, "the client is closed")
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Runs what may block, on a thread of its own: the library may wait for a broker without a limit,
@@ -279,10 +276,7 @@ pub(super) async fn look(
     });
     match looked.await.map_err(|failure| classify::error("connect", &failure))? {
         None => Ok(()),
-        Some(topic) => {
-            let text = classify::missing(&topic);
-            Err(Error::new(ErrorKind::Mismatch, operation, classify::TOPIC_MISSING, text))
-        }
+        Some(topic) => Err(classify::missing(operation, &topic)),
     }
 }
 
