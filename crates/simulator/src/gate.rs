@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
-use postbox_core::Clock;
+use postbox_core::{Clock, lock};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
@@ -102,7 +102,7 @@ impl Wake for Gate {
 
 impl Gate {
     fn lock(&self) -> MutexGuard<'_, GateState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn wait<'a>(&'a self, state: MutexGuard<'a, GateState>) -> MutexGuard<'a, GateState> {

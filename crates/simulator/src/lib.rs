@@ -19,7 +19,6 @@ mod flaky;
 mod gate;
 mod ledger;
 mod plan;
-#[cfg(test)]
 mod regressions;
 mod rng;
 mod run;
@@ -29,5 +28,6 @@ mod sqlite;
 mod sqlite_client;
 mod world;
 
+pub use regressions::run_regressions;
 pub use run::{Failure, Summary, Verdict, run_seed, run_seeds, shrink_seed, trace_seed};
 pub use server::Store;

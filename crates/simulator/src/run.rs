@@ -1,5 +1,6 @@
 //! Runs seeds, and shortens a failing history.
 
+use postbox_core::lock;
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError};
@@ -76,7 +77,7 @@ fn listen_to_panics() {
             };
             let text = said(panic.payload());
             if text != PANIC {
-                *PANICS.lock().unwrap_or_else(PoisonError::into_inner) = Some(format!("{panic}"));
+                *lock(&PANICS) = Some(format!("{panic}"));
             }
         }));
     });
@@ -103,7 +104,7 @@ pub(crate) fn run_plan(plan: Plan, tracing: bool) -> (Option<String>, u64, Vec<S
     });
     CALLS.fetch_add(world.calls(), Ordering::Relaxed);
     let (violation, hash, trace) = world.end();
-    let panic = PANICS.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let panic = lock(&PANICS).take();
     (panic.map(|panic| format!("panic: {panic}")).or(violation), hash, trace)
 }
 
@@ -125,7 +126,7 @@ pub fn run_seeds(store: Store, first: u64, count: u64, threads: usize, limit: Op
                     done.fetch_add(1, Ordering::Relaxed);
                     hash.fetch_xor(verdict.hash.rotate_left(seed as u32 % 64), Ordering::Relaxed);
                     if verdict.violation.is_some() {
-                        let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                        let mut failed = lock(&failed);
                         *failed = Some(failed.map_or(seed, |other| other.min(seed)));
                     }
                 }

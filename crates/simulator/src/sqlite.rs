@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
-use postbox_core::{EventId, Migrate as _, NewEvent, State};
+use postbox_core::{EventId, Migrate as _, NewEvent, State, lock};
 use postbox_memory::Cursor;
 use postbox_sqlite::{SqliteConfig, SqliteStore};
 use rusqlite::{Connection, Transaction, params};
@@ -119,7 +119,7 @@ impl SqliteFile {
     }
 
     fn lock(&self) -> MutexGuard<'_, FileState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn path(&self) -> PathBuf {

@@ -2,7 +2,7 @@
 //! other calls may run between two of its jobs.
 
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use postbox_core::{
     Acquired, Admin, Apply, Batch, BatchLimit, Change, Changed, Decide, Delivery, Disposition, Entry, Lease, Log,
     LogName, Maintain, Outcome, OwnerId, Pause, Prune, Replay, Replayed, ResetPlan, ResetTo, Result, Routed, Selection,
-    Seq, Settlement, Subscription, SubscriptionName,
+    Seq, Settlement, Subscription, SubscriptionName, lock,
 };
 use postbox_sqlite::SqliteStore;
 use rusqlite::Transaction;
@@ -65,13 +65,13 @@ impl SqliteClient {
             Box::pin(async move {
                 let done = step_through(&world, who, operation, called.as_ref(), &gate, call).await;
                 let executed = done.is_some();
-                *slot.lock().unwrap_or_else(PoisonError::into_inner) = done;
+                *lock(&slot) = done;
                 executed
             })
         };
         let call = SqliteCall { operation, execute: Box::new(execute) };
         self.wire.travel(Trip::Sqlite(Arc::new(call))).await?;
-        let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let answer = lock(&answer).take();
         answer.unwrap_or_else(|| Err(down()))
     }
 

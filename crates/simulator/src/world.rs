@@ -2,12 +2,12 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
-use postbox_core::{Clock, Delivery, Error, ErrorKind, Event, Lease, LogName, OnDead, Result, Subscription};
+use postbox_core::{Clock, Delivery, Error, ErrorKind, Event, Lease, LogName, OnDead, Result, Subscription, lock};
 use postbox_memory::{Call, Wire};
 use tokio::sync::Notify;
 use tokio::time::{sleep, sleep_until};
@@ -145,7 +145,7 @@ impl World {
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, WorldState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     pub(crate) fn now(&self) -> At {

@@ -1,7 +1,7 @@
 //! A sample of the seeds beside the other tests. `cargo xtask test` runs 200,000 in a separate
 //! step.
 
-use postbox_simulator::{Store, run_seed, run_seeds};
+use postbox_simulator::{Store, run_regressions, run_seed, run_seeds};
 
 /// Beyond the seeds of that step, so that both can find something.
 const FIRST: u64 = 10_000_000;
@@ -14,6 +14,11 @@ fn hold(store: Store, count: u64) {
         .map(|failure| format!("{}\n{}\nreplay: {}", failure.violation, failure.history.join("\n"), failure.replay()));
     assert_eq!(failed.as_deref(), None, "{}", failed.as_deref().unwrap_or_default());
     assert_eq!(summary.seeds, count);
+}
+
+#[test]
+fn plans_that_once_found_a_defect_hold() {
+    assert_eq!(run_regressions(), Vec::<String>::new());
 }
 
 #[test]
