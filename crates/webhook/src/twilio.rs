@@ -13,7 +13,6 @@
 //!   written in several ways with the same signature.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{Part, Refusal, SecretError};
 use crate::keyed::{self, Key, Live};
@@ -44,9 +43,7 @@ impl Secret {
     pub fn sign(&self, url: &str, form: &[u8]) -> Vec<(String, String)> {
         let mut parts = vec![url.as_bytes()];
         let parameters = form_parameters(form);
-        for (name, values) in &parameters {
-            parts.extend(values.iter().flat_map(|value| [name.as_ref(), value.as_ref()]));
-        }
+        parts.extend(parameters.iter().flat_map(|(name, value)| [name.as_ref(), value.as_ref()]));
         let signature = to_base64(hmac_sha1(&self.0, &parts).bytes());
         let form = "application/x-www-form-urlencoded";
         vec![("x-twilio-signature".into(), signature), ("content-type".into(), form.into())]
@@ -113,11 +110,12 @@ fn signed_tail(request: &Request<'_>) -> Result<Vec<u8>, Refusal> {
     if !is_form(request) {
         return Err(Refusal::BodyUnsigned);
     }
-    for (name, values) in form_parameters(request.body) {
-        for value in values {
-            tail.extend_from_slice(&name);
-            tail.extend_from_slice(&value);
-        }
+    if pairs(request.body).nth(PARAMETERS_MAX).is_some() {
+        return Err(Refusal::Malformed(Part::Body));
+    }
+    for (name, value) in form_parameters(request.body) {
+        tail.extend_from_slice(&name);
+        tail.extend_from_slice(&value);
     }
     Ok(tail)
 }
@@ -137,14 +135,27 @@ fn is_form(request: &Request<'_>) -> bool {
     media.eq_ignore_ascii_case("application/x-www-form-urlencoded")
 }
 
-/// Parameters sorted by name, the values of each sorted and without duplicates.
-fn form_parameters(body: &[u8]) -> BTreeMap<Cow<'_, [u8]>, BTreeSet<Cow<'_, [u8]>>> {
-    let mut parameters: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
-    for pair in body.split(|byte| *byte == b'&').filter(|pair| !pair.is_empty()) {
+/// Most parameters of a form; Twilio sends a few dozen. Anybody can make us sort them, because that
+/// comes before the signature is compared.
+const PARAMETERS_MAX: usize = 1_000;
+
+fn pairs(form: &[u8]) -> impl Iterator<Item = &[u8]> {
+    form.split(|byte| *byte == b'&').filter(|pair| !pair.is_empty())
+}
+
+/// A parameter's name and value.
+type Parameter<'f> = (Cow<'f, [u8]>, Cow<'f, [u8]>);
+
+/// Returns the parameters, sorted and without duplicates.
+fn form_parameters(form: &[u8]) -> Vec<Parameter<'_>> {
+    let decoded = pairs(form).map(|pair| {
         let at = pair.iter().position(|byte| *byte == b'=');
         let (name, value) = at.map_or((pair, &[][..]), |at| (&pair[..at], &pair[at + 1..]));
-        parameters.entry(form_decode(name)).or_default().insert(form_decode(value));
-    }
+        (form_decode(name), form_decode(value))
+    });
+    let mut parameters: Vec<_> = decoded.collect();
+    parameters.sort_unstable();
+    parameters.dedup();
     parameters
 }
 
@@ -252,6 +263,19 @@ mod tests {
         assert_eq!(verify(url, "", "application/json", "{}", &signature), Err(Refusal::BodyUnsigned));
         assert_eq!(verify(url, "", "", "a=b", &signature), Err(Refusal::BodyUnsigned));
         assert_eq!(verify(url, "", FORM, "a=b", &signature), Err(Refusal::Mismatch));
+    }
+
+    #[test]
+    fn a_form_of_thousands_of_parameters_is_refused() {
+        let url = "https://mycompany.com/a";
+        let check = |count: usize| {
+            let form: Vec<String> = (0..count).map(|n| format!("p{n}")).collect();
+            let form = form.join("&");
+            let signed = Secret::unchecked("12345").sign(url, form.as_bytes());
+            verify(url, "", FORM, &form, &signed[0].1)
+        };
+        assert!(check(PARAMETERS_MAX).is_ok());
+        assert_eq!(check(PARAMETERS_MAX + 1), Err(Refusal::Malformed(Part::Body)));
     }
 
     #[test]

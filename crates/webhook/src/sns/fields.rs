@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use crate::error::{Part, Refusal};
 
@@ -59,6 +59,57 @@ enum Found {
     Twice,
 }
 
+impl<'de> Deserialize<'de> for Found {
+    fn deserialize<D: Deserializer<'de>>(json: D) -> Result<Self, D::Error> {
+        json.deserialize_any(FoundVisitor)
+    }
+}
+
+/// Keeps a text, and nothing of any other value: whoever sends it need not have signed it.
+struct FoundVisitor;
+
+impl<'de> Visitor<'de> for FoundVisitor {
+    type Value = Found;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Found, E> {
+        Ok(Found::Text(text.to_owned()))
+    }
+
+    fn visit_unit<E>(self) -> Result<Found, E> {
+        Ok(Found::Null)
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<Found, E> {
+        Ok(Found::Other)
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<Found, E> {
+        Ok(Found::Other)
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<Found, E> {
+        Ok(Found::Other)
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<Found, E> {
+        Ok(Found::Other)
+    }
+
+    fn visit_seq<S: SeqAccess<'de>>(self, mut seq: S) -> Result<Found, S::Error> {
+        while seq.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(Found::Other)
+    }
+
+    fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Found, M::Error> {
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(Found::Other)
+    }
+}
+
 /// The fields of a body.
 #[derive(Debug)]
 pub(super) struct Fields([Found; Field::ALL.len()]);
@@ -109,11 +160,7 @@ impl<'de> Visitor<'de> for Object {
                 map.next_value::<IgnoredAny>()?;
                 continue;
             };
-            let value = match map.next_value::<serde_json::Value>()? {
-                serde_json::Value::String(text) => Found::Text(text),
-                serde_json::Value::Null => Found::Null,
-                _ => Found::Other,
-            };
+            let value = map.next_value()?;
             let place = &mut found[field as usize];
             *place = if matches!(place, Found::Nothing) { value } else { Found::Twice };
         }
@@ -143,6 +190,9 @@ mod tests {
             (r#"{"MessageId":1}"#, Err("id_malformed")),
             (r#"{"MessageId":null}"#, Err("id_malformed")),
             (r#"{"MessageId":["a"]}"#, Err("id_malformed")),
+            (r#"{"MessageId":{"a":[{}]}}"#, Err("id_malformed")),
+            (r#"{"MessageId":true}"#, Err("id_malformed")),
+            (r#"{"MessageId":[}"#, Err("body_malformed")),
             ("", Err("body_malformed")),
             ("null", Err("body_malformed")),
             (r#"["MessageId","a"]"#, Err("body_malformed")),
