@@ -27,7 +27,15 @@ use crate::wiring::Sinks;
 const SETTLE_SHARE: Duration = Duration::from_millis(500);
 
 /// Codes of a store that is unreachable, still starting, or full.
-const AWAY: &[&str] = &["store_unreachable", "store_unavailable", "store_timeout", "store_full"];
+const AWAY: &[&str] = &[
+    "store_unreachable",
+    "store_unavailable",
+    "store_timeout",
+    "store_full",
+    "store_busy",
+    "store_contention",
+    "statement_timeout",
+];
 
 /// A running service. Dropping it ends everything at once without settling: nothing is lost, but
 /// what was in flight may be delivered again.

@@ -112,6 +112,15 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
                 fields.message
             ),
         ),
+        "42501" if ["migrate", "rebase"].contains(&operation) => make(
+            Unauthorized,
+            "permission_denied",
+            format!(
+                "{}; use the role that owns the database, or Postbox's schema: only it may change tables \
+                 (to let a role create the schema: GRANT CREATE ON DATABASE NAME TO ROLE)",
+                fields.message
+            ),
+        ),
         "42501" => make(
             Unauthorized,
             "permission_denied",

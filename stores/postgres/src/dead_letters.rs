@@ -17,14 +17,15 @@ use crate::window::ReadParams;
 /// The first column after those of an event.
 const COLUMN: usize = EVENT_COLUMNS.len();
 
-/// Dead events that have not been handed over, longest-waiting first. Index: `delivery_letter`,
+/// Dead events that have not been handed over, longest-waiting first. Those of another tenant than
+/// the subscription's have no event, as in `due`. Index: `delivery_letter`,
 /// then primary keys. No lock.
 const LETTERS_READ: &str = "
 SELECT {columns}, d.attempts, d.replays, coalesce(d.code, ''), coalesce(d.error, ''), d.seq, d.key
 FROM (SELECT * FROM {s}.delivery AS f
   WHERE f.subscription = $4 AND f.lane = $3 AND f.state = 'dead' AND f.letters <= f.replays AND f.letter_at <= statement_timestamp()
   ORDER BY f.letter_at, f.seq LIMIT $2) AS d
-LEFT JOIN {log} AS l ON l.seq = d.seq
+LEFT JOIN {log} AS l ON l.seq = d.seq AND {of_its_tenant}
 ORDER BY d.letter_at, d.seq";
 
 /// Records what became of the letters. Locks the lane first, as every writer of its rows does.

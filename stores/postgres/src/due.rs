@@ -26,7 +26,8 @@ WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > c
 /// The rows that are first of their key and due, each with the blocked rows behind it. Indexes:
 /// `delivery_due` for the heads, `delivery_held` for the rows behind them, then primary keys. No
 /// lock. A row whose event is gone is returned too: unless it is closed, it would stay the head of
-/// its key for ever.
+/// its key for ever. So is one whose event belongs to another tenant than the subscription: whoever
+/// works for a tenant may write rows, but must not have the events of others sent.
 ///
 /// A keyed row is a head only if no row of its key comes before it. This costs one index probe per
 /// row, instead of comparing every row with every other. The heads share the limit, so that a key
@@ -52,7 +53,7 @@ SELECT {columns}, d.attempts, d.replays, d.holds, m.is_head,
   d.state = 'blocked' OR (d.state = 'retrying' AND coalesce(d.due_at <= statement_timestamp(), true)), m.seq, d.key, d.crashes
 FROM member AS m
 JOIN {s}.delivery AS d ON d.subscription = $4 AND d.seq = m.seq
-LEFT JOIN {log} AS l ON l.seq = m.seq
+LEFT JOIN {log} AS l ON l.seq = m.seq AND {of_its_tenant}
 ORDER BY m.seq";
 
 pub(crate) async fn due(store: &PostgresStore, session: &Session, lease: &Lease, limit: BatchLimit) -> Result<Batch> {

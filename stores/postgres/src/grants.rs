@@ -31,10 +31,21 @@ impl PostgresStore {
             return Err(Error::invalid("grants", "role_invalid", "a role without a name; name it, or leave it out"));
         }
         let logs = self.logs().await?;
+        let (relays_for_all, relays_for_one): (Vec<String>, Vec<String>) =
+            relays.iter().cloned().partition(|role| all_tenants.is_empty() || all_tenants.contains(role));
         let mut sql = String::new();
         let quoted = |roles: &[String]| {
             roles.iter().map(|role| format!("\"{}\"", role.replace('"', "\"\""))).collect::<Vec<_>>().join(", ")
         };
+        if !relays_for_one.is_empty() {
+            // What they had before there were tenants.
+            let logs = logs.iter().map(|log| format!(", {{s}}.\"{log}\"")).collect::<String>();
+            sql.push_str(
+                &self.schema().sql(&format!("REVOKE ALL ON {{s}}.subscription, {{s}}.lane, {{s}}.filter{logs} FROM ")),
+            );
+            sql.push_str(&quoted(&relays_for_one));
+            sql.push_str(";\n");
+        }
         let mut grant = |rights: &str, of: &str, to: &[String]| {
             if !to.is_empty() {
                 sql.push_str(&self.schema().sql(&format!("GRANT {rights} ON {of} TO ")));
@@ -53,7 +64,8 @@ impl PostgresStore {
                 grant(&insert, &table, writers);
                 grant("EXECUTE", &has, writers);
             }
-            grant(&format!("SELECT, DELETE, {insert}"), &table, relays);
+            grant(&format!("SELECT, {insert}"), &table, relays);
+            grant("DELETE", &table, &relays_for_all);
             grant("EXECUTE", &has, relays);
             grant("SELECT", &table, readers);
             for roles in [relays, readers] {
@@ -63,13 +75,20 @@ impl PostgresStore {
         grant("SELECT", "{s}.migration, {s}.log, {s}.stats", relays);
         grant("UPDATE (routed_xid, routed_seq, taken_snap, epoch_next)", "{s}.log", relays);
         grant("SELECT, INSERT, UPDATE", "{s}.sleeper, {s}.passage", relays);
-        grant("SELECT, INSERT", "{s}.filter", relays);
+        grant("SELECT", "{s}.filter", relays);
+        grant("INSERT", "{s}.filter", &relays_for_all);
         grant("SELECT, INSERT, DELETE", "{s}.unrouted, {s}.sent", relays);
         grant(
             "SELECT, INSERT, UPDATE, DELETE",
-            "{s}.subscription, {s}.lane, {s}.delivery, {s}.replica, {s}.receipt, {s}.once, {s}.conflict",
+            "{s}.delivery, {s}.replica, {s}.receipt, {s}.once, {s}.conflict",
             relays,
         );
+        grant("SELECT, INSERT, UPDATE, DELETE", "{s}.subscription, {s}.lane", &relays_for_all);
+        // Nobody makes, renames or changes a subscription for one tenant: its name could be one
+        // that another tenant is about to use. Of a lane, a column that nothing depends on, for row
+        // locks.
+        grant("SELECT, UPDATE (paused_by, paused_why, paused_until, replays)", "{s}.subscription", &relays_for_one);
+        grant("SELECT, UPDATE (delivered)", "{s}.lane", &relays_for_one);
         grant(
             "SELECT",
             "{s}.migration, {s}.log, {s}.stats, {s}.subscription, {s}.lane, {s}.delivery, {s}.filter, {s}.passage, {s}.unrouted, {s}.sent, {s}.replica, {s}.conflict",

@@ -33,6 +33,10 @@ SET LOCAL check_function_bodies = off;";
 /// works behind a pooler. Index: none.
 pub(crate) const MIGRATION_LOCK: &str = "SELECT pg_advisory_xact_lock(hashtextextended('postbox migrate', 0));";
 
+/// How long a migration waits for another one. Everybody who can connect can hold the lock, so it
+/// must not wait for ever.
+const MIGRATION_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '60s';";
+
 /// How long `down` waits for the tables: far longer than a relay's transaction, shorter than an
 /// operator's patience.
 pub(crate) const DOWN_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '5s';";
@@ -164,6 +168,12 @@ impl PostgresStore {
     /// Applies one migration unless it was applied before. Returns whether it did.
     async fn apply_migration(&self, migration: &Migration) -> Result<bool> {
         let session = self.session("migrate").await?;
+        if known_migrations(&session)
+            .await
+            .is_ok_and(|known| known.iter().any(|(known, _)| *known >= migration.version))
+        {
+            return Ok(false);
+        }
         let apply = async |session: &Session| {
             let Migration { version, name, sql } = migration;
             session.run(&session.schema().migration_sql(MIGRATION_TABLE)).await?;
@@ -175,7 +185,8 @@ impl PostgresStore {
             session.run(&session.sql(&record(*version, name))).await?;
             Ok(true)
         };
-        session.step_by_step(&format!("{MIGRATION_BEGIN}{MIGRATION_LOCK}"), apply).await
+        let begin = format!("{MIGRATION_BEGIN}{MIGRATION_LOCK_TIMEOUT}{MIGRATION_LOCK}SET LOCAL lock_timeout = 0;");
+        session.step_by_step(&begin, apply).await.map_err(migration_locked)
     }
 }
 
@@ -220,6 +231,17 @@ async fn known_migrations(session: &Session) -> Result<Vec<(i32, String)>> {
         _ => error,
     })?;
     Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
+}
+
+/// Explains that another session held the lock for too long.
+fn migration_locked(error: Error) -> Error {
+    if error.code() != "store_contention" {
+        return error;
+    }
+    let message = "another session has held the lock of migrations for a minute; run it again after it, or end it: \
+                   SELECT pid, pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted \
+                   AND (classid::bigint << 32) + objid::bigint = hashtextextended('postbox migrate', 0)";
+    Error::new(ErrorKind::Unavailable, "migrate", "migration_locked", message)
 }
 
 /// Explains an error of `down`. If the tables are in use, the message names the cure.

@@ -15,11 +15,10 @@ use crate::session::Session;
 
 /// Whether a log exists, whether it has readers, and whether one of them takes everything. A log
 /// without readers is not pruned, because nobody has passed its events. Reads small tables. Locks
-/// the log's row, so that no filter changes meanwhile. Waits for another step on the same log,
-/// whose advisory lock ends with its transaction: two at once would wait for each other's rows. A
-/// dry run neither waits nor locks.
+/// the log's row, so that no filter changes meanwhile, and no other step runs: two at once would
+/// wait for each other's rows. A dry run neither waits nor locks.
 const PRUNE_BEGIN: &str = "
-SELECT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name), {takes_everything}{turn}
+SELECT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name), {takes_everything}
 FROM {s}.log AS g WHERE g.name = $1{lock}";
 
 /// Of the next events in `seq` order, finds those that every subscription of the log has passed and
@@ -135,15 +134,9 @@ WHERE d.subscription = gone.subscription AND d.seq = gone.seq";
 /// Runs one step, in the transaction of the session.
 pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Result<Changed> {
     let sql = |template: &str, values: &[(&str, &str)]| session.schema().log_sql_with(template, log, values);
-    let (name, turn) = (log.as_str(), format!("postbox prune {}.{log}", session.schema().quoted()));
-    let rows = match prune.dry_run {
-        true => session.rows(&sql(PRUNE_BEGIN, &[("turn", ""), ("lock", "")]), &params![name]).await?,
-        false => {
-            let turn_taken = ", pg_advisory_xact_lock(hashtextextended($2, 0))";
-            let begin = sql(PRUNE_BEGIN, &[("turn", turn_taken), ("lock", " FOR SHARE")]);
-            session.rows(&begin, &params![name, turn]).await?
-        }
-    };
+    let name = log.as_str();
+    let lock = if prune.dry_run { "" } else { " FOR NO KEY UPDATE" };
+    let rows = session.rows(&sql(PRUNE_BEGIN, &[("lock", lock)]), &params![name]).await?;
     let Some(row) = rows.first() else { return Err(log_not_locked(session, log).await) };
     let (has_readers, takes_everything): (bool, bool) = (row.get(0), row.get(1));
     if !has_readers || prune.limit == Some(0) {

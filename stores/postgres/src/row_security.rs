@@ -20,12 +20,12 @@ const NAMED_ONCE: &str = "(SELECT nullif(current_setting('postbox.tenant', true)
 
 /// What belongs to a subscription belongs to its tenant. A subscription belongs to a tenant unless
 /// it once belonged to another (`mixed`). The subqueries see what the policies of their own tables
-/// show.
+/// show. What is sent is limited where it is read (`due`).
 const TABLES: [(&str, &str); 10] = [
     ("subscription", "tenant = {named_once} AND NOT mixed"),
     ("lane", OF_SUBSCRIPTION),
     ("delivery", OF_SUBSCRIPTION),
-    ("filter", OF_SUBSCRIPTION),
+    ("filter", OF_FILTER),
     ("passage", OF_SUBSCRIPTION),
     ("sent", OF_SUBSCRIPTION),
     ("replica", OF_SUBSCRIPTION),
@@ -35,6 +35,9 @@ const TABLES: [(&str, &str); 10] = [
 ];
 
 const OF_SUBSCRIPTION: &str = "subscription IN (SELECT s.id FROM {s}.subscription AS s)";
+
+/// A replay by somebody who sees all tenants follows the filters, so they must name the tenant.
+const OF_FILTER: &str = "subscription IN (SELECT s.id FROM {s}.subscription AS s) AND tenant = {named_once}";
 
 /// A tenant cannot change or delete anything in a log, because others read it too.
 const OF_LOG: &str = "
@@ -46,6 +49,11 @@ CREATE POLICY tenant_appends ON {log} FOR INSERT WITH CHECK (tenant = {named});
 /// all tenants. Not forced, because the owner creates logs.
 const OF_LOGS: &str = "
 CREATE POLICY everybody_reads ON {log} FOR SELECT USING (true);
+";
+
+/// Not forced, because the function that wakes relays looks with its owner's rights.
+const OF_SLEEPERS: &str = "
+CREATE POLICY tenant ON {log} USING (tenant = {named_once}) WITH CHECK (tenant = {named_once});
 ";
 
 /// Locks every table before anything changes. Relays and writers go on meanwhile and lock in their
@@ -72,7 +80,11 @@ END ${tag}$;
 pub(crate) fn policies(schema: &SchemaName, logs: &[LogName], everyone: &str) -> String {
     // Names in a policy are resolved when the policy is created.
     let mut sql = "BEGIN;\nSET LOCAL search_path = pg_catalog;\nSET LOCAL client_min_messages = warning;\n".to_owned();
-    let own = TABLES.iter().map(|(table, _)| *table).chain(["unrouted", "log"]).map(|table| format!("{{s}}.{table}"));
+    let own = TABLES
+        .iter()
+        .map(|(table, _)| *table)
+        .chain(["unrouted", "log", "sleeper"])
+        .map(|table| format!("{{s}}.{table}"));
     let tables = own.chain(logs.iter().map(|log| format!("{{s}}.\"{log}\""))).collect::<Vec<_>>().join(", ");
     sql.push_str(schema.sql_with(LOCK_ALL, &[("tables", &schema.sql(&tables)), ("tag", &schema.tag())]).trim_start());
     let mut protect = |table: &str, own: &str, forced: bool| {
@@ -100,6 +112,7 @@ pub(crate) fn policies(schema: &SchemaName, logs: &[LogName], everyone: &str) ->
     let own = format!("CREATE POLICY tenant ON {{log}} USING ({own}) WITH CHECK ({own});\n");
     protect(&schema.sql("{s}.unrouted"), &own, true);
     protect(&schema.sql("{s}.log"), OF_LOGS, false);
+    protect(&schema.sql("{s}.sleeper"), OF_SLEEPERS, false);
     sql.push_str("COMMIT;\n");
     sql
 }

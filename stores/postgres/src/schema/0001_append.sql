@@ -15,7 +15,7 @@
 -- is tried again: retention may have deleted it between the two, and another producer may have
 -- appended it since. At last it is inserted without a condition, for Postgres to say what is in its
 -- way; where that is the id, an event alone says what to do.
-CREATE FUNCTION {s}.create_append(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.create_append(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   EXECUTE replace(${tag}_ddl$
     -- Whether the log has this very event; for those who append and may not read. It looks with the
@@ -23,7 +23,7 @@ BEGIN
     -- another one could not have inserted it. A payload is its bytes, given as text or as bytea.
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_has(
       event_id uuid, of_topic text, of_key text, of_tenant text, of_payload text, of_bytes bytea)
-    RETURNS boolean LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog AS ${tag}_body$
+    RETURNS boolean LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS ${tag}_body$
     DECLARE
       named text := coalesce(current_setting('postbox.tenant', true), '');
       is_known boolean;

@@ -1,7 +1,7 @@
 -- What psql says of all this with `\d+` and `\df+`. The guide's tables are made of it.
 
 -- Comments on a log and its views.
-CREATE FUNCTION {s}.comment_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.comment_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS ${tag}$
 DECLARE
   c record;
 BEGIN

@@ -5,7 +5,7 @@
 -- for all. An unknown name gives no row.
 CREATE FUNCTION {s}.depths(subscription_names text[], look_max bigint)
 RETURNS TABLE (subscription text, state text, topic text, events bigint, age bigint, is_estimate boolean)
-LANGUAGE plpgsql STABLE SET search_path = pg_catalog AS ${tag}$
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS ${tag}$
 #variable_conflict use_column
 DECLARE
   of_log record;
@@ -19,7 +19,7 @@ ${tag}$;
 -- The depth of one subscription.
 CREATE FUNCTION {s}.depth(subscription_name text, look_max bigint DEFAULT 10001)
 RETURNS TABLE (state text, topic text, events bigint, age bigint, is_estimate boolean)
-LANGUAGE plpgsql STABLE SET search_path = pg_catalog AS ${tag}$
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS ${tag}$
 #variable_conflict use_column
 BEGIN
   RETURN QUERY SELECT d.state, d.topic, d.events, d.age, d.is_estimate FROM {s}.depths(ARRAY[subscription_name], look_max) AS d;
@@ -45,7 +45,7 @@ ${tag}$;
 --               Missing if everything was always wanted
 -- `age` is that of the oldest event in microseconds, from the time when it may be delivered.
 CREATE FUNCTION {s}.create_depth(log_name text) RETURNS void LANGUAGE plpgsql
-SET search_path = pg_catalog AS ${tag}$
+SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   EXECUTE replace(${tag}_ddl$
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_depth(subscription_names text[], look_max bigint)

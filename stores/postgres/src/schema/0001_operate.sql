@@ -21,7 +21,7 @@ BEGIN
 END
 ${tag}$;
 
-CREATE FUNCTION {s}.subscription_unknown(name text) RETURNS void LANGUAGE plpgsql STABLE SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.subscription_unknown(name text) RETURNS void LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   RAISE EXCEPTION 'there is no subscription %', name USING ERRCODE = 'PB002', HINT = 'known: ' || coalesce(
     (SELECT string_agg(known.name, ', ' ORDER BY known.name) FROM (SELECT s.name FROM {s}.subscription AS s ORDER BY s.name LIMIT 50) AS known),
@@ -148,19 +148,19 @@ END
 ${tag}$;
 
 -- An empty list of ids means none, never all: it may come from a query that finds nothing.
-CREATE FUNCTION {s}.retry(subscription text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.retry(subscription text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   RETURN (SELECT c.changed FROM {s}.change('retry', retry.subscription, coalesce(ids, '{}')) AS c);
 END
 ${tag}$;
 
-CREATE FUNCTION {s}.discard(subscription text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.discard(subscription text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   RETURN (SELECT c.changed FROM {s}.change('discard', discard.subscription, coalesce(ids, '{}')) AS c);
 END
 ${tag}$;
 
-CREATE FUNCTION {s}.mark_dead(subscription text, why text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.mark_dead(subscription text, why text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   RETURN (SELECT c.changed FROM {s}.change('mark_dead', mark_dead.subscription, coalesce(ids, '{}'),
     note => 'marked dead by a person' || coalesce(': ' || nullif(left(why, 512), ''), '')) AS c);
@@ -169,7 +169,7 @@ ${tag}$;
 
 -- Index: the unique name. Locks the row.
 CREATE FUNCTION {s}.pause(subscription text, why text, until timestamptz DEFAULT NULL, by text DEFAULT session_user) RETURNS void
-LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   IF until <= '-infinity' OR until >= '9999-12-30 22:00:01+00' THEN
     RAISE EXCEPTION 'nobody can wait until %', until USING ERRCODE = 'check_violation', CONSTRAINT = 'until_invalid',
@@ -183,7 +183,7 @@ BEGIN
 END
 ${tag}$;
 
-CREATE FUNCTION {s}.resume(subscription text) RETURNS void LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.resume(subscription text) RETURNS void LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   UPDATE {s}.subscription AS s SET paused_by = NULL, paused_why = NULL, paused_until = NULL WHERE s.name = resume.subscription;
   IF NOT FOUND THEN
@@ -193,7 +193,7 @@ END
 ${tag}$;
 
 -- Refuses a message without a valid source and id.
-CREATE FUNCTION {s}.check_message(source text, message_id text) RETURNS void LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.check_message(source text, message_id text) RETURNS void LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   IF source IS NULL OR source COLLATE "C" !~ '^[A-Za-z0-9._-]{1,128}$' THEN
     RAISE EXCEPTION '% is not a valid source name', coalesce(quote_literal(source), 'NULL') USING ERRCODE = 'check_violation', CONSTRAINT = 'name_invalid',
@@ -211,7 +211,7 @@ END
 ${tag}$;
 
 -- Index: primary key of `once`, on which a second call waits for the first one's transaction.
-CREATE FUNCTION {s}.once(source text, message_id text) RETURNS boolean LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.once(source text, message_id text) RETURNS boolean LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   PERFORM {s}.check_message($1, $2);
   INSERT INTO {s}.once (source, message_id) VALUES ($1, $2) ON CONFLICT DO NOTHING;
@@ -223,7 +223,7 @@ ${tag}$;
 -- text column can hold it. The caller's transaction keeps its own lock_timeout.
 CREATE FUNCTION {s}.receive_body(
   source text, message_id text, topic text, body bytea, as_text text, key text, tenant text, content_type text, headers jsonb, log text
-) RETURNS text LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog SET lock_timeout = '2s' AS ${tag}$
+) RETURNS text LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET lock_timeout = '2s' AS ${tag}$
 DECLARE
   verdict text;
 BEGIN

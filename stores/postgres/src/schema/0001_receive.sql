@@ -9,7 +9,7 @@
 --   duplicate  known with the same digest
 --   conflict   known with another digest; the conflict is recorded
 CREATE FUNCTION {s}.recognise(of_source text, of_tenant text, of_message text, with_digest bytea) RETURNS text LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog AS ${tag}$
+SET search_path = pg_catalog, pg_temp AS ${tag}$
 DECLARE
   known bytea;
 BEGIN
@@ -45,7 +45,7 @@ ${tag}$;
 --
 -- A single message, the usual case, has its own function: without arrays and a scan over them it
 -- costs a fifth less.
-CREATE FUNCTION {s}.create_receive(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.create_receive(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   EXECUTE replace(${tag}_ddl$
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_receive(
@@ -53,7 +53,7 @@ BEGIN
       new_id uuid, new_topic text, new_key text, new_aggregate text, new_version bigint, new_kind text, new_source text, new_tenant text,
       new_payload text, new_bytes bytea, new_content_type text, new_headers text, new_occurred_at text, new_deliver_at text,
       new_expires_at text)
-    RETURNS text LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}_body$
+    RETURNS text LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS ${tag}_body$
     DECLARE
       bound text;
     BEGIN
@@ -80,7 +80,7 @@ BEGIN
       new_ids uuid[], new_topics text[], new_keys text[], new_aggregates text[], new_versions bigint[], new_kinds text[],
       new_sources text[], new_tenants text[], new_payloads text[], new_bytes bytea[], new_content_types text[], new_headers text[],
       new_occurred_at text[], new_deliver_at text[], new_expires_at text[])
-    RETURNS text[] LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}_body$
+    RETURNS text[] LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS ${tag}_body$
     DECLARE
       verdicts text[];
       stored_sources text[];

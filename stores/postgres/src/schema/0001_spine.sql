@@ -5,9 +5,10 @@
 -- Nothing here depends on the caller's settings. Anyone who may create objects in a schema of a
 -- caller's search_path could plant a function or an operator that fits our arguments better than
 -- Postgres's own, and it would run with the caller's rights. So every function sets its
--- search_path. If that would cost too much, because the function is called for every row or
--- inlined, it qualifies every name instead, or is parsed when it is created (RETURN instead of a
--- text). A backslash in a literal is written in E'', which means the same under every setting.
+-- search_path, with `pg_temp` last: types and tables there come first if it is not named. If that
+-- would cost too much, because the function is called for every row or inlined, it qualifies every
+-- name instead, or is parsed when it is created (RETURN instead of a text). A backslash in a
+-- literal is written in E'', which means the same under every setting.
 
 -- Time-ordered ids for writers that bring none, as in most SQL: 48 bits of milliseconds, 12 bits of
 -- the fraction of the millisecond, 62 random bits. One expression without a FROM: such a function
@@ -19,7 +20,7 @@ RETURN (overlay(lpad(to_hex(floor(extract(epoch FROM clock_timestamp()) * 409600
 -- The id that belongs to an idempotency key, equal to EventId::from_key. NULL is refused, because
 -- it would give no id, and an event without an id is appended every time. A blank key is refused,
 -- because all producers that had nothing to put in would share it.
-CREATE FUNCTION {s}.event_id(key text) RETURNS uuid LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.event_id(key text) RETURNS uuid LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp AS ${tag}$
 DECLARE
   digits text := left(encode(sha256(convert_to(key, 'UTF8')), 'hex'), 32);
 BEGIN
@@ -34,7 +35,7 @@ END
 ${tag}$;
 
 -- The rule that the headers break, or NULL. The inbox's header for the sender's id does not count.
-CREATE FUNCTION {s}.headers_fault(headers jsonb) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.headers_fault(headers jsonb) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   IF jsonb_typeof(headers) <> 'object' THEN
     RETURN 'headers_invalid';
@@ -167,7 +168,7 @@ CREATE TABLE {s}.log (
 -- Adds the rules to a log. NOT VALID: new rows are still checked, but a dump restores such a
 -- constraint after the data, so that rows come back unchanged, with the ids of transactions other
 -- than the restoring one.
-CREATE FUNCTION {s}.guard_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.guard_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   EXECUTE 'ALTER TABLE ' || {schema_literal} || '.' || quote_ident(log_name) || ' ADD CONSTRAINT event_invalid CHECK ('
     || {schema_literal} || '.event_is_valid(' || quote_ident(log_name) || ', '
@@ -185,7 +186,7 @@ ${tag}$;
 --
 -- `xid` is the transaction that wrote the row, which the cursor, a snapshot, is compared with.
 -- `slot` determines the lane.
-CREATE FUNCTION {s}.create_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.create_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   IF EXISTS (SELECT FROM {s}.log WHERE name = log_name) THEN
     RETURN;
@@ -245,9 +246,9 @@ CREATE TABLE {s}.subscription (
   id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   name text NOT NULL UNIQUE,
   log text NOT NULL REFERENCES {s}.log (name),
-  topics text[] NOT NULL,
-  kinds text[] NOT NULL DEFAULT '{}',
-  aggregates text[] NOT NULL DEFAULT '{}',
+  topics text[] NOT NULL CHECK (array_position(topics, NULL) IS NULL AND coalesce(array_ndims(topics), 1) = 1),
+  kinds text[] NOT NULL DEFAULT '{}' CHECK (array_position(kinds, NULL) IS NULL AND coalesce(array_ndims(kinds), 1) = 1),
+  aggregates text[] NOT NULL DEFAULT '{}' CHECK (array_position(aggregates, NULL) IS NULL AND coalesce(array_ndims(aggregates), 1) = 1),
   headers jsonb,
   tenant text,
   -- It had another tenant before, or none: what it has stored is not of its tenant alone.
@@ -270,7 +271,7 @@ CREATE TABLE {s}.subscription (
   generation bigint NOT NULL DEFAULT 0,
   paused_by text,
   paused_why text,
-  paused_until timestamptz,
+  paused_until timestamptz CHECK (paused_until > '-infinity' AND paused_until < '9999-12-30 22:00:01+00'),
   created_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
@@ -290,7 +291,7 @@ CREATE TABLE {s}.lane (
   delivered bigint NOT NULL DEFAULT 0,
   epoch bigint NOT NULL DEFAULT 0,
   owner text,
-  lease_until timestamptz,
+  lease_until timestamptz CHECK (lease_until > '-infinity' AND lease_until < '9999-12-30 22:00:01+00'),
   -- The lease's length in microseconds. A lease whose end is further away than this was granted
   -- before the clock was set back, and is void.
   lease_ttl bigint NOT NULL DEFAULT 0,
@@ -371,7 +372,7 @@ CREATE TABLE {s}.delivery (
   replays int NOT NULL DEFAULT 0,
   -- How many relays crashed while they sent it alone.
   crashes int NOT NULL DEFAULT 0,
-  due_at timestamptz,
+  due_at timestamptz CHECK (due_at > '-infinity' AND due_at < '9999-12-30 22:00:01+00'),
   code text,
   error text,
   updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -429,8 +430,8 @@ CREATE TABLE {s}.conflict (
   digest_refused bytea NOT NULL,
   times bigint NOT NULL DEFAULT 1,
   -- The same moment for both: the clock advances between two defaults.
-  first_at timestamptz NOT NULL DEFAULT statement_timestamp(),
-  last_at timestamptz NOT NULL DEFAULT statement_timestamp(),
+  first_at timestamptz NOT NULL DEFAULT statement_timestamp() CHECK (first_at > '-infinity' AND first_at < '9999-12-30 22:00:01+00'),
+  last_at timestamptz NOT NULL DEFAULT statement_timestamp() CHECK (last_at > '-infinity' AND last_at < '9999-12-30 22:00:01+00'),
   PRIMARY KEY (source, tenant, message_id, digest_refused)
 );
 CREATE INDEX conflict_last ON {s}.conflict (last_at);
@@ -554,19 +555,19 @@ BEGIN
 END
 ${tag}$;
 
--- Relays that are asleep, for writers that were asked to wake them. Unlogged: a crash only costs a
--- hint.
+-- Relays that are asleep, for writers that wake them. Unlogged: a crash only costs a hint.
 CREATE UNLOGGED TABLE {s}.sleeper (
   log text NOT NULL,
   owner text NOT NULL,
   asleep_until timestamptz NOT NULL,
+  tenant text NOT NULL DEFAULT coalesce(current_setting('postbox.tenant', true), ''),
   PRIMARY KEY (log, owner)
 );
 
 -- Runs after every INSERT statement on a log whose writers notify. It notifies only if a relay
 -- sleeps, because a commit with a NOTIFY takes a server-wide lock. It runs with its owner's rights,
 -- so that writers need no right to read `sleeper`.
-CREATE FUNCTION {s}.notify_sleepers() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.notify_sleepers() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   IF EXISTS (SELECT FROM {s}.sleeper WHERE log = TG_TABLE_NAME AND asleep_until > clock_timestamp()) THEN
     PERFORM pg_notify('postbox_' || TG_RELID, '');
@@ -577,7 +578,7 @@ ${tag}$;
 
 -- Makes the writers of a log notify sleeping relays, or stops it. Idempotent. Both return the
 -- channel.
-CREATE FUNCTION {s}.notify_enable(log_name text) RETURNS text LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.notify_enable(log_name text) RETURNS text LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS ${tag}$
 DECLARE
   log_table regclass := ({schema_literal} || '.' || quote_ident(log_name))::regclass;
 BEGIN
@@ -589,7 +590,7 @@ BEGIN
 END
 ${tag}$;
 
-CREATE FUNCTION {s}.notify_disable(log_name text) RETURNS text LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.notify_disable(log_name text) RETURNS text LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS ${tag}$
 DECLARE
   log_table regclass := ({schema_literal} || '.' || quote_ident(log_name))::regclass;
 BEGIN

@@ -29,7 +29,7 @@ CROSS JOIN LATERAL (
 
 -- Creates the views of a log. `<log>_state` has a row for each event and subscription. `<log>_dead`
 -- has a row for each dead event, found without walking the log.
-CREATE FUNCTION {s}.create_views(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
+CREATE FUNCTION {s}.create_views(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   EXECUTE replace(${tag}_ddl$
     CREATE VIEW {s}."{tag}_log_state" WITH (security_invoker = true) AS

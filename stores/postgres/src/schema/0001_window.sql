@@ -36,7 +36,7 @@
 -- times slower). One plan is kept for all parameters, because no choice of an index depends on
 -- them.
 CREATE FUNCTION {s}.create_window(log_name text) RETURNS void LANGUAGE plpgsql
-SET search_path = pg_catalog AS ${tag}$
+SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   EXECUTE replace(${tag}_ddl$
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_window(

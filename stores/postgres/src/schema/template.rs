@@ -54,6 +54,13 @@ const FRAGMENTS: &[(&str, &str)] = &[
       RETURN event_id;
     END IF;",
     ),
+    // True for an event `l` that the subscription $4 may have: one that is limited to a tenant, and
+    // always was, gets nothing of others.
+    (
+        "of_its_tenant",
+        "l.tenant IS NOT DISTINCT FROM \
+         coalesce((SELECT s.tenant FROM {s}.subscription AS s WHERE s.id = $4 AND NOT s.mixed), l.tenant)",
+    ),
     // True for the lane `l` while it is leased under an epoch. In the functions of a lane.
     (
         "held",
@@ -76,7 +83,7 @@ const FRAGMENTS: &[(&str, &str)] = &[
     // Only nested loops over indexes, one plan for all parameters, and only Postgres's own names.
     (
         "pinned",
-        "SET search_path = pg_catalog SET plan_cache_mode = force_generic_plan SET jit = off \
+        "SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan SET jit = off \
          SET max_parallel_workers_per_gather = 0 SET enable_seqscan = off SET enable_bitmapscan = off \
          SET enable_hashjoin = off SET enable_mergejoin = off SET enable_sort = off SET enable_incremental_sort = off \
          SET enable_material = off",

@@ -14,8 +14,19 @@ use tokio_postgres::Client;
 use super::world::{TENANTS, World, inbound, named, within};
 
 /// Every table with rows that belong to a tenant.
-const TABLES: [&str; 10] =
-    ["outbox", "inbox", "subscription", "lane", "delivery", "filter", "receipt", "conflict", "once", "unrouted"];
+const TABLES: [&str; 11] = [
+    "outbox",
+    "inbox",
+    "subscription",
+    "lane",
+    "delivery",
+    "filter",
+    "receipt",
+    "conflict",
+    "once",
+    "unrouted",
+    "sleeper",
+];
 
 fn state(error: &tokio_postgres::Error) -> &str {
     error.code().map_or("", |state| state.code())
@@ -75,6 +86,7 @@ async fn two_tenants_see_no_row_of_each_other() {
         for sql in [
             "UPDATE postbox.delivery SET error = 'mine'",
             "UPDATE postbox.subscription SET paused_by = 'me'",
+            "SELECT FROM postbox.lane FOR UPDATE",
             "DELETE FROM postbox.conflict",
             "DELETE FROM postbox.receipt",
             "DELETE FROM postbox.once",
@@ -83,9 +95,8 @@ async fn two_tenants_see_no_row_of_each_other() {
             assert!(within(&client, TENANTS[0], sql).await.expect(sql) > 0, "{sql}");
         }
         // Other tenants read the log, too.
-        for sql in ["DELETE FROM postbox.outbox", "UPDATE postbox.log SET routed_seq = 1000"] {
-            assert_eq!(within(&client, TENANTS[0], sql).await.expect(sql), 0, "{sql}");
-        }
+        let sql = "UPDATE postbox.log SET routed_seq = 1000";
+        assert_eq!(within(&client, TENANTS[0], sql).await.expect(sql), 0, "{sql}");
         let left = "SELECT (SELECT count(*) FROM postbox.outbox), (SELECT count(*) FROM postbox.receipt), \
                     (SELECT count(*) FROM postbox.delivery AS d JOIN postbox.subscription AS s ON s.id = d.subscription \
                      WHERE d.error = 'mine' AND (s.name <> 'acme-out'))";
@@ -97,7 +108,14 @@ async fn two_tenants_see_no_row_of_each_other() {
             "INSERT INTO postbox.once (source, tenant, message_id) VALUES ('s', 'other', 'm')",
             "INSERT INTO postbox.inbox (topic, payload, tenant) VALUES ('t', '', 'other')",
             "INSERT INTO postbox.sent (subscription, seq) SELECT 3, 1",
+            "INSERT INTO postbox.filter (subscription, revision, topics) SELECT id, 99, '{}' FROM postbox.subscription",
+            "INSERT INTO postbox.sleeper (log, owner, asleep_until, tenant) VALUES ('outbox', 'x', 'infinity', 'other')",
             "UPDATE postbox.subscription SET tenant = 'other'",
+            "UPDATE postbox.subscription SET name = 'planted'",
+            "INSERT INTO postbox.subscription (name, log, topics, tenant, ordering, lanes) VALUES ('planted', 'outbox', '{}', 'acme', 'key', 1)",
+            "UPDATE postbox.lane SET to_snap = pg_current_snapshot()",
+            "DELETE FROM postbox.outbox",
+            "LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE",
         ] {
             let refused = within(&client, TENANTS[0], sql).await.expect_err(sql);
             assert_eq!(state(&refused), "42501", "{sql}: {refused:?}");

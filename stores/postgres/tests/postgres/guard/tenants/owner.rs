@@ -8,8 +8,9 @@ use postbox_core::{
     Append as _, Delivery, EventId, Inspect as _, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId,
     Subscription,
 };
-use postbox_engine::{Relay, handler_sink};
+use postbox_engine::Relay;
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
+use postbox_router::handler_sink;
 use postbox_testkit::servers::{Postgres, Version};
 use tokio_util::sync::CancellationToken;
 

@@ -14,7 +14,7 @@ use super::super::roles::url_as;
 use crate::support::{self, Fixture};
 
 pub(super) const TENANTS: [&str; 2] = ["acme", "o'ther\\"];
-const LONG: Duration = Duration::from_secs(600);
+pub(super) const LONG: Duration = Duration::from_secs(600);
 
 pub(super) struct World {
     pub(super) fixture: Fixture,
@@ -116,7 +116,10 @@ impl World {
                 operator.receive(&LogName::inbox(), inbound(tenant, id, body)).await.expect("received");
             }
             let once = "INSERT INTO postbox.once (source, message_id) VALUES ('s', 'm')";
-            within(&self.client(&self.operator).await, tenant, once).await.expect("applied");
+            let client = self.client(&self.operator).await;
+            within(&client, tenant, once).await.expect("applied");
+            let asleep = "INSERT INTO postbox.sleeper (log, owner, asleep_until) SELECT 'outbox', current_setting('postbox.tenant'), 'infinity'";
+            within(&client, tenant, asleep).await.expect("declared");
         }
         relay
             .subscribe(&Subscription { lanes: 1, ..Subscription::new(named("shared"), outbox.clone()) })
