@@ -7,14 +7,14 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex as StdMutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex as StdMutex};
 use std::time::Duration;
 
 use async_nats::connection::State;
 use async_nats::{Client, ConnectOptions, Event, ReconnectToServer, ServerAddr, ServerError};
 use futures::future::BoxFuture;
 use postbox_config::{Secret, TlsTable};
-use postbox_core::{Down, ErrorKind};
+use postbox_core::{Down, ErrorKind, lock};
 use tokio::sync::Mutex;
 
 use crate::classify::connecting;
@@ -208,10 +208,6 @@ fn remember_refused(refused: &StdMutex<BTreeSet<String>>, event: &Event) {
     {
         refused.insert(subject.to_owned());
     }
-}
-
-fn lock<T>(mutex: &StdMutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether the connection seems to work.

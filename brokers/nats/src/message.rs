@@ -5,8 +5,8 @@ use async_nats::{Message, Subject};
 use postbox_core::{Headers, RawMessage};
 use sha2::{Digest as _, Sha256};
 
-/// Converts a message. Its id is the producer's (`Nats-Msg-Id`), or else the stream's name and its
-/// number in the stream.
+/// Converts a message. Its id is the producer's (`Nats-Msg-Id`), or else the stream's name, its
+/// number in the stream, and its time: a stream that is deleted and created again numbers from 1.
 pub(crate) fn raw_message(message: Message, content_type: &str) -> RawMessage {
     let digest = Sha256::digest(&message.payload).into();
     let headers = message.headers.unwrap_or_default();
@@ -30,17 +30,17 @@ pub(crate) fn is_ack(reply: &Subject) -> bool {
     reply.starts_with("$JS.ACK.")
 }
 
-/// Returns `STREAM:NUMBER` from the subject that acknowledges the message:
-/// `$JS.ACK.STREAM.CONSUMER.TIMES.NUMBER.…`, with a domain and an account before the stream since
-/// 2.10.
+/// Returns `STREAM:NUMBER:TIME` from the subject that acknowledges the message:
+/// `$JS.ACK.STREAM.CONSUMER.TIMES.NUMBER.NUMBER.TIME.…`, with a domain and an account before the
+/// stream since 2.10.
 fn place(reply: &Subject) -> Option<String> {
     let tokens: Vec<&str> = reply.split('.').collect();
-    let (stream, number) = match tokens[..] {
-        ["$JS", "ACK", stream, _, _, number, _, _, _] => (stream, number),
-        ["$JS", "ACK", _, _, stream, _, _, number, ..] => (stream, number),
+    let (stream, number, time) = match tokens[..] {
+        ["$JS", "ACK", stream, _, _, number, _, time, _] => (stream, number, time),
+        ["$JS", "ACK", _, _, stream, _, _, number, _, time, ..] => (stream, number, time),
         _ => return None,
     };
-    Some(format!("{stream}:{number}"))
+    Some(format!("{stream}:{number}:{time}"))
 }
 
 /// Returns the application's headers that an event can have. Several values of one name are joined.
@@ -70,7 +70,7 @@ mod tests {
     #[test]
     fn a_place_is_found_in_both_forms() {
         for reply in ["$JS.ACK.S.c.1.7.3.1700000000.0", "$JS.ACK._.h4sh.S.c.1.7.3.1700000000.0.r4nd"] {
-            assert_eq!(place(&reply.into()).as_deref(), Some("S:7"), "{reply}");
+            assert_eq!(place(&reply.into()).as_deref(), Some("S:7:1700000000"), "{reply}");
         }
         assert_eq!(place(&"_INBOX.x".into()), None);
     }

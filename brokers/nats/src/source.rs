@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_nats::{Client, Message, Request, RequestErrorKind, StatusCode, Subject, Subscriber};
@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::future::join_all;
 use futures::{FutureExt as _, StreamExt as _};
-use postbox_core::{AckToken, Clock, Down, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Clock, Down, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage, lock};
 use serde_json::json;
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio_util::sync::CancellationToken;
@@ -184,7 +184,7 @@ impl NatsSource {
             if !session.found.is_empty() {
                 let some = session.found.drain(..max.min(session.found.len()));
                 let messages: Vec<SourceMessage> = some.map(|message| self.give(message)).collect();
-                session.found_given.extend(messages.iter().filter_map(|message| number(&message.token)));
+                session.found_given.extend(messages.iter().map(|message| message.token.0));
                 return Ok(messages);
             }
             if session.asked == 0 {
@@ -233,7 +233,7 @@ impl NatsSource {
         given.tokens += 1;
         let number = given.tokens;
         given.replies.extend(message.reply.clone().map(|reply| (number, reply)));
-        let token = AckToken::new(number.to_be_bytes().to_vec());
+        let token = AckToken(number);
         SourceMessage { message: raw_message(message, &self.content_type), token }
     }
 
@@ -270,11 +270,10 @@ impl NatsSource {
     /// Sends a settlement for each token, then waits for the server's confirmation of the last: it
     /// handles them in order.
     async fn settle(&self, tokens: &[AckToken], word: Bytes) -> Result<()> {
-        let numbers: Vec<u64> = tokens.iter().filter_map(number).collect();
         let (client, mut replies) = {
             let given = self.given();
             let replies: Vec<Subject> =
-                numbers.iter().filter_map(|number| given.replies.get(number).cloned()).collect();
+                tokens.iter().filter_map(|token| given.replies.get(&token.0).cloned()).collect();
             (given.client.clone(), replies)
         };
         let (Some(client), Some(last)) = (client, replies.pop()) else { return Ok(()) };
@@ -293,7 +292,7 @@ impl NatsSource {
         };
         {
             let mut given = self.given();
-            numbers.iter().for_each(|number| _ = given.replies.remove(number));
+            tokens.iter().for_each(|token| _ = given.replies.remove(&token.0));
         }
         self.settled.notify_waiters();
         settled
@@ -316,14 +315,6 @@ async fn report_progress(client: Client, given: Arc<Mutex<Given>>, clock: Arc<dy
             }
         }
     }
-}
-
-fn number(token: &AckToken) -> Option<u64> {
-    token.as_bytes().try_into().map(u64::from_be_bytes).ok()
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[async_trait]
@@ -391,8 +382,7 @@ impl Source for NatsSource {
                 let _ = self.take(&mut session, message);
             }
         }
-        let tokens: Vec<AckToken> =
-            self.given().replies.keys().map(|number| AckToken::new(number.to_be_bytes().to_vec())).collect();
+        let tokens: Vec<AckToken> = self.given().replies.keys().copied().map(AckToken).collect();
         // If the server does not receive this, messages are delivered again after the consumer's
         // ack wait.
         let _ = self.settle(&tokens, NAK).await;

@@ -10,6 +10,7 @@ use async_nats::header::{HeaderName, HeaderValue};
 use async_nats::{Client, HeaderMap, Message, StatusCode};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
+use jiff::Timestamp;
 use postbox_core::Down;
 use serde_json::{Value, json};
 use tracing::warn;
@@ -74,8 +75,10 @@ fn as_far_as_readable(spec: &ConsumerSpec, number: u64, message: &Value) -> Opti
         return None;
     }
     let payload = bytes("data");
+    let time: Timestamp = message["time"].as_str().unwrap_or_default().parse().unwrap_or_default();
+    let time = time.as_nanosecond();
     // For an ack, the server only uses the message's number.
-    let ack = format!("$JS.ACK.{}.{}.1.{number}.{number}.0.0", spec.stream, spec.name);
+    let ack = format!("$JS.ACK.{}.{}.1.{number}.{number}.{time}.0", spec.stream, spec.name);
     Some(Message {
         subject: subject.into(),
         reply: Some(ack.into()),

@@ -45,9 +45,28 @@ async fn an_event_comes_out_as_it_went_in() {
             (by_topic("in.plain").headers["a"].as_str(), by_topic("in.plain").content_type.as_deref()),
             ("b", None)
         );
-        assert!(stored.iter().any(|it| it.message_id == "EVENTS:3"));
+        assert!(stored.iter().any(|it| it.message_id.starts_with("EVENTS:3:")));
         receiving.stop().await;
         assert_eq!(pending(&broker, "EVENTS.postbox").await, (0, 0), "all of it is acknowledged");
+    }
+}
+
+/// Its numbers begin at 1 again. Messages without an id of their own are new all the same.
+#[tokio::test]
+async fn the_messages_of_a_stream_that_is_made_anew_are_new() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, "").await;
+        broker.stream("EVENTS", &["in.>"], json!({})).await;
+        let receiving = receiving(&broker, "stream = \"EVENTS\"").await;
+        publish(&broker.client, "in.a", &[], b"one").await;
+        receiving.until(|it| it.inbox.all().len() == 1).await;
+        api(&broker.client, "STREAM.DELETE.EVENTS", Value::Null).await.expect("deleted");
+        broker.stream("EVENTS", &["in.>"], json!({})).await;
+        for body in ["one", "another"] {
+            publish(&broker.client, "in.a", &[], body.as_bytes()).await;
+        }
+        receiving.until(|it| it.inbox.all().len() == 3).await;
+        receiving.stop().await;
     }
 }
 
