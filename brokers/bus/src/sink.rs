@@ -44,8 +44,8 @@ impl BusSink {
 
     fn inbound(&self, delivery: &Delivery) -> Inbound {
         let Event { topic, key, tenant, payload, .. } = &delivery.event;
-        let digest = Sha256::digest(payload).into();
-        let mark = content_mark(&delivery.event);
+        let digest = content_digest(&delivery.event);
+        let mark: String = digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
         let message_id = message_id(delivery, &mark);
         let Event { aggregate, version, kind, source, content_type, mut headers, occurred_at, expires_at, .. } =
             delivery.event.clone();
@@ -116,8 +116,9 @@ fn message_id(delivery: &Delivery, mark: &str) -> String {
     }
 }
 
-/// Returns 16 digits of a digest of the fields that every log keeps unchanged.
-fn content_mark(event: &Event) -> String {
+/// Returns a digest of the fields that every log keeps unchanged. Other fields under a known id are
+/// a conflict: a writer may copy the id of another's event, and must not pass for it.
+fn content_digest(event: &Event) -> [u8; 32] {
     let Event { topic, key, tenant, aggregate, kind, payload, .. } = event;
     let texts = [
         Some(topic.as_str()),
@@ -132,7 +133,7 @@ fn content_mark(event: &Event) -> String {
         digest.update(text.unwrap_or_default());
     }
     digest.update(payload);
-    digest.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect()
+    digest.finalize().into()
 }
 
 impl fmt::Debug for BusSink {

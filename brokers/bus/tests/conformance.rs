@@ -11,8 +11,9 @@ use postbox_core::{
     Log as _, LogName, Maintain as _, NewEvent, Outcome, Receive, Received, Result, Selection, Seq, Sink, SourceName,
     State, Subscription, SubscriptionName, header,
 };
-use postbox_engine::{Relay, TokioClock, handler_sink};
+use postbox_engine::{Relay, TokioClock};
 use postbox_memory::MemoryStore;
+use postbox_router::handler_sink;
 use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits};
 
 fn log(name: &str) -> LogName {
@@ -243,10 +244,12 @@ async fn a_replay_is_an_event_more_and_a_repetition_is_not() {
         let delivery = Delivery { event: event.clone(), seq: Seq(1), attempt: 1, replay, trace: None };
         assert_eq!(sink.deliver(&[&delivery]).await, [expected]);
     }
-    let forged =
-        Delivery { event: Event { payload: "2".into(), ..event }, seq: Seq(2), attempt: 1, replay: 0, trace: None };
-    let outcomes = sink.deliver(&[&forged]).await;
-    assert!(matches!(&outcomes[..], [Outcome::Dead { code, .. }] if code == "bus_conflict"), "{outcomes:?}");
+    let other_topic = Event { topic: "other".parse().expect("a topic"), ..event.clone() };
+    for event in [Event { payload: "2".into(), ..event }, other_topic] {
+        let forged = Delivery { event, seq: Seq(2), attempt: 1, replay: 0, trace: None };
+        let outcomes = sink.deliver(&[&forged]).await;
+        assert!(matches!(&outcomes[..], [Outcome::Dead { code, .. }] if code == "bus_conflict"), "{outcomes:?}");
+    }
     assert_eq!(events(&to, "events").await.len(), 2);
 }
 
