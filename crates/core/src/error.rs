@@ -82,6 +82,15 @@ impl Error {
         Self::new(ErrorKind::Internal, operation, Self::TRANSACTION_ENDED, message)
     }
 
+    const TRANSACTION_LOST: &'static str = "handler_lost_transaction";
+
+    /// Creates the error of a transaction that was lost while a handler had it: its connection
+    /// ended, or the handler left a transaction of its own open in it. Nothing was committed.
+    pub fn transaction_lost(operation: &'static str, why: impl fmt::Display) -> Self {
+        let message = format!("the transaction was lost while the handler had it, and nothing of it was kept: {why}");
+        Self::new(ErrorKind::Unavailable, operation, Self::TRANSACTION_LOST, message)
+    }
+
     /// Creates the error of an aggregate that is not saved because its version changed since it was
     /// loaded: `UPDATE … WHERE id = … AND version = …` changed no row. A handler that fails with it
     /// is retried.
@@ -136,6 +145,11 @@ impl Error {
     /// Returns whether the lease was lost, or what was read under it is outdated.
     pub fn is_stale(&self) -> bool {
         self.kind == ErrorKind::Stale
+    }
+
+    /// Returns whether it is [`Self::transaction_lost`].
+    pub fn is_transaction_lost(&self) -> bool {
+        self.code == Self::TRANSACTION_LOST
     }
 
     /// Returns whether it is [`Self::transaction_ended`].

@@ -33,7 +33,7 @@ const WAIT: Duration = Duration::from_secs(10);
 /// use diesel_async::{AsyncPgConnection, RunQueryDsl as _};
 /// use postbox_core::{Delivery, Tx};
 /// use postbox_diesel_async::DieselAsync;
-/// use postbox_engine::router::Router;
+/// use postbox_router::Router;
 /// use postbox_postgres::PostgresStore;
 ///
 /// async fn ledger(delivery: Delivery, Tx(tx): Tx<'_, DieselAsync>) -> Result<(), diesel::result::Error> {

@@ -7,7 +7,7 @@ use postbox_core::{
     Apply, Database, Decide, Delivery, Error, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use postbox_postgres::PostgresStore;
-use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, pool_exhausted};
+use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, commit_failed, pool_exhausted};
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, PgRow};
 use sqlx::{AssertSqlSafe, Connection as _, Executor as _, Postgres, Row as _};
@@ -18,7 +18,7 @@ use crate::classify;
 ///
 /// ```
 /// use postbox_core::{Delivery, Tx};
-/// use postbox_engine::router::Router;
+/// use postbox_router::Router;
 /// use postbox_postgres::PostgresStore;
 /// use postbox_sqlx::Sqlx;
 ///
@@ -98,7 +98,7 @@ impl Apply for SqlxApply {
         let mut borrowed = borrow(pool).await?;
         let mut tx = borrowed.connection().begin_with(BEGIN).await.map_err(failed)?;
         let applied = apply_in(store, &mut *tx, &*self.handlers, lease, deliveries, settlement, decide).await?;
-        tx.commit().await.map_err(failed)?;
+        tx.commit().await.map_err(|error| commit_failed(failed(error)))?;
         borrowed.give_back();
         Ok(applied.committed())
     }

@@ -9,13 +9,14 @@ use futures::FutureExt as _;
 use postbox_core::kit::{BlockedKeys, entries_of, panic_text};
 use postbox_core::trace::Traced;
 use postbox_core::{
-    Apply, Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
+    Apply, Database, Decide, Delivery, Error, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use tokio_postgres::Transaction;
 use tracing::Instrument as _;
 
 use crate::PostgresStore;
 use crate::classify::classify;
+use crate::driver::UNREACHABLE;
 use crate::execute::{Execute as _, Row};
 use crate::settle::settle_in;
 
@@ -157,6 +158,7 @@ impl<H: TxHandler> Calls for Lent<'_, '_, H> {
     async fn call(&mut self, delivery: &Delivery) -> Result<Outcome> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
         let savepoint = self.tx.savepoint("postbox_handler").await.map_err(failed)?;
+        let failed = |error: tokio_postgres::Error| after_handler(classify("apply", &error));
         let mut outcome = handled(delivery, self.handler.handle(&savepoint, delivery)).await;
         if outcome.is_delivered() {
             match savepoint.batch_execute(EFFECT_CHECK).await {
@@ -227,6 +229,13 @@ pub(crate) async fn handled(delivery: &Delivery, call: impl Future<Output = Outc
     let call = delivery.context().scope(call);
     let caught = AssertUnwindSafe(call).catch_unwind().await;
     caught.unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic).to_owned()))
+}
+
+/// The error of a statement that follows a handler's call. If the connection ended, the handler may
+/// be the cause, or a timeout of the server that it ran into.
+pub(crate) fn after_handler(error: Error) -> Error {
+    let ended = [UNREACHABLE, "store_unavailable"].contains(&error.code());
+    if ended { Error::transaction_lost("apply", error.message()) } else { error }
 }
 
 /// The outcome of an event whose handler reported success, but whose [`EFFECT_CHECK`] failed.

@@ -12,7 +12,7 @@ use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result};
 
 use crate::append::{Columns, Postgres, refused};
 use crate::classify::of_database;
-pub use crate::lent::{Applied, BEGIN, Borrowed, Rows, Settles, Statement, apply_in, pool_exhausted};
+pub use crate::lent::{Applied, BEGIN, Borrowed, Rows, Settles, Statement, apply_in, commit_failed, pool_exhausted};
 use crate::once::ONCE;
 use crate::schema::SchemaName;
 

@@ -9,7 +9,6 @@ use tokio::sync::Mutex;
 
 use crate::PostgresStore;
 use crate::apply::{self, Calls, EFFECT_CHECK, PATH_OURS, PATH_THEIRS};
-use crate::driver::UNREACHABLE;
 use crate::execute::{Execute, Row};
 use crate::params::Bound;
 use crate::settle::settle_in;
@@ -109,10 +108,41 @@ where
     let outcomes = apply::call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
     let soon_over = &store.inner.modes.soon_over;
     D::run(connection, format!("{soon_over}; {PATH_OURS}")).await?;
-    let on = On::<D>(Mutex::new(&mut *connection));
-    settle_in(store, &on, lease, &subscription, &settlement).await?;
+    let settled = {
+        let on = On::<D>(Mutex::new(&mut *connection));
+        settle_in(store, &on, lease, &subscription, &settlement).await
+    };
+    if settled.as_ref().is_err_and(Error::is_stale) {
+        same_database::<D>(store, connection).await?;
+    }
+    settled?;
     D::run(connection, PATH_THEIRS.to_owned()).await?;
     Ok(Applied { store, lease, settlement, outcomes })
+}
+
+/// The error of a commit. If a handler left a transaction of its own open, e.g. by forgetting one
+/// that it began, the driver ends that one instead, which the server refuses.
+pub fn commit_failed(error: Error) -> Error {
+    if !error.is_transaction_ended() {
+        return error;
+    }
+    Error::transaction_lost("apply", "a handler began a transaction in it, and neither committed nor rolled it back")
+}
+
+/// The database of a connection: its id, and that of its cluster.
+const DATABASE: &str = "SELECT pg_catalog.concat(d.oid, ' of ', c.system_identifier)
+FROM pg_catalog.pg_database AS d, pg_catalog.pg_control_system() AS c WHERE d.datname OPERATOR(pg_catalog.=) pg_catalog.current_database()";
+
+/// Checks that the handlers' connection and the store use the same database. In another one the
+/// lane looks as if another relay held it.
+async fn same_database<D: Settles>(store: &PostgresStore, connection: &mut D::Connection) -> Result<()> {
+    let theirs = D::rows(connection, Statement::of(DATABASE, &[])).await?.into_iter().flatten().flatten().next();
+    let ours: String = store.session("apply").await?.row(DATABASE, &[]).await?.get(0);
+    if theirs.is_none_or(|theirs| theirs == ours) {
+        return Ok(());
+    }
+    let message = "the pool of the handlers leads to another database than the store; make both from one URL";
+    Err(Error::new(ErrorKind::Mismatch, "apply", "pool_of_another_database", message))
 }
 
 /// A connection of a pool. If it is dropped instead of given back, it is closed: a transaction may
@@ -175,12 +205,14 @@ where
         if outcome.is_delivered() {
             match D::run(connection, format!("{EFFECT_CHECK}; RELEASE SAVEPOINT postbox_handler")).await {
                 Ok(()) => return Ok(outcome),
-                Err(error) if error.code() == UNREACHABLE => return Err(error),
-                Err(error) => outcome = apply::effect_refused(error.message()),
+                Err(error) => match apply::after_handler(error) {
+                    lost if lost.is_transaction_lost() => return Err(lost),
+                    refused => outcome = apply::effect_refused(refused.message()),
+                },
             }
         }
         let take_back = "ROLLBACK TO SAVEPOINT postbox_handler; RELEASE SAVEPOINT postbox_handler";
-        D::run(connection, take_back.to_owned()).await.map(|()| outcome)
+        D::run(connection, take_back.to_owned()).await.map(|()| outcome).map_err(apply::after_handler)
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use futures::FutureExt;
 use postbox_core::kit::panic_text;
 use postbox_core::{
-    Apply, Batch, Delivery, Disposition, Entry, Error, ErrorKind, Key, Outcome, Result, Seq, Settlement,
+    Apply, Batch, Delivery, Disposition, Entry, Error, ErrorKind, Key, Outcome, Result, Seq, Settlement, lock,
 };
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
@@ -21,7 +21,7 @@ use super::call::watched;
 use super::judge::Verdict;
 use super::verdicts::{Verdicts, holds};
 use crate::failures::Sent;
-use crate::lock::lock;
+use crate::log_lines::rounded;
 use crate::metrics::Gauge;
 
 /// A batch that is being applied, one transaction per chunk.
@@ -136,19 +136,16 @@ impl Lane {
             verdict.into_disposition()
         };
         let call = AssertUnwindSafe(async { apply.apply(&self.lease.lease, refs, settlement, &decide).await });
-        let overran = || {
-            let limit = context.settings.deliver_timeout;
-            let outcome = Outcome::retry("timeout", format!("the transaction overran {limit:?} or panicked"));
-            context.apply.failed(refs, (outcome, took()));
-        };
+        let failed = |outcome| context.apply.failed(refs, (outcome, took()));
         let _in_flight = Gauge::up(&context.metrics.in_flight, refs.len());
-        let answer = tokio::select! {
+        let (answer, blocked) = tokio::select! {
             biased;
             () = self.lease.abandon.cancelled() => return Err(Error::stale("apply")),
             answer = watched(context, call.catch_unwind()) => answer,
             () = context.clock.sleep(context.settings.deliver_timeout) => {
                 context.metrics.add(&context.metrics.timeouts, 1);
-                overran();
+                let limit = context.settings.deliver_timeout;
+                failed(Outcome::retry("timeout", format!("the transaction overran {limit:?}")));
                 return Err(dropped("the transaction overran its time"));
             }
         };
@@ -167,13 +164,24 @@ impl Lane {
             }
             Ok(Err(error)) if error.is_stale() => {
                 context.metrics.add(&context.metrics.stale_writes, 1);
+                // While a handler blocks the thread, the lease may not be renewed. Its event would
+                // be handled again without end.
+                if blocked >= context.settings.lease_ttl / 2 {
+                    let text =
+                        format!("the handler blocked its thread for {:?}, until the lease had ended", rounded(blocked));
+                    failed(Outcome::retry("handler_outlived_lease", text));
+                }
                 Err(error)
+            }
+            Ok(Err(error)) if error.is_transaction_lost() => {
+                failed(Outcome::retry(error.code().to_owned(), error.message()));
+                Err(dropped("a handler lost the transaction"))
             }
             Ok(Err(error)) if error.is_transaction_ended() => {
                 let mut judged = lock(&judged);
                 // Dead at once, because another attempt would repeat what this one committed.
                 if judged.is_empty() {
-                    context.apply.failed(refs, (Outcome::dead(error.code().to_owned(), error.message()), took()));
+                    failed(Outcome::dead(error.code().to_owned(), error.message()));
                 }
                 for delivery in refs {
                     if let Some((outcome, _)) = judged.remove(&delivery.seq) {
@@ -188,9 +196,10 @@ impl Lane {
             }
             Ok(Err(error)) => Err(error),
             Err(panic) => {
-                warn!(subscription = context.name(), panic = panic_text(&*panic), "apply panicked");
+                let panic = panic_text(&*panic).to_owned();
+                warn!(subscription = context.name(), panic, "apply panicked");
                 context.metrics.add(&context.metrics.panics, 1);
-                overran();
+                failed(Outcome::retry("panic", panic));
                 Err(dropped("the transaction panicked"))
             }
         }

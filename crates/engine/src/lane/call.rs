@@ -114,7 +114,7 @@ async fn within_limits(context: &RelayContext, sink: &dyn Sink, deliveries: &[&D
     let call = watched(context, call);
     tokio::select! {
         biased;
-        answer = call => match answer {
+        (answer, _) = call => match answer {
             Ok(outcomes) => one_each(context, outcomes, deliveries.len()),
             Err(panic) => panicked(context, &*panic, deliveries.len()),
         },
@@ -123,14 +123,17 @@ async fn within_limits(context: &RelayContext, sink: &dyn Sink, deliveries: &[&D
 }
 
 /// Watches whether a call blocks its thread. While it does, nothing else of its lane goes on and no
-/// time limit can fire, so a person has to hear of it. The outcome counts all the same.
-pub(super) async fn watched<T>(context: &RelayContext, call: impl Future<Output = T>) -> T {
+/// time limit can fire, so a person has to hear of it. The outcome counts all the same. Also
+/// returns how long it blocked at most.
+pub(super) async fn watched<T>(context: &RelayContext, call: impl Future<Output = T>) -> (T, Duration) {
     let mut call = std::pin::pin!(call);
-    poll_fn(|task| {
+    let mut held_max = Duration::ZERO;
+    let answer = poll_fn(|task| {
         let begun = context.clock.monotonic();
         let polled = call.as_mut().poll(task);
         let now = context.clock.monotonic();
         let held = now.saturating_sub(begun);
+        held_max = held_max.max(held);
         if held >= THREAD_HELD_MAX
             && let Some(left_out) = context.log_lines.observe("thread blocked", "", now)
         {
@@ -140,7 +143,8 @@ pub(super) async fn watched<T>(context: &RelayContext, call: impl Future<Output 
         }
         polled
     })
-    .await
+    .await;
+    (answer, held_max)
 }
 
 fn overran(context: &RelayContext, count: usize) -> Vec<Outcome> {

@@ -15,7 +15,7 @@ use postbox_engine::{Relay, RelaySettings, SeededRandom};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{self, Answer, Recorder, TestEnv, event, fast, version};
+use postbox_testkit::memory::{self, Answer, Recorder, TestEnv, event, fast, version};
 
 const S: Duration = Duration::from_secs(1);
 /// Three crashes to become careful, and three with the event sent alone.
@@ -92,7 +92,7 @@ async fn assert_only_dead(env: &TestEnv, killer: &Killer, version: i64, others: 
 
 #[tokio::test(start_paused = true)]
 async fn an_event_that_ends_its_relay_dies_and_all_others_arrive() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         for number in [0, 17, 199] {
             let env = TestEnv::with((0..200).map(|n| event(n % 7, n))).await;
             let killer = Killer::new(capabilities, move |delivery| version(delivery) == number);
@@ -302,4 +302,25 @@ async fn a_handler_that_hangs_alone_fails_by_its_attempts() {
     assert!(!ends_with(&relay(), std::future::pending()).await);
     assert_only_4_is_dead(&env, "timeout").await;
     assert_eq!(env.list(State::Dead).await[0].attempts, fast().retry.attempts_max);
+}
+
+/// It would be handled again without end, and its lane would do nothing else.
+#[tokio::test]
+async fn an_event_whose_handler_blocks_until_the_lease_has_ended_is_retried_alone() {
+    let env = TestEnv::with((0..3).map(|n| event(n, n))).await;
+    let apply = env.store.apply(|_, delivery| {
+        if version(delivery) == 1 {
+            std::thread::sleep(Duration::from_millis(1_500));
+        }
+        Outcome::DELIVERED
+    });
+    let settings = RelaySettings { lease_ttl: S, ..fast() };
+    let relay = env.builder(env.subscription(), settings).apply(apply).build().expect("built");
+    for _ in 0..5 {
+        relay.drain(None).await.expect("drained");
+    }
+    let retrying = env.list(State::Retrying).await;
+    let retrying: Vec<_> = retrying.iter().map(|it| (it.event.version, it.code.as_deref())).collect();
+    assert_eq!(retrying, [(Some(1), Some("handler_outlived_lease"))]);
+    assert_eq!(env.stats().await.dispatched, 2);
 }

@@ -9,6 +9,7 @@ mod suites;
 use std::time::Duration;
 
 pub(crate) use postbox_sqlx::Sqlx as Driver;
+use postbox_testkit::conformance::ApplyFixture as _;
 pub(crate) use sqlx::Error as Failure;
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
@@ -64,7 +65,19 @@ async fn nested(tx: &mut Connection, effect: &str) -> Result<(), Failure> {
     match effect {
         "nested and kept" => nested.commit().await?,
         "nested and left" => drop(nested),
+        "nested and forgotten" => std::mem::forget(nested),
         _ => panic!("as asked"),
     }
     Ok(())
+}
+
+/// The driver would end the nested transaction instead of the one around it.
+#[tokio::test]
+async fn a_nested_transaction_that_is_forgotten_is_not_taken_for_delivered() {
+    let fixture = suites::direct().await;
+    let forgotten = particular::drained(&fixture, &["1", "nested and forgotten", "2"]).await;
+    assert_eq!(forgotten, particular::codes(&[("nested and forgotten", "handler_lost_transaction")]));
+    let mut effects = fixture.effects().await;
+    effects.sort();
+    assert_eq!(effects, ["1", "2"]);
 }

@@ -7,8 +7,8 @@ use postbox_core::{
     Subscription, SubscriptionName,
 };
 use postbox_core::{Outcome, Tx};
-use postbox_engine::router::Router;
 use postbox_engine::{Relay, RelaySettings};
+use postbox_router::Router;
 use postbox_testkit::conformance::{ApplyFixture as _, StoreFixture as _};
 use postbox_testkit::servers::Version;
 
@@ -21,7 +21,7 @@ const NOT_NOW: Duration = Duration::from_secs(3600);
 
 /// Sends each payload through the router once, as an event with the payload as its key. Returns the
 /// codes of those that will be retried.
-async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec<(String, String)> {
+pub(crate) async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec<(String, String)> {
     let name = SubscriptionName::new("s").expect("a name");
     let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
     fixture.store.store.subscribe(&subscription).await.expect("subscribed");
@@ -54,6 +54,9 @@ async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec<(String, S
     records.into_iter().map(|it| (text(&it.event), it.code.unwrap_or_default())).collect()
 }
 
+/// As a timeout of the server does, e.g. `idle_in_transaction_session_timeout`.
+const ENDS_ITSELF: &str = "SELECT pg_terminate_backend(pg_backend_pid())";
+
 async fn odd(delivery: Delivery, Tx(tx): Tx<'_, Driver>) -> Result<(), Failure> {
     let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
     if payload.starts_with("nested") {
@@ -65,13 +68,15 @@ async fn odd(delivery: Delivery, Tx(tx): Tx<'_, Driver>) -> Result<(), Failure> 
     match payload.as_str() {
         "fails and hides it" => drop(execute(tx, "SELECT 1 / 0").await),
         "fails" => execute(tx, "SELECT 1 / 0").await?,
+        "loses its connection" => execute(tx, ENDS_ITSELF).await?,
+        "loses it and hides it" => drop(execute(tx, ENDS_ITSELF).await),
         "hangs" => std::future::pending::<()>().await,
         _ => {}
     }
     Ok(())
 }
 
-fn codes(codes: &[(&str, &str)]) -> Vec<(String, String)> {
+pub(crate) fn codes(codes: &[(&str, &str)]) -> Vec<(String, String)> {
     codes.iter().map(|(payload, code)| ((*payload).to_owned(), (*code).to_owned())).collect()
 }
 
@@ -89,6 +94,18 @@ async fn a_failed_statement_takes_its_own_handler_back_even_if_that_hides_it() {
     let failed = drained(&fixture, &["1", "fails", "fails and hides it", "2"]).await;
     assert_eq!(failed, codes(&[("fails", "handler_error"), ("fails and hides it", "handler_sql")]));
     assert_eq!(fixture.effects().await, ["1", "2"]);
+}
+
+/// Handled again without end, it would hold up its whole lane.
+#[tokio::test]
+async fn a_handler_that_loses_its_connection_is_retried_alone() {
+    let fixture = direct().await;
+    let lost = drained(&fixture, &["1", "loses its connection", "loses it and hides it", "2"]).await;
+    let code = "handler_lost_transaction";
+    assert_eq!(lost, codes(&[("loses its connection", code), ("loses it and hides it", code)]));
+    let mut effects = fixture.effects().await;
+    effects.sort();
+    assert_eq!(effects, ["1", "2"]);
 }
 
 #[tokio::test]
@@ -121,6 +138,23 @@ async fn a_transaction_that_takes_too_long_keeps_no_lock() {
     let client = fixture.store.client().await;
     let ended = async { while client.query_one(open, &[]).await.expect("asked").get::<_, i64>(0) > 0 {} };
     tokio::time::timeout(Duration::from_secs(10), ended).await.expect("it stays open");
+}
+
+/// Its lane is not there, which would look like a lost lease.
+#[tokio::test]
+async fn a_pool_of_another_database_is_named() {
+    let (store, other) = (support::on(Version::V15).await, support::on(Version::V15).await);
+    let name = SubscriptionName::new("s").expect("a name");
+    let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
+    store.store.subscribe(&subscription).await.expect("subscribed");
+    let owner = "me".parse().expect("a name");
+    let acquired = store.store.acquire(&name, &owner, &[], NOT_NOW).await.expect("acquired");
+    let lease = acquired.lease.expect("a free lane");
+    let (pool, taken) = taken_up(&other.url).await;
+    drop(taken);
+    let decide = |_: &Delivery, _: &Outcome| postbox_core::Disposition::Delivered;
+    let applied = Fixture::of(store, pool).apply().apply(&lease, &[], Default::default(), &decide).await;
+    assert_eq!(applied.expect_err("it is elsewhere").code(), "pool_of_another_database");
 }
 
 #[tokio::test]

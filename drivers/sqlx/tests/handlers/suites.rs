@@ -6,7 +6,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use postbox_core::{Apply, Delivery, HandledFuture, Handlers, NewEvent, Outcome, Result, Store, Transact as _, Tx};
 use postbox_engine::RelayBuilder;
-use postbox_engine::router::{Event, Router, State};
+use postbox_router::{Event, Router, State};
 use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN, sql_of};
 use postbox_testkit::conformance::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
