@@ -8,7 +8,8 @@ use anyhow::{Context as _, ensure};
 use clap::Args;
 use postbox_config::SourceContext;
 use postbox_core::{LogName, RawMessage, SourceName};
-use postbox_engine::{Receiver, ReceiverSettings, TokioClock};
+use postbox_engine::TokioClock;
+use postbox_receiver::{Receiver, ReceiverSettings};
 use tokio_util::sync::CancellationToken;
 
 use crate::bed::{Bed, PAYLOAD_BYTES, open};
@@ -104,7 +105,8 @@ impl Options {
         let name: SourceName = place.parse()?;
         let source = table.build(&SourceContext { name: name.clone(), clock: Arc::new(TokioClock::new()) }).await?;
         let settings = ReceiverSettings { in_flight_max: self.in_flight, ..ReceiverSettings::default() };
-        let receiver = Receiver::builder(open(&bed.store).await? as _, name.clone(), LogName::inbox())
+        let clock = Arc::new(TokioClock::new());
+        let receiver = Receiver::builder(open(&bed.store).await? as _, name.clone(), LogName::inbox(), clock)
             .settings(settings)
             .pull(source)
             .decode(move |message: &RawMessage| table.decode(&name, message))

@@ -31,8 +31,9 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
     steps.command("format", "run: cargo fmt --all", cargo().args(["fmt", "--all", "--check"]));
     let is_built = build(&mut steps);
     if !fast {
-        steps.run("packages: every crate that users need can be published", package);
-        documentation(&mut steps);
+        let published = published()?;
+        steps.run("packages: every crate that users need can be published", || package(&published));
+        documentation(&mut steps, &published);
     }
     if is_built {
         // Not concurrently: tests of leases and deadlines fail beside CPU-heavy work.
@@ -116,30 +117,35 @@ fn proofs(steps: &mut Steps) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the packages without building them again.
-fn package() -> anyhow::Result<()> {
+/// Returns the arguments of cargo that name the crates that are published.
+fn published() -> anyhow::Result<Vec<String>> {
     let output = cargo().args(["metadata", "--format-version", "1", "--no-deps", "--locked"]).output()?;
     let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
     let packages = metadata["packages"].as_array().context("cargo metadata names no packages")?;
     let published = packages.iter().filter(|package| package["publish"].is_null());
+    Ok(published.filter_map(|package| package["name"].as_str()).map(|name| format!("--package={name}")).collect())
+}
+
+/// Makes the packages without building them again.
+fn package(published: &[String]) -> anyhow::Result<()> {
     let mut command = cargo();
-    command.args(["package", "--quiet", "--no-verify", "--allow-dirty", "--offline", "--locked"]);
-    for name in published.filter_map(|package| package["name"].as_str()) {
-        command.args(["--package", name]);
-    }
+    command.args(["package", "--quiet", "--no-verify", "--allow-dirty", "--offline", "--locked"]).args(published);
     // Cargo warns that each has no homepage; there is none yet.
     let output = command.output()?;
     anyhow::ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(())
 }
 
-fn documentation(steps: &mut Steps) {
+fn documentation(steps: &mut Steps, published: &[String]) {
     let cure = "an example in a doc comment above does not compile or hold";
     steps.command("doctests", cure, linted().args(["test", "--quiet", "--doc"]).args(WORKSPACE));
     steps.command(
-        "docs: warnings and broken links denied",
+        "docs of what is published: warnings and broken links denied",
         "fix what rustdoc names above: cargo doc --workspace --all-features --no-deps",
-        cargo().args(["doc", "--quiet", "--no-deps"]).args(WORKSPACE).env("RUSTDOCFLAGS", "-D warnings"),
+        cargo()
+            .args(["doc", "--quiet", "--no-deps", "--all-features", "--locked"])
+            .args(published)
+            .env("RUSTDOCFLAGS", "-D warnings"),
     );
 }
 

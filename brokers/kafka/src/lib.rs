@@ -35,7 +35,6 @@ mod client;
 mod config;
 mod connection;
 mod group;
-mod lock;
 mod message;
 mod sink;
 mod source;

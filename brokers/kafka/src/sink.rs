@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use krafka::producer::Record;
-use postbox_core::{Capabilities, Delivery, Envelope, Error, Outcome, Result, Sink, Template};
+use postbox_core::{Capabilities, Delivery, Envelope, Error, Outcome, Result, Sink, Template, lock};
 use tokio::sync::Mutex as AsyncMutex;
 use tokio::time::{Instant, timeout_at};
 use tracing::warn;
@@ -16,7 +16,6 @@ use tracing::warn;
 use crate::classify::{self, Failure};
 use crate::client::{Producer, Producing};
 use crate::connection::Cluster;
-use crate::lock::lock;
 use crate::message;
 use crate::topic;
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use krafka::ConsumerRecord;
-use postbox_core::{AckToken, Clock, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Clock, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage, lock};
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -23,7 +23,6 @@ use crate::classify::{self, Failure};
 use crate::client::Consumer;
 use crate::connection::{Cluster, TopicIds};
 use crate::group::{Membership, OPERATION, Partition, Rebalances};
-use crate::lock::lock;
 use crate::message::raw_message;
 
 /// The longest wait for a commit of offsets.

@@ -1,11 +1,11 @@
 //! The sink: a call hands all its events to one connection, then waits for their PUBACKs.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Capabilities, Delivery, Down, Envelope, Outcome, Sink, Template};
+use postbox_core::{Capabilities, Delivery, Down, Envelope, Outcome, Sink, Template, lock};
 use rumqttc::Outgoing;
 use rumqttc::v5::mqttbytes::QoS;
 use rumqttc::v5::mqttbytes::v5::{Packet, PubAckReason, Publish};
@@ -78,10 +78,6 @@ impl Waiting {
         self.queued.clear();
         self.sent.clear();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Passes answers to the waiting publishes, until the connection ends.

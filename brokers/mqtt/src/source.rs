@@ -6,11 +6,11 @@
 mod held;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{AckToken, Clock, Down, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Clock, Down, ErrorKind, Result, Source, SourceCapabilities, SourceMessage, lock};
 use rumqttc::Outgoing;
 use rumqttc::v5::mqttbytes::QoS;
 use rumqttc::v5::mqttbytes::v5::{Filter, Packet, Publish, RetainForwardRule};
@@ -179,7 +179,7 @@ impl Reader {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Hands PUBACKs to the client in the order of the messages, as the protocol requires.

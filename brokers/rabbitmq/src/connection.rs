@@ -9,7 +9,7 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex as StdMutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex as StdMutex, OnceLock};
 use std::time::Duration;
 
 use futures::StreamExt as _;
@@ -19,7 +19,7 @@ use lapin::types::{FieldTable, ShortString};
 use lapin::uri::{AMQPScheme, AMQPUri, AMQPUserInfo};
 use lapin::{Channel, Connection as Client, ConnectionProperties, Event, ExchangeKind};
 use postbox_config::{Secret, TlsTable};
-use postbox_core::{Down, ErrorKind};
+use postbox_core::{Down, ErrorKind, lock};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::sync::Mutex;
@@ -359,8 +359,4 @@ pub(crate) async fn declare_passively(channel: &Channel, exchange: ShortString) 
     let options = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
     // The kind is ignored.
     channel.exchange_declare(exchange, ExchangeKind::Topic, options, FieldTable::default()).await
-}
-
-fn lock<T>(mutex: &StdMutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,7 +1,7 @@
 //! The source: a consumer of a queue.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -10,7 +10,7 @@ use futures::{FutureExt as _, StreamExt as _};
 use lapin::Channel;
 use lapin::message::Delivery as Message;
 use lapin::options::{BasicAckOptions, BasicRejectOptions};
-use postbox_core::{AckToken, Clock, Down, RawMessage, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Clock, Down, RawMessage, Result, Source, SourceCapabilities, SourceMessage, lock};
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -78,7 +78,7 @@ impl State {
     fn give(&mut self, tag: u64, message: RawMessage) -> SourceMessage {
         self.times += 1;
         self.given.insert(self.times, (tag, message.clone()));
-        SourceMessage { message, token: AckToken::new(self.times.to_be_bytes().to_vec()) }
+        SourceMessage { message, token: AckToken(self.times) }
     }
 
     /// Hands out messages that were given back and are due.
@@ -95,7 +95,7 @@ impl State {
     }
 
     fn take_back(&mut self, token: &AckToken) -> Option<(u64, RawMessage)> {
-        self.given.remove(&u64::from_be_bytes(token.as_bytes().try_into().ok()?))
+        self.given.remove(&token.0)
     }
 
     /// Forgets everything: it will be redelivered with other tags and tokens.
@@ -126,7 +126,7 @@ impl RabbitmqSource {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Returns the next messages from the server, once there are any.

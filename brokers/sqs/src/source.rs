@@ -1,7 +1,7 @@
 //! The source: requests messages of a queue, and keeps them hidden until they are settled.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -10,7 +10,7 @@ use aws_sdk_sqs::types::{
     ChangeMessageVisibilityBatchRequestEntry, DeleteMessageBatchRequestEntry, Message, MessageSystemAttributeName,
 };
 use futures::future::join_all;
-use postbox_core::{AckToken, Clock, RawMessage, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Clock, RawMessage, Result, Source, SourceCapabilities, SourceMessage, lock};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -103,9 +103,8 @@ impl SqsSource {
 
     /// Removes messages from those that are handed out, and returns their receipts.
     fn take_back(&self, tokens: &[AckToken]) -> Vec<String> {
-        let number = |token: &AckToken| token.as_bytes().try_into().map(u64::from_be_bytes).ok();
         let mut state = self.queue.state();
-        let receipts = tokens.iter().filter_map(|token| state.given.remove(&number(token)?)).collect();
+        let receipts = tokens.iter().filter_map(|token| state.given.remove(&token.0)).collect();
         drop(state);
         self.queue.changed.notify_waiters();
         receipts
@@ -114,7 +113,7 @@ impl SqsSource {
 
 impl Queue {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Requests `count` messages and keeps what arrives. Runs as its own task, because a dropped
@@ -212,7 +211,7 @@ impl State {
         for (receipt, message) in self.ready.drain(..count) {
             self.times += 1;
             self.given.insert(self.times, receipt);
-            messages.push(SourceMessage { message, token: AckToken::new(self.times.to_be_bytes().to_vec()) });
+            messages.push(SourceMessage { message, token: AckToken(self.times) });
         }
         messages
     }

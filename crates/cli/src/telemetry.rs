@@ -15,9 +15,10 @@ pub(crate) use missing::{finish, start};
 
 #[cfg(feature = "otlp")]
 mod exported {
-    use std::sync::{Mutex, PoisonError};
+    use std::sync::Mutex;
     use std::time::Duration;
 
+    use postbox_core::lock;
     use postbox_otel::{Exporter, ExporterConfig, propagate};
     use tokio::runtime::Handle;
     use tracing_subscriber::Layer as _;
@@ -36,13 +37,13 @@ mod exported {
             .map_err(|error| Failure::usage(format!("telemetry: {error}; see docs/guide/tracing.md")))?;
         propagate();
         let traces = exporter.layer().boxed();
-        *EXPORTER.lock().unwrap_or_else(PoisonError::into_inner) = Some(exporter);
+        *lock(&EXPORTER) = Some(exporter);
         Ok(Some(traces))
     }
 
     /// Exports the last spans, within this time at most.
     pub(crate) async fn finish(within: Duration) {
-        let exporter = EXPORTER.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let exporter = lock(&EXPORTER).take();
         if let Some(exporter) = exporter {
             // It blocks, while its requests need the runtime.
             _ = tokio::task::spawn_blocking(move || exporter.finish(within.min(FINISH_MAX))).await;

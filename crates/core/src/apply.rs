@@ -1,11 +1,14 @@
 //! The apply contract: exactly-once effect, for handlers that share a database with the store.
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
 
 use crate::batch::{Delivery, Disposition, Settlement};
 use crate::error::Result;
 use crate::log::Lease;
 use crate::outcome::Outcome;
+use crate::sink::Sink;
 
 /// Decides the disposition of a delivery, given its outcome. Provided by the engine; pure.
 pub type Decide<'a> = dyn Fn(&Delivery, &Outcome) -> Disposition + Send + Sync + 'a;
@@ -27,6 +30,8 @@ pub type Decide<'a> = dyn Fn(&Delivery, &Outcome) -> Disposition + Send + Sync +
 /// - [`transaction_ended`](crate::Error::transaction_ended) if a handler committed or rolled back.
 ///   Nothing was settled. If it committed, `decide` has been called for each delivery that ran,
 ///   with its outcome, and none of them may run again.
+/// - [`transaction_lost`](crate::Error::transaction_lost) if the connection ended while a handler
+///   had it. Nothing was settled.
 ///
 /// Cancel-safety: if the future is dropped, the transaction is rolled back or wholly committed.
 #[async_trait]
@@ -39,4 +44,13 @@ pub trait Apply: Send + Sync + 'static {
         settlement: Settlement<'_>,
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>>;
+}
+
+/// Where the events of a subscription go.
+#[derive(Clone)]
+pub enum Destination {
+    /// To a sink, outside of any transaction.
+    Sink(Arc<dyn Sink>),
+    /// To handlers inside the transaction that settles the events.
+    Apply(Arc<dyn Apply>),
 }

@@ -1,5 +1,7 @@
 //! A destination or a source that cannot be reached.
 
+use jiff::Timestamp;
+
 use crate::error::{Error, ErrorKind};
 use crate::outcome::Outcome;
 
@@ -38,4 +40,13 @@ impl Down {
     pub fn error(self, operation: &'static str) -> Error {
         Error::new(self.kind, operation, self.code, self.text)
     }
+}
+
+/// A destination that is down, or a source or a store that fails.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outage {
+    /// When the breaker opened, or when the first call failed.
+    pub since: Timestamp,
+    /// The reason at the last try, e.g. `connect_refused`.
+    pub code: String,
 }

@@ -52,6 +52,7 @@ mod event;
 mod find;
 mod inspect;
 pub mod kit;
+mod lock;
 mod log;
 mod maintain;
 mod migrate;
@@ -75,7 +76,7 @@ pub mod typed;
 
 pub use admin::{Admin, Change, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
 pub use append::{Append, Appended};
-pub use apply::{Apply, Decide};
+pub use apply::{Apply, Decide, Destination};
 /// The macro for implementations of the async contracts.
 pub use async_trait::async_trait;
 pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
@@ -85,7 +86,7 @@ pub use criteria::Criteria;
 pub use database::{Database, HandledFuture, Handlers, Transact, Tx};
 pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header, death_of};
 pub use diagnose::{Arrival, Blocker, Diagnose};
-pub use down::Down;
+pub use down::{Down, Outage};
 pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
@@ -94,6 +95,7 @@ pub use inspect::{
     Attempt, Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted,
     UnroutedTopic,
 };
+pub use lock::lock;
 pub use log::{Acquired, Epoch, Lease, Log};
 pub use maintain::{Maintain, Prune, Routed};
 pub use migrate::{Migrate, Store, events_undelivered};

@@ -15,22 +15,9 @@ const POISON_REASON_CHARS_MAX: usize = 500;
 /// Bytes that are kept of a message which no store can keep whole.
 const POISON_BYTES_MAX: usize = 1024 * 1024;
 
-/// A source's own identifier for one delivery of a message: a delivery tag, a receipt handle, a
-/// stream id, or a partition and an offset. Only the source that made it reads it.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct AckToken(Bytes);
-
-impl AckToken {
-    /// Creates a token of these bytes.
-    pub fn new(bytes: impl Into<Bytes>) -> Self {
-        Self(bytes.into())
-    }
-
-    /// Returns the bytes.
-    pub fn as_bytes(&self) -> &[u8] {
-        &self.0
-    }
-}
+/// A source's own number for one delivery of a message. Only the source that made it reads it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct AckToken(pub u64);
 
 /// A message as a broker delivered it.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,9 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use postbox_core::{Delivery, Outcome, Seq};
-
-use crate::lock::lock;
+use postbox_core::{Delivery, Outcome, Seq, lock};
 
 /// Maximum deliveries in one transaction. Bounds how long it lasts and how much a rollback repeats.
 pub(crate) const APPLY_CHUNK_MAX: usize = 64;

@@ -8,9 +8,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
-use postbox_core::Random;
-
-use crate::lock::lock;
+use postbox_core::{Random, lock};
 
 /// Longest wait that is honoured when a destination names one. Longer ones are cut to this.
 const AFTER_MAX: Duration = Duration::from_secs(3_600);

@@ -6,12 +6,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
-use postbox_core::{Clock, Random};
+use postbox_core::{Clock, Random, lock};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use tokio::time::Instant;
-
-use crate::lock::lock;
 
 /// The clock of a program that runs on tokio.
 ///

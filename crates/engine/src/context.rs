@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use postbox_core::{
-    Acquired, Apply, Capabilities, Clock, DeadLetters, Error, ErrorKind, Log, Ordering, OwnerId, Random, Result, Sink,
-    Subscription,
+    Acquired, Capabilities, Clock, DeadLetters, Destination, Error, ErrorKind, Log, Ordering, OwnerId, Random, Result,
+    Sink, Subscription, lock,
 };
 use tracing::warn;
 
@@ -13,7 +13,6 @@ use crate::apply_state::{APPLY_CHUNK_MAX, ApplyState};
 use crate::breaker::Breaker;
 use crate::failures::FailureTracker;
 use crate::limiter::Limiter;
-use crate::lock::lock;
 use crate::log_lines::LogLines;
 use crate::metrics::Metrics;
 use crate::poll::Siblings;
@@ -29,13 +28,6 @@ const LEAVE_MAX: Duration = Duration::from_secs(1);
 
 /// Error code of a relay whose subscription was removed or renamed while it ran.
 pub const SUBSCRIPTION_REMOVED: &str = "subscription_removed";
-
-/// Where a relay's events go.
-#[derive(Clone)]
-pub(crate) enum Destination {
-    Sink(Arc<dyn Sink>),
-    Apply(Arc<dyn Apply>),
-}
 
 /// The sink for dead events, and the store that knows which ones it has not received yet.
 #[derive(Clone)]

@@ -7,10 +7,9 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
-use postbox_core::Seq;
+use postbox_core::{Seq, lock};
 
 use crate::breaker::BreakerPolicy;
-use crate::lock::lock;
 
 /// Number of breaker periods (closed spans) in which one event may find the destination down before
 /// this counts as the event's own failure. A single outage never reaches it, because the breaker

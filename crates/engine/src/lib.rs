@@ -1,10 +1,12 @@
-//! The engine shared by outbox, inbox and bus: a subscription reads a log and delivers to a sink.
+//! The engine shared by outbox, inbox and bus: a subscription reads a log and delivers to a sink or
+//! to handlers.
 //!
 //! ```
 //! use std::sync::Arc;
 //! use postbox_core::{Append, Delivery, LogName, NewEvent, Subscription};
 //! use postbox_memory::MemoryStore;
-//! use postbox_engine::{Relay, TokioClock, handler_sink};
+//! use postbox_engine::{Relay, TokioClock};
+//! use postbox_router::handler_sink;
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), postbox_core::Error> {
@@ -22,10 +24,8 @@
 //! | part | what it is |
 //! |---|---|
 //! | [`Relay`] | drives one subscription: until stopped, once (`drain`), or on a [`Schedule`] |
-//! | [`router::Router`] | async functions by topic, whose arguments are parts of the event |
-//! | [`handler_sink`], [`InProcessBus`], [`JsonLines`] | sinks that need no broker: a function, handlers by topic, a file or stdout |
+//! | [`JsonLines`] | a sink that needs no broker: a file, or stdout |
 //! | [`SupervisedRelay`] | a relay that is restarted when it fails |
-//! | [`Receiver`] | stores the messages of one source, from a broker or from senders that wait, many per commit |
 //! | [`Sweeper`] | retention |
 //! | [`TokioClock`], [`SystemRandom`], [`SeededRandom`] | time and random numbers on tokio, real or simulated |
 //! | [`Metrics`] | the counters of a relay |
@@ -50,26 +50,21 @@
 
 mod apply_state;
 mod breaker;
-mod bus;
 mod clock;
 mod context;
 mod drained;
 mod failures;
-mod handler;
 mod histogram;
 mod json_lines;
 mod lane;
 mod lanes;
 mod limiter;
-mod lock;
 mod log_lines;
 mod metrics;
 mod pace;
 mod poll;
-mod receiver;
 mod relay;
 mod retention;
-pub mod router;
 mod schedule;
 mod settings;
 mod store_wait;
@@ -78,19 +73,13 @@ mod supervised_relay;
 mod unrouted;
 
 pub use breaker::{BreakerPolicy, BreakerState};
-pub use bus::InProcessBus;
 pub use clock::{SeededRandom, SystemRandom, TokioClock};
 pub use context::SUBSCRIPTION_REMOVED;
 pub use drained::Drained;
-pub use handler::{HandlerSink, IntoOutcome, handler_sink};
 pub use histogram::{Histogram, HistogramSnapshot};
 pub use json_lines::JsonLines;
-pub use metrics::{FailingLane, Metrics, MetricsSnapshot, Outage};
+pub use metrics::{FailingLane, Metrics, MetricsSnapshot};
 pub use pace::Pace;
-pub use receiver::{
-    Committed, LogThrottle, Receiver, ReceiverBuilder, ReceiverMetrics, ReceiverSettings, ReceiverSnapshot, Storm,
-    log_excerpt,
-};
 pub use relay::{Relay, RelayBuilder};
 pub use retention::{Sweeper, Swept, step_pause};
 pub use schedule::{Every, Schedule};

@@ -3,10 +3,9 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use postbox_core::{Bucket, Capabilities, Rate};
+use postbox_core::{Bucket, Capabilities, Rate, lock};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::lock::lock;
 use crate::settings::RelaySettings;
 
 /// How much of an unused rate is kept for a burst. Enough that short gaps between calls cost no

@@ -1,11 +1,10 @@
 //! The log lines of a relay, at most one per second for each cause. An outage or a bad deploy of a
 //! receiver fails thousands of events a second for one reason; the metrics count each of them.
 
+use postbox_core::lock;
 use std::collections::HashMap;
 use std::sync::Mutex;
 use std::time::Duration;
-
-use crate::lock::lock;
 
 /// Least time between two lines of one cause. A person can read that, and it fills no disk.
 const LINE_EVERY: Duration = Duration::from_secs(1);

@@ -6,11 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Delivery, Epoch, Error, ErrorKind, Event, Lease, Topic};
+use postbox_core::{Delivery, Epoch, Error, ErrorKind, Event, Lease, Outage, Topic, lock};
 
 use crate::breaker::BreakerState;
 use crate::histogram::Histogram;
-use crate::lock::lock;
 use crate::pace::PaceMeter;
 
 /// Maximum number of (topic, code) pairs counted by name. The rest is `other`, so that no input
@@ -19,15 +18,6 @@ const CAUSES_MAX: usize = 500;
 /// Maximum number of sources of duplicates counted by name. Applications choose these names, so
 /// they need a limit.
 const SOURCES_MAX: usize = 50;
-
-/// A destination that is down, or a source or a store that fails.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Outage {
-    /// When the breaker opened, or when the first call failed.
-    pub since: Timestamp,
-    /// The reason at the last try, e.g. `connect_refused`.
-    pub code: String,
-}
 
 /// The outage of something, while it fails.
 #[derive(Debug, Default)]

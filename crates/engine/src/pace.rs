@@ -3,9 +3,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use postbox_core::Rate;
-
-use crate::lock::lock;
+use postbox_core::{Rate, lock};
 
 /// The measurement covers the last one to two of these spans. Long enough for calls of several
 /// seconds, short enough to be current.

@@ -5,20 +5,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use postbox_core::{
-    Admin, Apply, Clock, DeadLetters, Error, ErrorKind, Log, OwnerId, Pause, Random, Result, Sink, Subscription,
+    Admin, Apply, Clock, DeadLetters, Destination, Error, ErrorKind, Log, Outage, OwnerId, Pause, Random, Result, Sink,
+    Subscription,
 };
+use postbox_router::{Place, Router};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 use crate::breaker::Breaker;
 use crate::clock::{SystemRandom, TokioClock};
-use crate::context::{DeadLetterSink, Destination, RelayContext, SUBSCRIPTION_REMOVED, removed};
+use crate::context::{DeadLetterSink, RelayContext, SUBSCRIPTION_REMOVED, removed};
 use crate::drained::Drained;
 use crate::lane::{Lane, LeaseGuard, ReadLimit};
 use crate::lanes::Lanes;
-use crate::metrics::{FailingLane, Metrics, Outage};
+use crate::metrics::{FailingLane, Metrics};
 use crate::pace::Pace;
-use crate::router::{Place, Router};
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
 
@@ -56,7 +57,8 @@ impl RelayBuilder {
     /// Fails (`Invalid`, code `router_empty`) if it has no handler.
     pub fn router<D: Place>(mut self, router: Router<(), D>) -> Result<Self> {
         self.subscription.filter.topics = router.wanted()?;
-        Ok(D::place(router, self))
+        self.destination = Some(D::place(router));
+        Ok(self)
     }
 
     /// Delivers events to a handler inside the store's transaction (exactly-once effect). Replaces

@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use postbox_core::limits::{DEAD_AGE_MIN, MESSAGE_IDS_AGE_MIN};
-use postbox_core::{Change, Changed, Clock, Error, LogName, Maintain, Prune, Receive, Result, Selection, Seq, Store};
+use postbox_core::{
+    Change, Changed, Clock, Error, LogName, Maintain, Prune, Receive, Result, Selection, Seq, Store, lock,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::lock::lock;
 use crate::schedule::{Every, Schedule, until};
 
 /// Least pause between two bounded deletes of one sweep.

@@ -4,13 +4,12 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use postbox_core::{Clock, Error, Result, SubscriptionName};
+use postbox_core::{Clock, Error, Outage, Result, SubscriptionName, lock};
 use tokio_util::sync::CancellationToken;
 use tracing::error;
 
 use crate::context::SUBSCRIPTION_REMOVED;
-use crate::lock::lock;
-use crate::metrics::{FailingLane, Outage};
+use crate::metrics::FailingLane;
 use crate::relay::Relay;
 use crate::schedule::Schedule;
 use crate::supervise::supervise;

@@ -9,9 +9,10 @@
 //! once, whenever the task that reads it runs next.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use bytes::Bytes;
+use postbox_core::lock;
 use tokio::sync::Notify;
 
 use crate::answer::Answer;
@@ -48,7 +49,7 @@ impl Buffer {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

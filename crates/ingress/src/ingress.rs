@@ -1,14 +1,14 @@
 //! All sources of a process, and the state of each.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use axum::Router;
 use axum::routing::post;
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
-use postbox_core::{Bucket, Clock, Error, Rate, Receive, Result, SourceName};
-use postbox_engine::{LogThrottle, Receiver, ReceiverSettings, Storm};
+use postbox_core::{Bucket, Clock, Error, Rate, Receive, Result, SourceName, lock};
+use postbox_receiver::{LogThrottle, Receiver, ReceiverSettings, Storm};
 use tracing::warn;
 
 use crate::answer::{Count, Counters};
@@ -110,7 +110,7 @@ impl Ingress {
 
 impl SourceState {
     pub(crate) fn logging(&self) -> MutexGuard<'_, Logging> {
-        self.logging.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.logging)
     }
 
     fn new(source: WebhookSource, receive: &Arc<dyn Receive>, clock: &Arc<dyn Clock>) -> Result<Self> {
@@ -136,11 +136,11 @@ impl SourceState {
             store_timeout: limits.store_timeout,
             ..ReceiverSettings::default()
         };
-        let receiver = Receiver::builder(Arc::clone(receive), source.name.clone(), source.log.clone())
-            .settings(settings)
-            .clock(Arc::clone(clock))
-            .build()
-            .map_err(|error| fault(error.message()))?;
+        let receiver =
+            Receiver::builder(Arc::clone(receive), source.name.clone(), source.log.clone(), Arc::clone(clock))
+                .settings(settings)
+                .build()
+                .map_err(|error| fault(error.message()))?;
         Ok(Self {
             buffer: Buffer::new(limits.buffered_bytes.max(BODIES_MIN * limits.body_bytes)),
             receiver,

@@ -8,7 +8,7 @@ use postbox_core::envelope::{Binding, decode};
 use postbox_core::header::MESSAGE_ID;
 use postbox_core::limits::{MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, OCCURRED_AT_MIN};
 use postbox_core::{Error, Inbound, NewEvent, SourceName};
-use postbox_engine::log_excerpt;
+use postbox_receiver::log_excerpt;
 use postbox_webhook::{Scheme, Verified};
 use sha2::{Digest, Sha256};
 use tracing::warn;

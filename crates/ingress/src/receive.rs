@@ -1,12 +1,12 @@
 //! Handles one request, from the first byte to the answer.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{Path, Request, State};
 use http::request::Parts;
-use postbox_core::{ErrorKind, Inbound, Received};
-use postbox_engine::Receiver;
+use postbox_core::{ErrorKind, Inbound, Received, lock};
+use postbox_receiver::Receiver;
 use postbox_webhook::{Headers, Refusal, UnixSeconds, Verified};
 use tracing::{debug, warn};
 
@@ -104,7 +104,7 @@ impl Ingress {
     /// Applies the source's rate limit.
     fn pace(&self, state: &SourceState) -> Result<(), Answer> {
         let Some(rate) = &state.rate else { return Ok(()) };
-        let mut bucket = rate.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut bucket = lock(rate);
         bucket.take(self.clock.monotonic()).map_err(Answer::TooMany)
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use postbox_core::Clock;
+use postbox_core::{Clock, lock};
 use tokio::sync::Notify;
 use tracing::warn;
 
@@ -65,7 +65,7 @@ impl ConnectionLimiter {
     }
 
     fn slots(&self) -> MutexGuard<'_, Slots> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.slots)
     }
 
     /// Returns a slot for a newcomer, evicting the longest idle connection if necessary.
@@ -189,7 +189,7 @@ impl Slot {
     }
 
     fn change(&self, change: impl FnOnce(&mut SlotState)) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         change(&mut state);
         let waits_for = state.waits_for();
         if state.idle.map(|(_, for_what)| for_what) == waits_for || state.closing {

@@ -1,12 +1,13 @@
 //! The HTTP client of the exporter.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use http::{Request, Response};
 use opentelemetry_http::{HttpClient, HttpError};
+use postbox_core::lock;
 use reqwest::redirect::Policy;
 use tokio::runtime::Handle;
 use tracing::warn;
@@ -34,7 +35,7 @@ impl Client {
     }
 
     fn failed(&self, error: &str) {
-        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut failures = lock(&self.failures);
         if let Some(failures) = failures.observe(Instant::now()) {
             warn!(code = "spans_lost", failures, error, "spans lost");
         }

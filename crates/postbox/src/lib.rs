@@ -127,10 +127,9 @@ pub use postbox_core::{
     SubscriptionName, TypedEvent,
 };
 pub use postbox_derive::Event;
-pub use postbox_engine::{
-    InProcessBus, JsonLines, Relay, RelayBuilder, RelaySettings, TokioClock, handler_sink, router,
-};
+pub use postbox_engine::{JsonLines, Relay, RelayBuilder, RelaySettings, TokioClock};
 pub use postbox_memory::MemoryStore;
+pub use postbox_router::{InProcessBus, handler_sink};
 pub use service::{Service, ServiceBuilder};
 /// The token that stops [`Relay::run`].
 pub use tokio_util::sync::CancellationToken;
@@ -141,7 +140,7 @@ pub use tokio_util::sync::CancellationToken;
 pub mod prelude {
     pub use postbox_core::{Delivery, Headers, LogName, Migrate, NewEvent, Outcome, Postbox};
     pub use postbox_derive::Event;
-    pub use postbox_engine::router::{Event, Router, State, Tx};
+    pub use postbox_router::{Event, Router, State, Tx};
 
     pub use crate::Service;
 }
@@ -149,10 +148,14 @@ pub mod prelude {
 /// The contracts and all their types, for authors of stores, sinks and sources, and for programs
 /// that inspect or administer a store.
 pub use postbox_core as contract;
-/// The parts of a [`Service`], with their settings and counters.
+/// The relay and its parts, with their settings and counters.
 pub use postbox_engine as engine;
 /// The store in memory, and a source in memory.
 pub use postbox_memory as memory;
+/// The receiver: stores the messages of a source, each once.
+pub use postbox_receiver as receiver;
+/// Handlers by topic.
+pub use postbox_router as router;
 
 /// Drivers besides `tokio-postgres` whose Postgres transactions [`Postbox::append`] takes. Handlers
 /// can work in transactions of `sqlx` 0.9 and `diesel-async`.

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription, SubscriptionName};
-use postbox_engine::router::{Place, Router};
 use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder, wait_for_store};
 #[cfg(feature = "http")]
 use postbox_ingress::{Ingress, WebhookSource};
+use postbox_router::{Place, Router};
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
-use tracing::info;
+use tracing::{info, warn};
 
 /// Longest wait of [`Service::ready`] for the store. Its callers have deadlines too, often of
 /// seconds.
@@ -228,6 +228,14 @@ impl Inner {
         self.store.validate().await?;
         if self.receives {
             self.store.check_receiving().await?;
+        }
+        let known = self.store.subscriptions().await?;
+        for wanted in self.relays.iter().map(|relay| relay.relay().subscription()) {
+            let Some(info) = known.iter().find(|info| info.name == wanted.name) else { continue };
+            // Another service that uses the name would lose its events to this one.
+            if info.filter != wanted.filter {
+                warn!(subscription = %wanted.name, from = %info.filter, to = %wanted.filter, "filter changed");
+            }
         }
         Ok(())
     }

@@ -37,17 +37,18 @@
 #[cfg(feature = "http")]
 mod webhooks;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use jiff::Timestamp;
 use postbox_core::typed::{IntoEvent, decode};
 use postbox_core::{
     Delivery, Event, EventId, IntoEvents, Key, LogName, NewEvent, Outcome, Result, Seq, Sink as _, Store, Subscription,
-    Tenant, TopicPattern, TypedEvent,
+    Tenant, TopicPattern, TypedEvent, lock,
 };
-use postbox_engine::router::Router;
-use postbox_engine::{Relay, TokioClock, handler_sink};
+use postbox_engine::{Relay, TokioClock};
 use postbox_memory::MemoryStore;
+use postbox_router::Router;
+use postbox_router::handler_sink;
 use serde::de::DeserializeOwned;
 
 #[cfg(feature = "http")]
@@ -81,7 +82,7 @@ async fn read(store: &(impl Store + Clone), log: LogName, topics: Vec<TopicPatte
     let sink = handler_sink({
         let seen = seen.clone();
         move |delivery: Delivery| {
-            seen.lock().unwrap_or_else(PoisonError::into_inner).push((delivery.seq, delivery.event));
+            lock(&seen).push((delivery.seq, delivery.event));
             std::future::ready(())
         }
     });
@@ -90,7 +91,7 @@ async fn read(store: &(impl Store + Clone), log: LogName, topics: Vec<TopicPatte
     for info in store.subscriptions().await?.into_iter().filter(|info| info.name == name) {
         store.remove(&name, info.generation).await?;
     }
-    let mut seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
+    let mut seen = std::mem::take(&mut *lock(&seen));
     // Events of different keys go out concurrently, in any order.
     seen.sort_by_key(|(seq, _)| *seq);
     Ok(seen.into_iter().map(|(_, event)| event).collect())

@@ -1,11 +1,11 @@
 //! An expensive answer, cached for a while and computed once at a time.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, Shared};
-use postbox_core::Clock;
+use postbox_core::{Clock, lock};
 use tokio_util::task::AbortOnDropHandle;
 
 /// Keeps the last answer for `ttl`, counted from the start of its computation. Callers that arrive
@@ -28,7 +28,7 @@ impl<T: Send + Sync + 'static> Cached<T> {
     /// Cancel-safe: `ask` runs to its end in its own task, even if every caller has gone.
     pub(crate) fn get(&self, ask: impl Future<Output = Option<T>> + Send + 'static) -> Answer<T> {
         let now = self.clock.monotonic();
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = lock(&self.last);
         if let Some((at, answer)) = &*last
             && (answer.peek().is_none() || now.saturating_sub(*at) < self.ttl)
         {

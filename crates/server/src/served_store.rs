@@ -1,6 +1,6 @@
 //! One store served by a service: waits for it, runs its work and reports its faults.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -9,7 +9,7 @@ use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
 use postbox_core::{
     Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName, Subscription,
-    SubscriptionInfo,
+    SubscriptionInfo, lock,
 };
 use postbox_engine::{Schedule, SupervisedRelay, Sweeper, UnroutedFinder, wait_for_store};
 use tokio::task::JoinSet;
@@ -196,7 +196,7 @@ impl ServedStore {
     }
 
     fn note_missing(&self, fault: Option<Fault>) {
-        *self.missing.lock().unwrap_or_else(PoisonError::into_inner) = fault;
+        *lock(&self.missing) = fault;
     }
 
     fn sweeper(&self, store: &Arc<dyn Store>) -> Result<Sweeper> {
@@ -243,7 +243,7 @@ impl ServedStore {
 
     async fn find_faults(&self) -> Vec<Fault> {
         let Some(store) = self.store() else {
-            let missing = self.missing.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let missing = lock(&self.missing).clone();
             return vec![missing.unwrap_or_else(|| not_taken_up().into())];
         };
         let of_the_store = match timeout(ANSWER_WAIT, store.validate()).await {

@@ -8,8 +8,8 @@ use postbox_config::{
     Adapter, Key, Kind, Section, SourceConfig, SourceContext, Table, adapter, entries, from_core, table,
 };
 use postbox_core::{Clock, LogName, RawMessage, Receive, Result, SourceName, StoreName};
-use postbox_engine::{Receiver, ReceiverSettings, Storm};
 use postbox_ingress::{Count, Ingress, WebhookTable};
+use postbox_receiver::{Receiver, ReceiverSettings, Storm};
 
 use crate::config::store_names;
 use crate::supervised_receiver::SupervisedReceiver;
@@ -244,9 +244,8 @@ impl Sources {
                     // The source's own configuration bounds how many messages it hands out
                     // unsettled.
                     let in_flight_max = source.capabilities().in_flight_max.max(1);
-                    let receiver = Receiver::builder(Arc::clone(receive), name.clone(), log.clone())
+                    let receiver = Receiver::builder(Arc::clone(receive), name.clone(), log.clone(), Arc::clone(clock))
                         .settings(ReceiverSettings { drain_timeout, in_flight_max, ..ReceiverSettings::default() })
-                        .clock(Arc::clone(clock))
                         .pull(source)
                         .decode({
                             let (table, name) = (Arc::clone(table), name.clone());

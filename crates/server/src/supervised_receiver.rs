@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use postbox_core::{Clock, Error, ErrorKind, SourceName};
-use postbox_engine::{Outage, Receiver, ReceiverSnapshot, Storm, supervise};
+use postbox_core::{Clock, Error, ErrorKind, Outage, SourceName};
+use postbox_engine::supervise;
 use postbox_ingress::Count;
+use postbox_receiver::{Receiver, ReceiverSnapshot, Storm};
 use tokio_util::sync::CancellationToken;
 use tracing::error;
 

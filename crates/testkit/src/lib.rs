@@ -6,6 +6,7 @@ pub mod conformance;
 pub mod hostile;
 pub mod inbox;
 pub mod ledger;
+pub mod memory;
 pub mod proxy;
 pub mod receiving;
 pub mod sending;

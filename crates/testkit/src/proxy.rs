@@ -25,13 +25,14 @@ mod wire;
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
+use postbox_core::lock;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use self::pump::{End, Line, Pump, deliver, lock};
+use self::pump::{End, Line, Pump, deliver};
 use self::trap::Armed;
 pub use self::trap::{Harm, Point, Trap};
 use self::wire::Said;
@@ -73,7 +74,7 @@ struct Shared {
 impl Shared {
     /// Returns the trap that this message springs, and disarms it.
     fn spring(&self, said: &Said, call: &[String]) -> Option<Arc<Armed>> {
-        let mut traps = self.traps.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut traps = lock(&self.traps);
         traps.retain(|armed| armed.strong_count() > 0);
         let sprung = traps.iter().position(|armed| armed.upgrade().is_some_and(|armed| armed.springs(said, call)))?;
         traps.remove(sprung).upgrade()
@@ -156,7 +157,7 @@ impl FaultProxy {
     /// Harms one future call, once, at a point.
     pub fn trap(&self, point: Point, harm: Harm) -> Trap {
         let trap = Trap::new(point, harm);
-        self.shared.traps.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&trap.armed));
+        lock(&self.shared.traps).push(Arc::downgrade(&trap.armed));
         trap
     }
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use postbox_config::{SourceConfig, SourceContext, Table};
 use postbox_core::{Delivery, Key, LogName, NewEvent, RawMessage, Source, Unreadable};
-use postbox_engine::{Receiver, TokioClock};
+use postbox_engine::TokioClock;
+use postbox_receiver::Receiver;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -60,7 +61,8 @@ impl Receiving {
     pub async fn start(table: impl SourceConfig) -> Self {
         let (inbox, context) = (Arc::new(Inbox::default()), source_context());
         let source = table.build(&context).await.expect("a source");
-        let receiver = Receiver::builder(inbox.clone(), context.name.clone(), LogName::inbox())
+        let clock = Arc::new(TokioClock::new());
+        let receiver = Receiver::builder(inbox.clone(), context.name.clone(), LogName::inbox(), clock)
             .pull(source)
             .decode(move |message: &RawMessage| table.decode(&context.name, message))
             .build();

@@ -1,8 +1,9 @@
 //! The server, for the proof and the tests: accepts events, and answers as configured.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use postbox::contract::lock;
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufStream};
 use tokio::net::{TcpListener, TcpStream};
@@ -51,12 +52,12 @@ impl Server {
     pub async fn stop(self) -> Vec<Received> {
         self.stop.cancel();
         let _ = self.task.await;
-        self.received.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.received).clone()
     }
 
     /// Everything it received, in order of arrival.
     pub fn received(&self) -> Vec<Received> {
-        self.received.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.received).clone()
     }
 }
 
@@ -71,7 +72,7 @@ async fn serve(stream: TcpStream, noted: &Mutex<Vec<Received>>, answer: &Answer)
         let mut payload = vec![0; usize::try_from(head["bytes"].as_u64().unwrap_or_default())?];
         stream.read_exact(&mut payload).await?;
         let answer = answer(&head);
-        noted.lock().unwrap_or_else(PoisonError::into_inner).push(Received { head, payload, answer });
+        lock(noted).push(Received { head, payload, answer });
         match answer {
             Some(word) => stream.write_all(format!("{word}\n").as_bytes()).await?,
             None => std::future::pending().await,

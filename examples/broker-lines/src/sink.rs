@@ -1,10 +1,10 @@
 //! The sink: each call sends one event on one connection.
 
 use std::io::{ErrorKind, Result};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use async_trait::async_trait;
-use postbox::contract::{Capabilities, Sink};
+use postbox::contract::{Capabilities, Sink, lock};
 use postbox::{Delivery, Outcome};
 use serde_json::json;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufStream};
@@ -35,7 +35,7 @@ impl LinesSink {
     }
 
     fn idle(&self) -> std::sync::MutexGuard<'_, Vec<BufStream<TcpStream>>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.idle)
     }
 
     /// Takes an idle connection that the server has not closed: an open one has nothing to read.

@@ -1,12 +1,12 @@
 //! Handlers whose effect commits with the position. Here the effect is what the handler appends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use postbox_core::kit::{BlockedKeys, entries_of, panic_text, settled_already};
 use postbox_core::trace::Traced;
-use postbox_core::{Apply, Decide, Delivery, Error, Lease, Outcome, Result, Settlement};
+use postbox_core::{Apply, Decide, Delivery, Error, Lease, Outcome, Result, Settlement, lock};
 
 use crate::settle::Write;
 use crate::state::State;
@@ -62,7 +62,7 @@ where
         let transaction = Mutex::new(Some(transaction));
         // A transaction ends once, even if the call arrives several times.
         let commit = move |server: &Server| {
-            let transaction = transaction.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let transaction = lock(&transaction).take();
             server.settle_with(&called, &write, transaction.ok_or_else(|| Error::stale("apply"))?)
         };
         let settled = self.store.call("apply", Some(lease), commit).await;

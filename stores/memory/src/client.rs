@@ -6,9 +6,9 @@
 //! belongs to one epoch: another lease starts from the server's state.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
-use postbox_core::{Batch, BatchLimit, Epoch, Lease, Result, SubscriptionName};
+use postbox_core::{Batch, BatchLimit, Epoch, Lease, Result, SubscriptionName, lock};
 
 use crate::{MemoryStore, Server};
 
@@ -40,7 +40,7 @@ pub(crate) struct Position {
 
 impl Client {
     fn lock(&self) -> MutexGuard<'_, HashMap<(SubscriptionName, u16), Position>> {
-        self.positions.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.positions)
     }
 
     /// Returns the position under a lease, if known.

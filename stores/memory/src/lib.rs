@@ -38,10 +38,10 @@ mod tail;
 mod wire;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use async_trait::async_trait;
-use postbox_core::{Clock, Error, ErrorKind, Migrate, Result, events_undelivered};
+use postbox_core::{Clock, Error, ErrorKind, Migrate, Result, events_undelivered, lock};
 
 use client::Client;
 use state::State;
@@ -110,7 +110,7 @@ impl Server {
     /// Returns the state, with or without a schema. Ignores poison: code that could panic under the
     /// lock does so only between two whole changes.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

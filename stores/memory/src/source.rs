@@ -3,12 +3,14 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::future::poll_fn;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{AckToken, Clock, Error, ErrorKind, RawMessage, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{
+    AckToken, Clock, Error, ErrorKind, RawMessage, Result, Source, SourceCapabilities, SourceMessage, lock,
+};
 
 /// An in-memory queue that implements the [`Source`] contract, and can lose its connection.
 pub struct MemorySource {
@@ -95,7 +97,7 @@ impl MemorySource {
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queue)
     }
 
     /// Changes the queue and wakes waiting calls.
@@ -114,8 +116,7 @@ impl MemorySource {
                 return Err(disconnected("settle"));
             }
             for token in tokens {
-                let number = token.as_bytes().try_into().map(u64::from_be_bytes).ok();
-                if let Some((place, message)) = number.and_then(|number| queue.unsettled.remove(&number)) {
+                if let Some((place, message)) = queue.unsettled.remove(&token.0) {
                     end(queue, place, message);
                 }
             }
@@ -159,7 +160,7 @@ impl Queue {
             let Some((_, message)) = self.ready.remove(&place) else { continue };
             self.tokens += 1;
             self.unsettled.insert(self.tokens, (place, message.clone()));
-            given.push(SourceMessage { message, token: AckToken::new(self.tokens.to_be_bytes().to_vec()) });
+            given.push(SourceMessage { message, token: AckToken(self.tokens) });
         }
         Ok(Ok(given))
     }

@@ -1,10 +1,10 @@
 //! The connection between a client of the memory store and its server. For simulations and tests.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
-use postbox_core::{Error, ErrorKind, Lease, Result};
+use postbox_core::{Error, ErrorKind, Lease, Result, lock};
 
 use crate::{MemoryStore, Server};
 
@@ -55,10 +55,10 @@ impl MemoryStore {
         let (server, slot) = (self.server.clone(), answer.clone());
         let execute = move || {
             let answer = run(&server);
-            *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+            *lock(&slot) = Some(answer);
         };
         wire.carry(Arc::new(Call { operation, lease: lease.cloned(), execute: Box::new(execute) })).await?;
-        let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let answer = lock(&answer).take();
         answer.unwrap_or_else(|| {
             Err(Error::new(ErrorKind::Internal, operation, "wire_silent", "the wire says done and executed nothing"))
         })

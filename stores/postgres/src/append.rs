@@ -15,7 +15,7 @@ use crate::schema::{SchemaName, check_log_name};
 use crate::session::Session;
 use crate::text::AsText as _;
 
-/// The columns a writer says. Everything else of a row is the store's own.
+/// The columns that a writer sets. Everything else of a row is the store's own.
 pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at, expires_at";
 
 /// Appends an event: see `0001_append.sql`. One row if it was known, or none: every driver counts
@@ -52,16 +52,17 @@ SELECT FROM pg_catalog.generate_series(1, {s}.{name}_append_many({may_be_known},
 /// round trip, whatever their number. Nothing stays prepared unless asked for, so that a
 /// transaction-mode pooler may sit in between.
 ///
-/// As after any failed statement, Postgres then refuses everything but a rollback of your
-/// transaction, except where the events broke a limit: that is found before anything is sent.
+/// If the server refuses an event, your transaction can only be rolled back, as after any failed
+/// statement. An event that breaks a limit is refused before anything is sent, and the transaction
+/// goes on.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Postgres {
     /// The schema that the tables are in.
     pub schema: SchemaName,
     /// Keeps the statement of an append prepared in its connection, which spares the server to
     /// parse it each time. Only for connections that no pooler shares, or one that keeps prepared
-    /// statements apart (pgbouncer from 1.21 on, with `max_prepared_statements`). Heeded where a
-    /// connection keeps statements by itself: those of `deadpool-postgres` and of `sqlx`.
+    /// statements apart (pgbouncer from 1.21 on, with `max_prepared_statements`). Has an
+    /// effect only with `deadpool-postgres` and `sqlx`, whose connections cache statements.
     pub prepared: bool,
 }
 
@@ -205,7 +206,7 @@ columns! {
 }
 
 impl<'a> Columns<'a> {
-    /// Checks every limit, then turns the events on their side. `None`: there are none.
+    /// Checks every limit, then transposes the events into columns. `None`: there are none.
     pub(crate) fn of(log: &LogName, events: impl IntoIterator<Item = &'a NewEvent>) -> Result<Option<Self>> {
         let events: Vec<&NewEvent> = events.into_iter().collect();
         events.iter().try_for_each(|event| event.validate())?;
@@ -214,8 +215,8 @@ impl<'a> Columns<'a> {
             return Ok(None);
         }
         let events = events.as_slice();
-        /// Of several events none of which has it, nothing: `unnest` fills up with NULL, and the
-        /// server takes no array apart.
+        /// Empty if several events all lack the value: `unnest` pads with NULL, and the server
+        /// parses no array.
         fn column<T>(values: impl Iterator<Item = Option<T>>) -> Vec<Option<T>> {
             let mut values: Vec<_> = values.collect();
             if values.len() > 1 && values.iter().all(Option::is_none) {
@@ -259,7 +260,7 @@ impl<'a> Columns<'a> {
         schema.log_sql_with(template, log, &[("may_be_known", may_be_known)])
     }
 
-    /// What the append gives, where the statement gave so many rows.
+    /// The result of an append whose statement returned this many rows, one for each known event.
     fn appended(&self, known: u64) -> Appended {
         Appended::new(self.event_ids(), known as usize)
     }

@@ -6,10 +6,10 @@
 
 use std::collections::HashMap;
 use std::future::poll_fn;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use postbox_core::{Lease, LogName, Result};
+use postbox_core::{Lease, LogName, Result, lock};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_postgres::AsyncMessage;
@@ -59,7 +59,7 @@ impl Drop for Listening {
 
 impl Listener {
     fn lock(&self) -> MutexGuard<'_, HashMap<LogName, Listening>> {
-        self.logs.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.logs)
     }
 
     /// Whether a wait needs a new declaration first; `None` if the log is not listened for.

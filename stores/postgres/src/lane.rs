@@ -9,9 +9,9 @@
 //! the crash would count those new transactions as seen, and their events would be lost.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use postbox_core::{Epoch, Lease};
+use postbox_core::{Epoch, Lease, lock};
 use tokio::sync::watch;
 
 use crate::PostgresStore;
@@ -175,12 +175,6 @@ impl Lane {
     pub(crate) fn wakeups(&self) -> watch::Receiver<u64> {
         lock(&self.wakeups).clone()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every change under the lock is complete before anything can panic, so a poisoned lock is
-    // safe.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl PostgresStore {

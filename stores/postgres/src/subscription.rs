@@ -1,11 +1,11 @@
 //! Creates subscriptions and remembers them.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use postbox_core::kit::{check_log, subscription_unknown};
 use postbox_core::{
     Error, ErrorKind, Filter, Lease, LogName, Ordering, Result, Seq, StartAt, Subscription, SubscriptionName, Tenant,
-    TopicPattern,
+    TopicPattern, lock,
 };
 use tokio_postgres::Row;
 
@@ -279,7 +279,7 @@ impl PostgresStore {
         session: &Session,
         name: &SubscriptionName,
     ) -> Result<Arc<SubscriptionRow>> {
-        let known = self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned();
+        let known = lock(&self.inner.subscriptions).get(name).cloned();
         match known {
             Some(row) => Ok(row),
             None => self.reload(session, name).await,
@@ -299,14 +299,14 @@ impl PostgresStore {
     pub(crate) async fn reload(&self, session: &Session, name: &SubscriptionName) -> Result<Arc<SubscriptionRow>> {
         let row = look_up(session, name).await;
         if row.is_err() {
-            self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
+            lock(&self.inner.subscriptions).remove(name);
         }
         Ok(self.remember(name, row?))
     }
 
     fn remember(&self, name: &SubscriptionName, row: SubscriptionRow) -> Arc<SubscriptionRow> {
         let row = Arc::new(row);
-        let mut known = self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.inner.subscriptions);
         known.insert(name.clone(), row.clone());
         row
     }

@@ -460,7 +460,7 @@ const FILTER_CHANGED: &str = "filter_changed";
 /// The filter has changed, or the number of lanes. Nothing was read; the caller reads with the new
 /// ones.
 fn filter_changed() -> Error {
-    let message = "the subscription's filter changes too often to be read by";
+    let message = "the subscription's filter or lanes changed twice during one read; it is read again";
     Error::new(ErrorKind::Unavailable, "next_batch", FILTER_CHANGED, message)
 }
 

@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use postbox_core::{Clock, Error, ErrorKind, Lease, Postbox, Result, SubscriptionName};
+use postbox_core::{Clock, Error, ErrorKind, Lease, Postbox, Result, SubscriptionName, lock};
 use tokio::sync::watch;
 
 use crate::append::Sqlite;
@@ -146,7 +146,7 @@ impl SqliteStore {
 
     fn cursors(&self) -> MutexGuard<'_, HashMap<(SubscriptionName, u16), Cursor>> {
         // Every change is one insert or remove, so a panic elsewhere leaves nothing half-done.
-        self.shared.cursors.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared.cursors)
     }
 }
 

@@ -72,7 +72,7 @@ impl Held {
                 self.times += 1;
                 self.given.insert(self.times, (partition.clone(), offset));
                 state.given.insert(offset, message.clone());
-                messages.push(SourceMessage { message, token: AckToken::new(self.times.to_be_bytes().to_vec()) });
+                messages.push(SourceMessage { message, token: AckToken(self.times) });
             }
         }
         messages
@@ -98,8 +98,7 @@ impl Held {
     }
 
     fn take_back(&mut self, token: &AckToken) -> Option<(&mut PartitionState, i64, RawMessage)> {
-        let time = u64::from_be_bytes(token.as_bytes().try_into().ok()?);
-        let (partition, offset) = self.given.remove(&time)?;
+        let (partition, offset) = self.given.remove(&token.0)?;
         let state = self.partitions.get_mut(&partition)?;
         let message = state.given.remove(&offset)?;
         Some((state, offset, message))

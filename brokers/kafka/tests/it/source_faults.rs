@@ -128,7 +128,7 @@ async fn a_commit_that_fails_is_said_and_made_up_for() {
     let source = source(&broker.bootstrap_servers(), KEYS).await;
     let taken = take(&source, 3).await;
     broker.on(ApiKey::OffsetCommit, |_| Control::Error(ErrorCode::GroupAuthorizationFailed));
-    let tokens: Vec<_> = taken.iter().map(|it| it.token.clone()).collect();
+    let tokens: Vec<_> = taken.iter().map(|it| it.token).collect();
     let error = source.ack(&tokens).await.expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Unauthorized, "kafka_not_permitted"));
     broker.clear_hooks();

@@ -120,7 +120,7 @@ pub(crate) async fn take(source: &Arc<dyn Source>, count: usize) -> Vec<SourceMe
 }
 
 pub(crate) async fn ack(source: &Arc<dyn Source>, taken: &[SourceMessage]) {
-    let tokens: Vec<_> = taken.iter().map(|it| it.token.clone()).collect();
+    let tokens: Vec<_> = taken.iter().map(|it| it.token).collect();
     source.ack(&tokens).await.expect("acknowledged");
 }
 

@@ -54,7 +54,7 @@ impl Held {
                     entry.state = State::Given;
                     self.times += 1;
                     self.given.insert(self.times, place);
-                    let token = AckToken::new(self.times.to_be_bytes().to_vec());
+                    let token = AckToken(self.times);
                     messages.push(SourceMessage { message: entry.message.clone(), token });
                 }
                 State::Given | State::Settled => {}
@@ -85,8 +85,7 @@ impl Held {
 
     /// Returns the entry that a token was handed out for, unless it is settled or was forgotten.
     fn take_back(&mut self, token: &AckToken) -> Option<&mut Entry> {
-        let time = u64::from_be_bytes(token.as_bytes().try_into().ok()?);
-        let place = self.given.remove(&time)?;
+        let place = self.given.remove(&token.0)?;
         self.entries.get_mut(usize::try_from(place.checked_sub(self.first)?).ok()?)
     }
 

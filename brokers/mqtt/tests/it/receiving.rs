@@ -237,7 +237,7 @@ async fn a_retained_message_comes_once() {
     let source = source(&gateway.url(), KEYS).await;
     let given = timeout(PATIENCE, source.next(10)).await.expect("in time").expect("a message");
     assert_eq!(&given[0].message.payload[..], b"kept");
-    source.ack(&[given[0].token.clone()]).await.expect("settled");
+    source.ack(&[given[0].token]).await.expect("settled");
     gateway.cut().await;
     let error = timeout(PATIENCE, source.next(10)).await.expect("in time").expect_err("cut");
     assert_eq!(error.kind(), ErrorKind::Unavailable);

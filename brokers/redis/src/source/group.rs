@@ -2,10 +2,10 @@
 //! next.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use postbox_core::{AckToken, Clock, Error, ErrorKind, Result};
+use postbox_core::{AckToken, Clock, Error, ErrorKind, Result, lock};
 use redis::{Cmd, Pipeline, RedisError, RedisResult, Value};
 use tokio::sync::Notify;
 use tokio::time::timeout;
@@ -116,7 +116,7 @@ impl Group {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         let lost = state.session.as_ref().is_some_and(|it| !(it.commands.is_open() && it.waiting.is_open()));
         if lost {
             state.drop_session(self.clock.monotonic());

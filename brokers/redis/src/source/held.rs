@@ -48,7 +48,7 @@ impl Held {
             self.times += 1;
             self.given.insert(self.times, (id, message.clone()));
             self.given_ids.insert(id, self.times);
-            messages.push(SourceMessage { message, token: AckToken::new(self.times.to_be_bytes().to_vec()) });
+            messages.push(SourceMessage { message, token: AckToken(self.times) });
         }
         messages
     }
@@ -61,8 +61,7 @@ impl Held {
     /// Takes back the message that a token was handed out for, unless it is settled or was
     /// forgotten.
     pub(super) fn take_back(&mut self, token: &AckToken) -> Option<(EntryId, RawMessage)> {
-        let time = u64::from_be_bytes(token.as_bytes().try_into().ok()?);
-        let (id, message) = self.given.remove(&time)?;
+        let (id, message) = self.given.remove(&token.0)?;
         self.given_ids.remove(&id);
         Some((id, message))
     }

@@ -36,7 +36,7 @@ fn ids(taken: &[SourceMessage]) -> Vec<String> {
 }
 
 async fn ack(source: &RedisSource, taken: &[SourceMessage]) {
-    let tokens: Vec<_> = taken.iter().map(|it| it.token.clone()).collect();
+    let tokens: Vec<_> = taken.iter().map(|it| it.token).collect();
     source.ack(&tokens).await.expect("acknowledged");
 }
 

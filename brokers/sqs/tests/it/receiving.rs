@@ -28,7 +28,7 @@ async fn gather(source: &Arc<dyn Source>, count: usize) -> Vec<SourceMessage> {
 }
 
 fn tokens(given: &[SourceMessage]) -> Vec<AckToken> {
-    given.iter().map(|it| it.token.clone()).collect()
+    given.iter().map(|it| it.token).collect()
 }
 
 fn payloads(given: &[SourceMessage]) -> Vec<String> {

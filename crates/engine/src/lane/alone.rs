@@ -16,14 +16,13 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use postbox_core::{Batch, Delivery, Disposition, Entry, Key, Result, Settlement};
+use postbox_core::{Batch, Delivery, Destination, Disposition, Entry, Key, Result, Settlement};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::Lane;
 use super::detached::DUE_MARGIN;
 use super::dispatch::DispatchLimits;
-use crate::context::Destination;
 
 /// Number of holders in a row that must vanish before the next is careful. A lower number would
 /// slow down lanes whose relays were killed by a person or lost with their machine.

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Batch, Delivery, Disposition, Key, Result, Unreadable};
+use postbox_core::{Batch, Delivery, Destination, Disposition, Key, Result, Unreadable};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
@@ -13,7 +13,6 @@ use super::call::Call;
 use super::dispatch::DispatchLimits;
 use super::settle::Settling;
 use super::verdicts::{Verdicts, holds, span};
-use crate::context::Destination;
 
 /// The state of a stream batch after it was sent.
 pub(super) enum Progress {

@@ -12,14 +12,13 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
-use postbox_core::{Batch, Disposition, Entry, Result, Seq, Settlement};
+use postbox_core::{Batch, Disposition, Entry, Result, Seq, Settlement, lock};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 use super::Lane;
 use super::call::{Call, Returned};
 use super::verdicts::Verdicts;
-use crate::lock::lock;
 
 /// How long a batch waits for its last calls before they are detached. Longer than a healthy
 /// destination takes, and far shorter than a person notices.

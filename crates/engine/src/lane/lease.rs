@@ -4,12 +4,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use postbox_core::{Error, ErrorKind, Lease};
+use postbox_core::{Error, ErrorKind, Lease, lock};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::context::RelayContext;
-use crate::lock::lock;
 
 /// A lease, and how long we may still rely on it.
 ///

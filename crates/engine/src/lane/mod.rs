@@ -35,7 +35,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use futures::future::join;
-use postbox_core::{BatchLimit, Lease, Result};
+use postbox_core::{BatchLimit, Destination, Lease, Result};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::{Instrument as _, info};
@@ -47,7 +47,7 @@ pub(crate) use self::lease::LeaseGuard;
 pub(crate) use self::limit::ReadLimit;
 use self::limit::Until;
 use crate::breaker::Admission;
-use crate::context::{Destination, RelayContext};
+use crate::context::RelayContext;
 use crate::metrics::Gauge;
 
 /// How long a relay waits for its lanes after calls in flight were dropped: time for one settlement

@@ -123,7 +123,6 @@ impl Verdicts {
     /// it are read again. If none was answered and `outage_row` is set, the first one that found
     /// the destination down leaves the stream too. Its row shows every reader of the store why
     /// nothing goes on.
-    /// too: its row tells every reader of the store why nothing goes on.
     pub(super) fn settle_stream<'b>(&self, batch: &'b Batch, hold_keys: bool, outage_row: bool) -> Settlement<'b> {
         let deliveries = &batch.deliveries;
         if self.is_complete() {

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use postbox_core::{Capabilities, Delivery, NewEvent, Outcome, Sink, State};
 use postbox_engine::Relay;
 
-use crate::support::{self, TestEnv, event, fast};
+use postbox_testkit::memory::{self, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 const HAD: Outcome = Outcome::Delivered { duplicate: true };
@@ -24,7 +24,7 @@ impl Sink for Had {
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
-        if deliveries.iter().any(|delivery| support::version(delivery) == 0) {
+        if deliveries.iter().any(|delivery| memory::version(delivery) == 0) {
             tokio::time::sleep(self.0).await;
         }
         vec![HAD; deliveries.len()]

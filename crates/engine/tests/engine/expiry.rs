@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use postbox_core::{Capabilities, Outcome, State};
 use postbox_engine::{RelaySettings, TokioClock};
 
-use crate::support::{self, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
@@ -19,7 +19,7 @@ async fn dead(env: &TestEnv) -> Vec<(String, u32)> {
 
 #[tokio::test(start_paused = true)]
 async fn an_event_is_not_sent_once_it_has_expired() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::new().await;
         let at = env.now() + 5 * S;
         env.append([event(1, 0).expires_at(at), event(1, 1), event(2, 2).expires_at(at + 60 * S)]).await;
@@ -49,7 +49,7 @@ async fn an_event_that_fails_until_it_expires_lets_its_key_go_on() {
 /// A batch waits for its rate or behind slow calls. Expiry is checked again right before each call.
 #[tokio::test(start_paused = true)]
 async fn an_event_that_expires_while_its_batch_waits_is_not_sent() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::new().await;
         let at = env.now() + 10 * S;
         let ends = |n| if n % 2 == 1 { event(n, n).expires_at(at) } else { event(n, n) };

@@ -7,7 +7,7 @@ use postbox_engine::{Every, SUBSCRIPTION_REMOVED};
 use postbox_memory::MemoryStore;
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{TestEnv, event, fast};
+use postbox_testkit::memory::{TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 

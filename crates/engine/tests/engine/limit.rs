@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use postbox_core::{Admin as _, Capabilities, Change, Outcome, Selection, State};
 
-use crate::support::{self, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Recorder, TestEnv, event, fast};
 
 #[tokio::test(start_paused = true)]
 async fn drain_stops_at_its_limit() {
@@ -20,7 +20,7 @@ async fn drain_stops_at_its_limit() {
 #[tokio::test(start_paused = true)]
 async fn a_limit_is_never_exceeded_however_slow_the_destination_is() {
     for (keys, limit, seconds) in [(1, 2, 1), (1, 5, 1), (3, 7, 1), (40, 11, 1), (3, 7, 0)] {
-        for (capabilities, lanes) in support::all_capabilities().into_iter().flat_map(|it| [(it, 1), (it, 3)]) {
+        for (capabilities, lanes) in memory::all_capabilities().into_iter().flat_map(|it| [(it, 1), (it, 3)]) {
             let env = TestEnv::with_lanes(lanes).await;
             env.append((0..40).map(|n| event(n % keys, n))).await;
             let (sink, relay) = env.recorded(capabilities, fast());
@@ -44,7 +44,7 @@ async fn a_limit_is_never_exceeded_however_slow_the_destination_is() {
 
 #[tokio::test(start_paused = true)]
 async fn a_limit_is_kept_when_the_target_is_down() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::with_lanes(2).await;
         env.append((0..40).map(|n| event(n, n))).await;
         let sink = Recorder::new(capabilities);
@@ -62,7 +62,7 @@ async fn a_limit_is_kept_when_the_target_is_down() {
 async fn a_limit_counts_what_is_read() {
     let env = TestEnv::new().await;
     let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 16, prefix: false, system: None });
-    sink.script(|delivery| match (support::version(delivery), delivery.attempt) {
+    sink.script(|delivery| match (memory::version(delivery), delivery.attempt) {
         (0, 1) => {
             let (code, error) = ("http_500".into(), "boom".into());
             Outcome::Retry { code, error, after: Some(Duration::from_secs(60)) }

@@ -14,7 +14,7 @@ use postbox_engine::{RelaySettings, TokioClock};
 use postbox_memory::{Call, Wire};
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{self, Answer, Cable, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Answer, Cable, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
@@ -22,7 +22,7 @@ const S: Duration = Duration::from_secs(1);
 async fn a_call_that_died_with_its_relay_is_repeated_after_the_lease() {
     let env = TestEnv::with([event(1, 1), event(1, 2), event(2, 3)]).await;
     let stuck = Recorder::new(Capabilities::default());
-    stuck.script(|delivery| match support::version(delivery) {
+    stuck.script(|delivery| match memory::version(delivery) {
         1 => Answer::Hang,
         _ => Outcome::DELIVERED.into(),
     });

@@ -8,7 +8,7 @@ use postbox_core::{Admin as _, Capabilities, Change, Outcome, Selection, State};
 use postbox_engine::{Every, Relay, RelaySettings};
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{self, Answer, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Answer, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 const DAY: Duration = Duration::from_secs(86_400);
@@ -27,7 +27,7 @@ async fn dead_destination(capabilities: Capabilities) -> (TestEnv, Arc<Recorder>
 
 #[tokio::test(start_paused = true)]
 async fn an_outage_costs_no_attempts_and_everything_is_delivered_after_it() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let (env, sink, relay) = dead_destination(capabilities).await;
         env.run_while(&relay, async {
             tokio::time::sleep(600 * S).await;
@@ -46,7 +46,7 @@ async fn an_outage_costs_no_attempts_and_everything_is_delivered_after_it() {
 
 #[tokio::test(start_paused = true)]
 async fn an_outage_leaves_one_row_with_its_reason() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let (env, _, relay) = dead_destination(capabilities).await;
         // After a while, the probed event itself could be at fault.
         env.run_for(&relay, 7 * S).await;
@@ -165,7 +165,7 @@ async fn a_relay_dropped_in_the_middle_of_a_probe_probes_again_when_run_again() 
 /// This event's failures look like an outage but are none, because others succeed.
 #[tokio::test(start_paused = true)]
 async fn an_event_that_looks_like_an_outage_dies_of_its_attempts() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::with((0..400).map(|n| event(n % 40, n))).await;
         let (sink, relay) = env.recorded(capabilities, fast());
         sink.answers(5, Outcome::ambiguous("http_503", "it crashed"));
@@ -182,7 +182,7 @@ async fn an_event_that_looks_like_an_outage_dies_of_its_attempts() {
 
 #[tokio::test(start_paused = true)]
 async fn an_ambiguous_outage_costs_one_attempt_of_one_event() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::new().await;
         let (sink, relay) = env.recorded(capabilities, fast());
         env.run_while(&relay, async {
@@ -204,7 +204,7 @@ async fn an_ambiguous_outage_costs_one_attempt_of_one_event() {
 /// A destination that only answers 500 is down. Finding out costs four events an attempt each.
 #[tokio::test(start_paused = true)]
 async fn a_destination_that_fails_at_all_it_gets_is_an_outage() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::new().await;
         let (sink, relay) = env.recorded(capabilities, fast());
         env.run_while(&relay, async {
@@ -228,10 +228,10 @@ async fn a_destination_that_fails_at_all_it_gets_is_an_outage() {
 /// if they are the first it gets.
 #[tokio::test(start_paused = true)]
 async fn events_that_a_destination_fails_at_die_while_others_succeed() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::with((0..8).map(|n| event(n, n))).await;
         let (sink, relay) = env.recorded(capabilities, fast());
-        sink.script(|delivery| match support::version(delivery) {
+        sink.script(|delivery| match memory::version(delivery) {
             0..8 => Outcome::server_error("http_500", "it crashed"),
             _ => Outcome::DELIVERED,
         });
@@ -249,7 +249,7 @@ async fn events_that_a_destination_fails_at_die_while_others_succeed() {
 #[tokio::test(start_paused = true)]
 async fn a_handler_whose_event_always_finds_its_service_down_gives_up_while_others_succeed() {
     let env = TestEnv::with((0..400).map(|n| event(n % 40, n))).await;
-    let apply = env.store.apply(|_, delivery| match support::version(delivery) {
+    let apply = env.store.apply(|_, delivery| match memory::version(delivery) {
         5 => Outcome::unavailable("connect_refused", "it crashed"),
         _ => Outcome::DELIVERED,
     });
@@ -278,7 +278,7 @@ async fn run_daily(relay: &Relay, stop: &CancellationToken, operate: impl Future
 
 #[tokio::test(start_paused = true)]
 async fn a_scheduled_run_that_is_cut_short_goes_on_once_the_destination_is_back() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let (env, sink, relay) = dead_destination(capabilities).await;
         let stop = CancellationToken::new();
         let operate = async {
@@ -346,7 +346,7 @@ async fn events_that_bring_the_destination_down_keep_the_others_for_minutes_at_m
     let ambiguous = || Outcome::Ambiguous { code: "http_503".into(), error: "no".into(), after: None };
     let down = || Outcome::unavailable("stream_wrong_type", "no");
     let wrong: [fn() -> Outcome; 3] = [ambiguous, || throttled(3 * S), down];
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         for (which, outcome) in wrong.iter().enumerate() {
             let env = TestEnv::with((0..220).map(|n| event(n, n))).await;
             let (sink, relay) = env.recorded(capabilities, fast());

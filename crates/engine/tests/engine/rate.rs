@@ -6,20 +6,20 @@ use postbox_core::{Capabilities, Outcome};
 use postbox_engine::RelaySettings;
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{self, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
 #[tokio::test(start_paused = true)]
 async fn a_rate_is_kept_and_costs_no_attempt() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         for lanes in [1, 4] {
             let env = TestEnv::with_lanes(lanes).await;
             env.append((0..500).map(|n| event(n % 50, n))).await;
             let (sink, relay) = env.recorded(capabilities, RelaySettings { rate: "50/s".parse().ok(), ..fast() });
             // The first attempt of every tenth event fails. Its second attempt counts towards the
             // rate too.
-            sink.script(|delivery| match (support::version(delivery) % 10, delivery.attempt) {
+            sink.script(|delivery| match (memory::version(delivery) % 10, delivery.attempt) {
                 (0, 1) => Outcome::retry("http_500", "boom"),
                 _ => Outcome::DELIVERED,
             });
@@ -71,13 +71,13 @@ async fn replicas_share_a_rate() {
 /// stream batch or one of due rows.
 #[tokio::test(start_paused = true)]
 async fn a_crash_repeats_no_more_than_a_second_of_deliveries() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         for (rate, takes) in [("5/s".parse().ok(), Duration::ZERO), (None, 3 * S)] {
             for failing in [false, true] {
                 let env = TestEnv::with((0..100).map(|n| event(n % 50, n))).await;
                 if failing {
                     let (sink, relay) = env.recorded(capabilities, fast());
-                    sink.script(|delivery| match support::version(delivery) % 10 {
+                    sink.script(|delivery| match memory::version(delivery) % 10 {
                         0 => Outcome::DELIVERED,
                         _ => Outcome::retry("http_500", "boom"),
                     });

@@ -7,17 +7,18 @@ use postbox_core::{
     Admin as _, BatchLimit, Capabilities, Change, Delivery, Inspect, LogName, NewEvent, OnDead, Ordering, Outcome,
     Selection, State,
 };
-use postbox_engine::{Every, InProcessBus, Relay, RelaySettings, Sweeper, TokioClock, handler_sink};
+use postbox_engine::{Every, Relay, RelaySettings, Sweeper, TokioClock};
 use postbox_memory::MemoryStore;
+use postbox_router::{InProcessBus, handler_sink};
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{self, Answer, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Answer, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
 #[tokio::test(start_paused = true)]
 async fn drain_delivers_everything_once_in_key_order() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::with((0..500).map(|n| event(n % 7, n))).await;
         let sink = Recorder::new(capabilities);
         let relay = env
@@ -33,11 +34,11 @@ async fn drain_delivers_everything_once_in_key_order() {
 
 #[tokio::test(start_paused = true)]
 async fn a_failed_event_holds_its_key_and_nothing_else() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::with((0..40).map(|n| event(n % 4, n))).await;
         let (sink, relay) = env.recorded(capabilities, fast());
         // Key 1's first event fails once.
-        sink.script(|delivery| match (support::version(delivery), delivery.attempt) {
+        sink.script(|delivery| match (memory::version(delivery), delivery.attempt) {
             (1, 1) => Outcome::retry("http_500", "boom"),
             _ => Outcome::DELIVERED,
         });
@@ -91,7 +92,7 @@ async fn a_permanent_failure_dies_at_once_and_a_replay_has_a_fresh_dedupe_id() {
 async fn a_panic_a_timeout_and_a_broken_contract_are_failed_attempts() {
     let env = TestEnv::with((0..4).map(|n| event(n, n))).await;
     let (sink, relay) = env.recorded(Capabilities::default(), fast());
-    sink.script(|delivery| match (support::version(delivery), delivery.attempt) {
+    sink.script(|delivery| match (memory::version(delivery), delivery.attempt) {
         (0, 1) => Answer::Panic,
         (1, 1) => Answer::Hang,
         (2, 1) => Answer::SayTooMuch,
@@ -155,7 +156,7 @@ async fn a_destination_slower_than_its_keys_are_busy_is_read_for_no_more_than_it
 
 #[tokio::test(start_paused = true)]
 async fn a_graceful_stop_repeats_nothing() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::with((0..2_000).map(|n| event(n % 50, n))).await;
         let sink = Recorder::new(capabilities);
         sink.takes(Duration::from_millis(40));

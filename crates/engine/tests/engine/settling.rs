@@ -9,7 +9,7 @@ use postbox_engine::RelaySettings;
 use postbox_memory::{Call, Wire};
 use tokio::sync::watch;
 
-use crate::support::{Recorder, TestEnv, event, fast, version};
+use postbox_testkit::memory::{Recorder, TestEnv, event, fast, version};
 
 /// A store whose settlements wait until the gate opens.
 struct Gate(watch::Receiver<bool>);

@@ -21,12 +21,12 @@
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::BuildHasher as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use postbox_core::{Bucket, Clock, Rate};
-use postbox_engine::LogThrottle;
+use postbox_core::{Bucket, Clock, Rate, lock};
 use postbox_http::Fetched;
+use postbox_receiver::LogThrottle;
 use postbox_webhook::Refusal;
 use postbox_webhook::sns::{Certificate, CertificateUrl};
 use tokio::sync::oneshot;
@@ -138,7 +138,7 @@ impl Certificates {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Answers everyone who waits for `url`, and caches the result.

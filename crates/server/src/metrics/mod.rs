@@ -16,8 +16,9 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use postbox_core::{Clock, HighWaterMark, Result, SourceName, State, Store, StoreName, SubscriptionName};
-use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot, SupervisedRelay};
+use postbox_engine::{BreakerState, MetricsSnapshot, SupervisedRelay};
 use postbox_ingress::Count;
+use postbox_receiver::ReceiverSnapshot;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, text};
 use prometheus_client::registry::Registry;

@@ -1,8 +1,9 @@
 //! What only the running service knows: how fast it delivers, and what fails.
 
 use jiff::Timestamp;
-use postbox_core::{SourceName, StoreName, SubscriptionName};
-use postbox_engine::{Outage, Pace, Storm, SupervisedRelay};
+use postbox_core::{Outage, SourceName, StoreName, SubscriptionName};
+use postbox_engine::{Pace, SupervisedRelay};
+use postbox_receiver::Storm;
 use serde::{Deserialize, Serialize};
 
 /// How one subscription proceeds, over the last minute or less.

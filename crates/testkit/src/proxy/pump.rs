@@ -1,8 +1,9 @@
 //! Forwards the bytes of one direction of one connection.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use postbox_core::lock;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{ReadHalf, WriteHalf};
@@ -185,8 +186,4 @@ pub(super) async fn deliver(server: &mut TcpStream, held: &[u8], mut heard: Vec<
         }
     };
     let (_, ()) = tokio::join!(write.write_all(held), hear);
-}
-
-pub(super) fn lock(line: &Mutex<Line>) -> MutexGuard<'_, Line> {
-    line.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -7,8 +7,9 @@ use postbox_core::{
     Append as _, Delivery, Inspect as _, Log as _, LogName, NewEvent, Postbox, Subscription, SubscriptionName,
     TypedEvent,
 };
-use postbox_engine::{Relay, handler_sink};
+use postbox_engine::Relay;
 use postbox_postgres::{Postgres, PostgresStore, SchemaName};
+use postbox_router::handler_sink;
 use postbox_testkit::servers::Version;
 use tokio_postgres::NoTls;
 

@@ -9,8 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use postbox_core::{Delivery, Event, EventId, LogName, Store as _, Subscription, SubscriptionName};
-use postbox_engine::{Relay, handler_sink};
+use postbox_engine::Relay;
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
+use postbox_router::handler_sink;
 use postbox_testkit::hostile;
 use postbox_testkit::servers::Version;
 use rand::rngs::SmallRng;

@@ -13,8 +13,8 @@ use postbox_core::{
     Appended, Apply, Delivery, LogName, Migrate as _, NewEvent, Outcome, Postbox, Result, SourceName, Store,
 };
 use postbox_engine::RelayBuilder;
-use postbox_engine::router::{Event, Router, State, Tx};
 use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
+use postbox_router::{Event, Router, State, Tx};
 use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN, sql_of};
 use postbox_testkit::conformance::{

@@ -14,7 +14,7 @@ use postbox_core::{
     Settlement, SourceName, Store, Subscription, SubscriptionName,
 };
 use postbox_engine::RelayBuilder;
-use postbox_engine::router::{Event, Router, State, Tx};
+use postbox_router::{Event, Router, State, Tx};
 use postbox_sqlite::{Sqlite, SqliteConfig, SqliteStore, once_in};
 use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN, sql_of};

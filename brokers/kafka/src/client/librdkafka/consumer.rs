@@ -11,7 +11,7 @@ use ::rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 use ::rdkafka::message::{BorrowedMessage, Headers as _, Message as _};
 use ::rdkafka::{Offset, TopicPartitionList};
 use bytes::Bytes;
-use postbox_core::Result;
+use postbox_core::{Result, lock};
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 use tracing::debug;
@@ -21,7 +21,6 @@ use super::{Context, Native, blocking, closed, config, failed, look, millis, par
 use crate::classify::Failure;
 use crate::connection::Cluster;
 use crate::group::{Membership, OPERATION, OffsetReset, Partition, Rebalances};
-use crate::lock::lock;
 
 /// The most that a consumer fetches ahead, in KiB.
 const FETCHED_KIB_MAX: usize = 16 * 1024;

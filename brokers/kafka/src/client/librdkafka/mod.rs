@@ -16,7 +16,7 @@ use ::rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 use ::rdkafka::message::DeliveryResult;
 use ::rdkafka::producer::{Producer as _, ProducerContext, ThreadedProducer};
 use ::rdkafka::{ClientContext, TopicPartitionList};
-use postbox_core::{Error, Result};
+use postbox_core::{Error, Result, lock};
 use tokio::sync::oneshot;
 use tracing::debug;
 
@@ -26,7 +26,6 @@ use super::{CONNECT_TIMEOUT, METADATA_MAX_AGE};
 use crate::classify::{self, Cause, Failure};
 use crate::connection::{Auth, Cluster};
 use crate::group::Partition;
-use crate::lock::lock;
 
 /// How often a first connection is checked for success and for failures.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);

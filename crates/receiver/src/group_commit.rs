@@ -13,34 +13,32 @@ use std::time::Duration;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use postbox_core::trace::{self, Traced};
-use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received};
+use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, lock};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use super::Committed;
-
-use crate::lock::lock;
+use crate::Committed;
 
 /// Maximum commits at once: while one waits for the disk, the next is prepared.
-pub(super) const COMMITS_MAX: usize = 2;
+pub(crate) const COMMITS_MAX: usize = 2;
 /// A commit takes no more messages once it has this many, or this many payload bytes.
-pub(super) const MESSAGES_MAX: usize = 256;
+pub(crate) const MESSAGES_MAX: usize = 256;
 const COMMIT_BYTES_MAX: usize = 1024 * 1024;
 
 /// Stores the messages of one source into its log. Callers bound the length of the queue.
-pub(super) struct GroupCommit {
-    pub(super) store: Arc<dyn Receive>,
-    pub(super) clock: Arc<dyn Clock>,
-    pub(super) log: LogName,
+pub(crate) struct GroupCommit {
+    pub(crate) store: Arc<dyn Receive>,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) log: LogName,
     /// Longest commit, and longest wait for one.
-    pub(super) timeout: Duration,
+    pub(crate) timeout: Duration,
     /// One commit at a time, and none past a message that failed.
-    pub(super) ordered: bool,
-    pub(super) queue: Mutex<Queue>,
+    pub(crate) ordered: bool,
+    pub(crate) queue: Mutex<Queue>,
 }
 
 #[derive(Default)]
-pub(super) struct Queue {
+pub(crate) struct Queue {
     messages: VecDeque<Queued>,
     /// Queue length at which messages whose sender is gone are dropped.
     swept_at: usize,
@@ -57,7 +55,7 @@ struct Queued {
 impl GroupCommit {
     /// Stores messages together with whatever else is queued, or fails after the timeout. Returns
     /// one result per message, in order. If dropped, they may or may not be stored.
-    pub(super) async fn commit(self: &Arc<Self>, mut inbound: Vec<Inbound>) -> Vec<Committed> {
+    pub(crate) async fn commit(self: &Arc<Self>, mut inbound: Vec<Inbound>) -> Vec<Committed> {
         let begin = |Inbound { source, message_id, event, .. }: &mut Inbound| {
             Traced::receive(event, source.as_str(), message_id)
         };
@@ -176,7 +174,7 @@ fn too_slow() -> Error {
 }
 
 /// The error of messages whose commit panicked.
-pub(super) fn broken_off() -> Error {
+pub(crate) fn broken_off() -> Error {
     let text = "the call that stored this message broke off; this is a defect";
     Error::new(ErrorKind::Internal, "receive", "receive_broken_off", text)
 }

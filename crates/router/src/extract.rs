@@ -43,7 +43,7 @@ impl<T: TypedEvent + DeserializeOwned + Send, S> Extract<S> for Event<T> {
     }
 }
 
-/// The router's state, cloned; see [`Router::with_state`](super::Router::with_state).
+/// The router's state, cloned; see [`Router::with_state`](crate::Router::with_state).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct State<S>(pub S);
 

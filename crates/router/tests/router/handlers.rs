@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use postbox_core::{Delivery, Headers, NewEvent, State as EventState, TypedEvent};
-use postbox_engine::router::{Event, Failure, Router, State};
 use postbox_engine::{Relay, RelaySettings};
+use postbox_router::{Event, Failure, Router, State};
 use postbox_testkit::warnings::Warnings;
 
-use crate::support::{TestEnv, fast};
+use postbox_testkit::memory::{TestEnv, fast};
 
 #[derive(serde::Deserialize)]
 struct Paid {

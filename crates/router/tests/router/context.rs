@@ -6,11 +6,12 @@ use postbox_core::{
     Append as _, Context, Criteria, Delivery, Inspect as _, ListQuery, Log as _, LogName, NewEvent, Outcome, Record,
     Subscription, TypedEvent,
 };
-use postbox_engine::router::{Event, Router, State};
-use postbox_engine::{InProcessBus, RelayBuilder, handler_sink};
+use postbox_engine::RelayBuilder;
 use postbox_memory::MemoryStore;
+use postbox_router::{Event, Router, State};
+use postbox_router::{InProcessBus, handler_sink};
 
-use crate::support::{TestEnv, fast};
+use postbox_testkit::memory::{TestEnv, fast};
 
 #[derive(serde::Deserialize)]
 struct Paid {}

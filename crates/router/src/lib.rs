@@ -1,8 +1,23 @@
-//! Handlers by topic: plain functions whose arguments declare what they need of an event.
+//! Functions as destinations of events.
+//!
+//! | part | what it is |
+//! |---|---|
+//! | [`Router`] | async functions by topic, whose arguments are parts of the event |
+//! | [`handler_sink`] | one function for every event |
+//! | [`InProcessBus`] | functions by topic pattern, which take the whole event |
+//!
+//! # What this crate deliberately does not do
+//!
+//! It reads no log and retries nothing: a relay of `postbox-engine` calls the handlers and acts on
+//! their outcome.
 
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
+
+mod bus;
 mod extract;
 mod failure;
 mod handler;
+mod handler_sink;
 mod layer;
 mod place;
 
@@ -11,16 +26,17 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use futures::future::join_all;
 use postbox_core::{
-    Capabilities, Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Schemas, Sink, TopicPattern,
-    Transact,
+    Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Schemas, Sink, TopicPattern, Transact,
 };
 
-use crate::bus::worst;
+use bus::worst;
 use handler::{Bound, Call, Called, Judge, Typed};
 
+pub use bus::InProcessBus;
 pub use extract::{Event, Extract, State};
 pub use failure::{Failure, FailureRules, IntoFailure};
 pub use handler::Handler;
+pub use handler_sink::{HandlerSink, IntoOutcome, handler_sink};
 pub use layer::{Layer, Next};
 pub use place::{Outside, Place};
 pub use postbox_core::Tx;
@@ -35,7 +51,7 @@ pub use postbox_core::Tx;
 ///
 /// ```
 /// use postbox_core::TypedEvent;
-/// use postbox_engine::router::{Event, Router, State};
+/// use postbox_router::{Event, Router, State};
 /// # #[derive(serde::Deserialize)]
 /// # struct OrderPaid { order: i64 }
 /// # impl TypedEvent for OrderPaid { const TOPIC: &'static str = "order.paid"; }
@@ -215,7 +231,9 @@ impl<S, D> Router<S, D> {
 
     /// Returns the topics its subscription filters by; empty, which means all, if there is a
     /// fallback.
-    pub(crate) fn wanted(&self) -> Result<Vec<TopicPattern>> {
+    ///
+    /// Fails (`Invalid`, code `router_empty`) if it has no handler.
+    pub fn wanted(&self) -> Result<Vec<TopicPattern>> {
         if self.fallback.is_some() {
             return Ok(Vec::new());
         }
@@ -297,10 +315,6 @@ impl<D: Transact> Handlers<D> for Router<(), D> {
 
 #[async_trait]
 impl Sink for Router {
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::default()
-    }
-
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(deliveries.len());
         for delivery in deliveries {

@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
-use postbox_core::{Database, HandledFuture, Outcome, Transact};
+use postbox_core::{Database, Destination, HandledFuture, Outcome, Transact};
 
-use super::Router;
-use crate::relay::RelayBuilder;
+use crate::Router;
 
 /// Where the handlers of a router run: [`Outside`] of any transaction, or in those of a store.
 pub trait Place: Database {
-    /// Sets a router as the destination of a relay.
-    fn place(router: Router<(), Self>, relay: RelayBuilder) -> RelayBuilder;
+    /// Returns the handlers of a router as the destination of a relay.
+    fn place(router: Router<(), Self>) -> Destination;
 }
 
 /// Outside of any transaction of the store.
@@ -27,14 +26,14 @@ impl Database for Outside {
 }
 
 impl Place for Outside {
-    fn place(router: Router, relay: RelayBuilder) -> RelayBuilder {
-        relay.sink(Arc::new(router))
+    fn place(router: Router) -> Destination {
+        Destination::Sink(Arc::new(router))
     }
 }
 
 impl<D: Transact + Clone> Place for D {
-    fn place(router: Router<(), D>, relay: RelayBuilder) -> RelayBuilder {
+    fn place(router: Router<(), D>) -> Destination {
         let store = router.database.clone();
-        relay.apply(store.apply_handlers(Arc::new(router)))
+        Destination::Apply(store.apply_handlers(Arc::new(router)))
     }
 }

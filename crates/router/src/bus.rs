@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use futures::future::join_all;
-use postbox_core::{Capabilities, Delivery, Outcome, Result, Sink, TopicPattern};
+use postbox_core::{Delivery, Outcome, Result, Sink, TopicPattern};
 
-use crate::handler::IntoOutcome;
+use crate::handler_sink::IntoOutcome;
 
 type HandlerFuture = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 type Handler = Arc<dyn Fn(Arc<Delivery>) -> HandlerFuture + Send + Sync>;
@@ -23,7 +23,7 @@ type Handler = Arc<dyn Fn(Arc<Delivery>) -> HandlerFuture + Send + Sync>;
 /// ```
 /// use std::sync::Arc;
 /// use postbox_core::Delivery;
-/// use postbox_engine::InProcessBus;
+/// use postbox_router::InProcessBus;
 ///
 /// let bus = InProcessBus::new()
 ///     .on("order.*", |delivery: Arc<Delivery>| async move { println!("{}", delivery.event.topic) })?
@@ -83,10 +83,6 @@ pub(crate) fn worst(outcomes: Vec<Outcome>) -> Outcome {
 
 #[async_trait]
 impl Sink for InProcessBus {
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::default()
-    }
-
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(deliveries.len());
         for delivery in deliveries {

@@ -9,15 +9,17 @@ use std::time::Duration;
 use postbox_core::Outcome;
 
 /// The code of an error that is retried.
-const HANDLER_ERROR: &str = "handler_error";
+pub(crate) const HANDLER_ERROR: &str = "handler_error";
 /// The code of an error that a rule selected.
 const HANDLER_REFUSED: &str = "handler_refused";
 
-/// A handler error that chooses the outcome of the event.
+/// A handler error that chooses the outcome of the event. It may be anywhere in the chain of causes
+/// of another error, e.g. of an `anyhow::Error`, so `?` works with it. It is then the whole
+/// outcome: rules, and texts around it, do not count.
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use postbox_engine::router::Failure;
+/// # use postbox_router::Failure;
 /// Failure::dead("address_unknown", "there is no such customer");
 /// Failure::retry("printer_busy", "ask again").after(Duration::from_secs(30));
 /// ```
@@ -45,23 +47,37 @@ impl Failure {
     }
 }
 
-/// Which errors make an event dead; see [`Router::dead_on`](super::Router::dead_on).
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Outcome::Retry { error, .. } | Outcome::Dead { error, .. } => f.write_str(error),
+            other => write!(f, "{other:?}"),
+        }
+    }
+}
+
+impl StdError for Failure {}
+
+/// Which errors make an event dead; see [`Router::dead_on`](crate::Router::dead_on).
 #[derive(Default, Clone)]
 pub struct FailureRules(Vec<Arc<Rule>>);
 
 type Rule = dyn Fn(&(dyn StdError + 'static)) -> bool + Send + Sync;
 
 impl FailureRules {
-    pub(super) fn dead_on<E: StdError + 'static>(&mut self, picks: impl Fn(&E) -> bool + Send + Sync + 'static) {
+    pub(crate) fn dead_on<E: StdError + 'static>(&mut self, picks: impl Fn(&E) -> bool + Send + Sync + 'static) {
         self.0.push(Arc::new(move |error| error.downcast_ref::<E>().is_some_and(&picks)));
     }
 
-    pub(super) fn extend(&mut self, others: Self) {
+    pub(crate) fn extend(&mut self, others: Self) {
         self.0.extend(others.0);
     }
 
     /// Returns the outcome for a handler error and its causes.
     fn judge<'e>(&self, chain: impl Iterator<Item = &'e (dyn StdError + 'static)> + Clone) -> Outcome {
+        if let Some(Failure(outcome)) = chain.clone().find_map(|error| error.downcast_ref()) {
+            return outcome.clone();
+        }
         let text = chain.clone().map(ToString::to_string).collect::<Vec<_>>().join(": ");
         let mut causes = chain;
         match causes.any(|error| self.0.iter().any(|picks| picks(error))) {
@@ -71,7 +87,8 @@ impl FailureRules {
     }
 }
 
-/// What a handler may fail with: any standard error, an `anyhow::Error`, or a [`Failure`].
+/// What a handler may fail with: any standard error, a [`Failure`] among them, or an
+/// `anyhow::Error`.
 ///
 /// `Kind` separates these for the compiler. It is inferred.
 #[diagnostic::on_unimplemented(
@@ -89,9 +106,6 @@ pub enum Standard {}
 /// Marks `anyhow` errors.
 #[derive(Debug)]
 pub enum Anyhow {}
-/// Marks [`Failure`]s.
-#[derive(Debug)]
-pub enum Itself {}
 
 /// An error and its causes.
 #[derive(Clone)]
@@ -116,11 +130,5 @@ impl<E: StdError + 'static> IntoFailure<Standard> for E {
 impl IntoFailure<Anyhow> for anyhow::Error {
     fn into_outcome(self, rules: &FailureRules) -> Outcome {
         rules.judge(self.chain())
-    }
-}
-
-impl IntoFailure<Itself> for Failure {
-    fn into_outcome(self, _: &FailureRules) -> Outcome {
-        self.0
     }
 }

@@ -7,7 +7,7 @@ macro_rules! counters {
         /// The counters of one receiver since it was built.
         #[derive(Debug, Default)]
         pub struct ReceiverMetrics {
-            $(pub(super) $name: AtomicU64,)*
+            $(pub(crate) $name: AtomicU64,)*
         }
 
         /// All counters at one moment.
@@ -51,7 +51,7 @@ counters! {
 }
 
 impl ReceiverMetrics {
-    pub(super) fn add(&self, counter: &AtomicU64, count: usize) {
+    pub(crate) fn add(&self, counter: &AtomicU64, count: usize) {
         if count > 0 {
             counter.fetch_add(count as u64, Ordering::Relaxed);
         }

@@ -5,16 +5,15 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use futures::stream::FuturesUnordered;
-use postbox_core::{AckToken, Error, ErrorKind, Inbound, RawMessage, Result, Source, SourceMessage};
+use postbox_core::{AckToken, Error, ErrorKind, Inbound, Outage, RawMessage, Result, Source, SourceMessage};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
-use super::group_commit::COMMITS_MAX;
-use super::{Receiver, log_excerpt};
-use crate::metrics::Outage;
+use crate::group_commit::COMMITS_MAX;
+use crate::{Receiver, log_excerpt};
 
 /// Maximum messages to ask for at once: one full commit.
-const NEXT_MAX: usize = super::group_commit::MESSAGES_MAX;
+const NEXT_MAX: usize = crate::group_commit::MESSAGES_MAX;
 /// First and longest wait before a failed call to the store or the source is repeated. With this
 /// cap a receiver notices within half a second that its store is back.
 const BACKOFF_MIN: Duration = Duration::from_millis(20);

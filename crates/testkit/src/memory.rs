@@ -1,7 +1,5 @@
-//! Shared by the engine's tests: a memory store with one subscription, and a sink that records
-//! events and follows a script.
-
-#![allow(dead_code, unreachable_pub, reason = "a module of several test binaries, each of which uses its part")]
+//! A memory store with one subscription under simulated time, and a sink that records events and
+//! follows a script.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,7 +10,7 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
     Append, Capabilities, Clock, Criteria, Delivery, Error, ErrorKind, Inspect, ListQuery, Log, LogName, NewEvent,
-    OnDead, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Store as _, Subscription,
+    OnDead, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Store as _, Subscription, lock,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings, SystemRandom, TokioClock};
 use postbox_memory::{Call, MemoryStore, Wire};
@@ -44,18 +42,23 @@ pub fn event(key: u64, n: u64) -> NewEvent {
     NewEvent::json("t", "{}").key(key.to_string()).version(n as i64)
 }
 
+/// Number of the event, as [`event`] set it; -1 without one.
 pub fn version(delivery: &Delivery) -> i64 {
     delivery.event.version.unwrap_or(-1)
 }
 
+/// A memory store with a subscription `test` to its outbox.
 pub struct TestEnv {
+    /// The store.
     pub store: Arc<MemoryStore>,
+    /// What the subscription does about dead events.
     pub on_dead: OnDead,
     clock: TokioClock,
     lanes: u16,
 }
 
 impl TestEnv {
+    /// Creates an environment whose subscription has one lane.
     pub async fn new() -> Self {
         Self::with_lanes(1).await
     }
@@ -67,27 +70,32 @@ impl TestEnv {
         env
     }
 
+    /// Creates an environment whose subscription has this many lanes.
     pub async fn with_lanes(lanes: u16) -> Self {
         let clock = TokioClock::simulated(Timestamp::UNIX_EPOCH);
         let store = Arc::new(MemoryStore::new(Arc::new(clock.clone())));
         Self { clock, ..Self::on(store, lanes).await }
     }
 
+    /// Subscribes to an existing store.
     pub async fn on(store: Arc<MemoryStore>, lanes: u16) -> Self {
         let env = Self { store, on_dead: OnDead::default(), clock: TokioClock::new(), lanes };
         env.store.subscribe(&env.subscription()).await.expect("subscribed");
         env
     }
 
+    /// Returns the subscription, as a relay is given it.
     pub fn subscription(&self) -> Subscription {
         let name = "test".parse().expect("a name");
         Subscription { lanes: self.lanes, on_dead: self.on_dead, ..Subscription::new(name, LogName::outbox()) }
     }
 
+    /// Returns the simulated time.
     pub fn now(&self) -> Timestamp {
         self.clock.now()
     }
 
+    /// Appends these events in one transaction.
     pub async fn append(&self, events: impl IntoIterator<Item = NewEvent>) {
         let events: Vec<NewEvent> = events.into_iter().collect();
         self.store.append(&LogName::outbox(), &events).await.expect("appended");
@@ -108,10 +116,12 @@ impl TestEnv {
         (cable, sink.clone(), self.relay_on(log, sink, fast()))
     }
 
+    /// Starts building a relay of this subscription.
     pub fn builder(&self, subscription: Subscription, settings: RelaySettings) -> RelayBuilder {
         self.builder_on(self.store.clone(), subscription, settings)
     }
 
+    /// Starts building a relay that uses this client of the store.
     pub fn builder_on(&self, log: Arc<dyn Log>, subscription: Subscription, settings: RelaySettings) -> RelayBuilder {
         Relay::builder(log, subscription)
             .settings(settings)
@@ -120,10 +130,12 @@ impl TestEnv {
             .random(Arc::new(SystemRandom))
     }
 
+    /// Returns a relay to this recorder.
     pub fn relay(&self, sink: Arc<Recorder>, settings: RelaySettings) -> Relay {
         self.relay_on(self.store.clone(), sink, settings)
     }
 
+    /// Returns a relay to this recorder that uses this client of the store.
     pub fn relay_on(&self, log: Arc<dyn Log>, sink: Arc<Recorder>, settings: RelaySettings) -> Relay {
         sink.set_clock(self.clock.clone());
         self.builder_on(log, self.subscription(), settings).sink(sink).build().expect("built")
@@ -148,14 +160,17 @@ impl TestEnv {
         outcome
     }
 
+    /// Runs the relay for this time.
     pub async fn run_for(&self, relay: &Relay, time: Duration) {
         self.run_while(relay, tokio::time::sleep(time)).await;
     }
 
+    /// Returns the counts of the subscription.
     pub async fn stats(&self) -> Stats {
         self.store.stats(&self.subscription().name).await.expect("stats")
     }
 
+    /// Returns the events in this state.
     pub async fn list(&self, state: State) -> Vec<Record> {
         let subscription = self.subscription().name;
         let query = ListQuery {
@@ -176,6 +191,7 @@ impl TestEnv {
 pub struct Cable(AtomicBool);
 
 impl Cable {
+    /// Cuts the connection, or mends it.
     pub fn cut(&self, cut: bool) {
         self.0.store(cut, Ordering::SeqCst);
     }
@@ -194,9 +210,13 @@ impl Wire for Cable {
 
 /// How the sink answers one delivery.
 pub enum Answer {
+    /// With this outcome.
     Say(Outcome),
+    /// With one outcome more than there are deliveries.
     SayTooMuch,
+    /// It panics.
     Panic,
+    /// Never.
     Hang,
 }
 
@@ -206,11 +226,16 @@ impl From<Outcome> for Answer {
     }
 }
 
+/// A delivery that the recorder accepted.
 #[derive(Debug, Clone)]
 pub struct Arrival {
+    /// The key of the event.
     pub key: Option<String>,
+    /// Its number; see [`event`].
     pub version: i64,
+    /// Its dedupe id.
     pub dedupe_id: String,
+    /// The number of the attempt, from 1.
     pub attempt: u32,
     /// Time from append to arrival.
     pub waited: Duration,
@@ -231,6 +256,7 @@ pub struct Recorder {
 }
 
 impl Recorder {
+    /// Creates a recorder that accepts everything at once.
     pub fn new(capabilities: Capabilities) -> Arc<Self> {
         Arc::new(Self {
             capabilities,
@@ -244,8 +270,9 @@ impl Recorder {
         })
     }
 
+    /// Sets how it answers each delivery.
     pub fn script<A: Into<Answer>>(&self, script: impl Fn(&Delivery) -> A + Send + Sync + 'static) {
-        *self.script.lock().unwrap() = Box::new(move |delivery| script(delivery).into());
+        *lock(&self.script) = Box::new(move |delivery| script(delivery).into());
     }
 
     /// Gives one event this answer each time. All others are delivered.
@@ -253,30 +280,35 @@ impl Recorder {
         self.script(move |delivery| if version(delivery) == event { outcome.clone() } else { Outcome::DELIVERED });
     }
 
+    /// Makes it unreachable, or reachable again.
     pub fn down(&self, down: bool) {
         self.down.store(down, Ordering::SeqCst);
     }
 
+    /// Sets how long each call takes.
     pub fn takes(&self, time: Duration) {
-        *self.takes.lock().unwrap() = time;
+        *lock(&self.takes) = time;
     }
 
+    /// Returns the number of calls.
     pub fn calls(&self) -> usize {
         self.calls.load(Ordering::SeqCst)
     }
 
+    /// Returns what arrived, in order.
     pub fn arrivals(&self) -> Vec<Arrival> {
-        self.arrivals.lock().unwrap().clone()
+        lock(&self.arrivals).clone()
     }
 
     fn set_clock(&self, clock: TokioClock) {
-        *self.clock.lock().unwrap() = Some(clock);
+        *lock(&self.clock) = Some(clock);
     }
 
+    /// Waits until this many deliveries have arrived.
     pub async fn wait_for(&self, count: usize) {
         loop {
             let arrived = self.arrived.notified();
-            if self.arrivals.lock().unwrap().len() >= count {
+            if lock(&self.arrivals).len() >= count {
                 return;
             }
             arrived.await;
@@ -300,9 +332,9 @@ impl Recorder {
     }
 
     fn arrive(&self, delivery: &Delivery) {
-        let now = self.clock.lock().unwrap().as_ref().map_or(Timestamp::UNIX_EPOCH, Clock::now);
+        let now = lock(&self.clock).as_ref().map_or(Timestamp::UNIX_EPOCH, Clock::now);
         let waited = Duration::try_from(now.duration_since(delivery.event.created_at)).unwrap_or_default();
-        self.arrivals.lock().unwrap().push(Arrival {
+        lock(&self.arrivals).push(Arrival {
             key: delivery.event.key.as_ref().map(|key| key.to_string()),
             version: version(delivery),
             dedupe_id: delivery.dedupe_id(),
@@ -322,7 +354,7 @@ impl Sink for Recorder {
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         self.calls.fetch_add(1, Ordering::SeqCst);
         assert!(deliveries.len() <= self.capabilities.batch_max, "a call within the sink's limit");
-        let takes = *self.takes.lock().unwrap();
+        let takes = *lock(&self.takes);
         if !takes.is_zero() {
             tokio::time::sleep(takes).await;
         }
@@ -341,7 +373,7 @@ impl Sink for Recorder {
                 outcomes.push(Outcome::retry("behind", "an earlier event of the key failed"));
                 continue;
             }
-            let answer = (self.script.lock().unwrap())(delivery);
+            let answer = (lock(&self.script))(delivery);
             match answer {
                 Answer::Say(outcome) => {
                     if outcome.is_delivered() {

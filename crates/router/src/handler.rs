@@ -5,22 +5,22 @@ use std::sync::Arc;
 
 use postbox_core::{Database, Delivery, HandledFuture, Outcome, Tx};
 
-use super::Outside;
-use super::extract::Extract;
-use super::failure::{FailureRules, IntoFailure};
+use crate::Outside;
+use crate::extract::Extract;
+use crate::failure::{FailureRules, IntoFailure};
 
 /// One call of a handler: the source of its arguments, and what judges its error.
 pub struct Called<'t, S> {
-    pub(super) delivery: &'t Delivery,
-    pub(super) state: &'t S,
-    pub(super) judge: Judge<'t>,
+    pub(crate) delivery: &'t Delivery,
+    pub(crate) state: &'t S,
+    pub(crate) judge: Judge<'t>,
 }
 
 /// Turns the return value of a handler into an outcome.
 #[derive(Clone, Copy)]
 pub struct Judge<'t> {
-    pub(super) rules: &'t FailureRules,
-    pub(super) name: &'static str,
+    pub(crate) rules: &'t FailureRules,
+    pub(crate) name: &'static str,
 }
 
 impl Judge<'_> {
@@ -56,7 +56,7 @@ impl<S> Clone for Called<'_, S> {
 impl<S> Copy for Called<'_, S> {}
 
 /// A function that handles events, either without a transaction or in the transactions of the store
-/// `D`; see [`Router`](super::Router).
+/// `D`; see [`Router`](crate::Router).
 ///
 /// `Arguments` separates functions for the compiler. It is inferred.
 #[diagnostic::on_unimplemented(
@@ -233,17 +233,17 @@ handlers! {
 }
 
 /// A handler with its argument types erased.
-pub(super) trait Call<S, D: Database>: Send + Sync {
+pub(crate) trait Call<S, D: Database>: Send + Sync {
     fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> D::Handled<'t>;
 }
 
-pub(super) struct Typed<H, Arguments> {
+pub(crate) struct Typed<H, Arguments> {
     handler: H,
     arguments: PhantomData<fn(Arguments)>,
 }
 
 impl<H, Arguments> Typed<H, Arguments> {
-    pub(super) fn new(handler: H) -> Self {
+    pub(crate) fn new(handler: H) -> Self {
         Self { handler, arguments: PhantomData }
     }
 }
@@ -255,9 +255,9 @@ impl<S, D: Database, H: Handler<S, D, Arguments>, Arguments> Call<S, D> for Type
 }
 
 /// A handler bound to its state.
-pub(super) struct Bound<S, D> {
-    pub(super) handler: Arc<dyn Call<S, D>>,
-    pub(super) state: Arc<S>,
+pub(crate) struct Bound<S, D> {
+    pub(crate) handler: Arc<dyn Call<S, D>>,
+    pub(crate) state: Arc<S>,
 }
 
 impl<S: Send + Sync, D: Database> Call<(), D> for Bound<S, D> {

@@ -1,9 +1,5 @@
 //! Dead events with a dead-letter sink, on the memory store under paused time.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
-mod support;
-
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -15,14 +11,14 @@ use postbox_core::{
 };
 use postbox_engine::Relay;
 use postbox_memory::{Call, Wire};
-use support::{Answer, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Answer, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
 /// A sink that refuses every third event for good.
 fn refusing() -> Arc<Recorder> {
     let sink = Recorder::new(Capabilities::default());
-    sink.script(|delivery| match support::version(delivery) % 3 {
+    sink.script(|delivery| match memory::version(delivery) % 3 {
         0 => Outcome::dead("http_422", "no\nway"),
         _ => Outcome::DELIVERED,
     });
@@ -50,7 +46,7 @@ fn ids(recorder: &Recorder) -> BTreeSet<String> {
 
 #[tokio::test(start_paused = true)]
 async fn each_dead_event_is_handed_over_once_with_its_reason() {
-    for capabilities in support::all_capabilities() {
+    for capabilities in memory::all_capabilities() {
         let env = TestEnv::with((0..30).map(|n| event(n % 7, n))).await;
         let (sink, letters) = (refusing(), Recorder::new(capabilities));
         let headers = Arc::new(Mutex::new(Vec::new()));
@@ -117,7 +113,7 @@ async fn letters_that_bring_their_sink_down_keep_no_other_for_ever() {
     ] {
         let env = TestEnv::with((0..120).map(|n| event(n, n))).await;
         let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
-        letters.script(move |delivery| if support::version(delivery) < 60 { down.clone() } else { Outcome::DELIVERED });
+        letters.script(move |delivery| if memory::version(delivery) < 60 { down.clone() } else { Outcome::DELIVERED });
         let relay = relay(&env, &sink, &letters);
         env.run_while(&relay, letters.wait_for(20)).await;
         assert_eq!(sorted(&letters), (60..120).step_by(3).collect::<Vec<_>>());
@@ -143,7 +139,7 @@ async fn a_letter_that_is_refused_never_dies_and_holds_no_other_up() {
     let refused = Arc::new(AtomicUsize::default());
     let times = refused.clone();
     letters.script(move |delivery| {
-        if support::version(delivery) == 0 && times.fetch_add(1, Ordering::SeqCst) < 3 {
+        if memory::version(delivery) == 0 && times.fetch_add(1, Ordering::SeqCst) < 3 {
             return Answer::Say(Outcome::dead("http_413", "too large"));
         }
         Answer::Say(Outcome::DELIVERED)

@@ -3,14 +3,14 @@
 use async_trait::async_trait;
 use postbox_core::{Delivery, Outcome};
 
-use super::Router;
+use crate::Router;
 
 /// Runs around the handlers of each event of a router: to time them, to note the outcome, to
 /// shorten their time, or to skip an event. See [`Router::layer`].
 ///
 /// ```
 /// use postbox_core::{Delivery, Outcome};
-/// use postbox_engine::router::{Layer, Next};
+/// use postbox_router::{Layer, Next};
 ///
 /// /// What this service said itself is no news to it.
 /// struct SkipOwn;
@@ -40,10 +40,10 @@ pub trait Layer: Send + Sync + 'static {
 /// The inside of a [`Layer`]: further layers, and the handlers.
 #[must_use = "handlers that are not run handle nothing"]
 pub struct Next<'t> {
-    pub(super) router: &'t Router,
-    pub(super) delivery: &'t Delivery,
+    pub(crate) router: &'t Router,
+    pub(crate) delivery: &'t Delivery,
     /// Number of the router's layers that are outside of this one.
-    pub(super) outside: usize,
+    pub(crate) outside: usize,
 }
 
 impl Next<'_> {

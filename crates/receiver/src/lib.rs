@@ -1,5 +1,18 @@
 //! The receiver: stores every message from outside in a log, whether it is pulled from a source or
 //! pushed by a sender that waits for the answer.
+//!
+//! # What this crate deliberately does not do
+//!
+//! It contains no SQL and no network client: stores and brokers are the contracts of
+//! `postbox-core`. It verifies no signature.
+//!
+//! # Guarantees
+//!
+//! - A source hears that a message arrived only after the commit that stores it.
+//! - A message that cannot be decoded is kept as poison and acknowledged, so it never loops.
+//! - A store that is down makes the receiver wait. Nothing is acknowledged meanwhile.
+
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
 
 mod duplicate_rate;
 mod group_commit;
@@ -11,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use postbox_core::{
-    Clock, Error, ErrorKind, Inbound, LogName, RawMessage, Receive, Received, Result, Source, SourceName,
+    Clock, Error, ErrorKind, Inbound, LogName, Outage, RawMessage, Receive, Received, Result, Source, SourceName, lock,
 };
 use tokio::sync::Semaphore;
 use tracing::{error, warn};
@@ -20,9 +33,6 @@ pub use duplicate_rate::Storm;
 pub use log_throttle::{LogThrottle, log_excerpt};
 pub use metrics::{ReceiverMetrics, ReceiverSnapshot};
 
-use crate::clock::TokioClock;
-use crate::lock::lock;
-use crate::metrics::Outage;
 use duplicate_rate::DuplicateRate;
 use group_commit::GroupCommit;
 
@@ -57,7 +67,9 @@ impl Default for ReceiverSettings {
 impl ReceiverSettings {
     fn validate(&self) -> Result<()> {
         let fault = match () {
-            () if !(1..=Semaphore::MAX_PERMITS).contains(&self.in_flight_max) => "in_flight_max must be at least 1",
+            () if !(1..=Semaphore::MAX_PERMITS).contains(&self.in_flight_max) => {
+                "in_flight_max must be at least 1, and no more than a semaphore holds"
+            }
             () if self.store_timeout.is_zero() => "store_timeout must be longer than zero",
             () => return Ok(()),
         };
@@ -72,7 +84,7 @@ pub struct ReceiverBuilder {
     source: SourceName,
     log: LogName,
     settings: ReceiverSettings,
-    clock: Option<Arc<dyn Clock>>,
+    clock: Arc<dyn Clock>,
     decode: Option<Box<Decode>>,
     pulled: Option<Arc<dyn Source>>,
 }
@@ -81,12 +93,6 @@ impl ReceiverBuilder {
     /// Sets how it works.
     pub fn settings(mut self, settings: ReceiverSettings) -> Self {
         self.settings = settings;
-        self
-    }
-
-    /// Sets the clock. Default: tokio's.
-    pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
-        self.clock = Some(clock);
         self
     }
 
@@ -107,7 +113,7 @@ impl ReceiverBuilder {
     /// Checks the settings and builds. Does not access the store.
     pub fn build(self) -> Result<Receiver> {
         self.settings.validate()?;
-        let clock = self.clock.unwrap_or_else(|| Arc::new(TokioClock::new()));
+        let clock = self.clock;
         let source = self.source.clone();
         let as_it_is = move |message: &RawMessage| message.clone().into_inbound(&source).map(Some);
         let metrics = Arc::<ReceiverMetrics>::default();
@@ -167,9 +173,14 @@ impl Receiver {
     pub const BUSY: &'static str = "receiver_busy";
 
     /// Builds a receiver for one source that stores into `log`.
-    pub fn builder(store: Arc<dyn Receive>, source: SourceName, log: LogName) -> ReceiverBuilder {
+    pub fn builder(
+        store: Arc<dyn Receive>,
+        source: SourceName,
+        log: LogName,
+        clock: Arc<dyn Clock>,
+    ) -> ReceiverBuilder {
         let settings = ReceiverSettings::default();
-        ReceiverBuilder { store, source, log, settings, clock: None, decode: None, pulled: None }
+        ReceiverBuilder { store, source, log, settings, clock, decode: None, pulled: None }
     }
 
     /// Stores one message. Fails at once with `RateLimited` and the code [`Self::BUSY`] if too many

@@ -21,7 +21,7 @@ struct Slice {
 /// Arrivals of one source in the last minute. Only verified messages count, so that outsiders can
 /// neither hide a replay storm nor fake one.
 #[derive(Debug, Default)]
-pub(super) struct DuplicateRate {
+pub(crate) struct DuplicateRate {
     slices: [Slice; SLICES],
     warned_at: Option<Duration>,
 }
@@ -37,7 +37,7 @@ pub struct Storm {
 
 impl DuplicateRate {
     /// Counts an arrival. Returns a warning if there is a storm and none was given recently.
-    pub(super) fn observe(&mut self, now: Duration, repeat: bool) -> Option<Storm> {
+    pub(crate) fn observe(&mut self, now: Duration, repeat: bool) -> Option<Storm> {
         let number = now.as_nanos() / SLICE.as_nanos();
         let slot = &mut self.slices[(number % SLICES as u128) as usize];
         if slot.number != number {
@@ -54,7 +54,7 @@ impl DuplicateRate {
     }
 
     /// Returns the storm under way, if there is one.
-    pub(super) fn storm(&self, now: Duration) -> Option<Storm> {
+    pub(crate) fn storm(&self, now: Duration) -> Option<Storm> {
         let number = now.as_nanos() / SLICE.as_nanos();
         let lately = self.slices.iter().filter(|slice| number - slice.number.min(number) < SLICES as u128);
         let (arrivals, repeats) =

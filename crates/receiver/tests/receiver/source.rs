@@ -9,8 +9,10 @@ use postbox_core::{
     Clock, Criteria, Delivery, Error, ErrorKind, Inbound, Inspect as _, ListQuery, LogName, RawMessage, Receive,
     Received, Result, Source, SourceName, State, Subscription,
 };
-use postbox_engine::{Receiver, ReceiverSettings, Relay, TokioClock, handler_sink};
+use postbox_engine::{Relay, TokioClock};
 use postbox_memory::{MemorySource, MemoryStore};
+use postbox_receiver::{Receiver, ReceiverSettings};
+use postbox_router::handler_sink;
 use postbox_testkit::clock::ManualClock;
 use postbox_testkit::conformance::{Poison, ReceivingFixture, ReceivingTraits, SourceFixture};
 use postbox_testkit::inbox::{Inbox, Mode};
@@ -89,7 +91,7 @@ fn way(ordered: bool) -> Way {
         store_timeout: Duration::from_secs(60),
         drain_timeout: Duration::from_millis(100),
     };
-    let receiver = Receiver::builder(inbox.clone(), name(), LogName::inbox())
+    let receiver = Receiver::builder(inbox.clone(), name(), LogName::inbox(), Arc::new(TokioClock::new()))
         .settings(settings)
         .pull(source.clone())
         .decode(decode)
@@ -262,7 +264,9 @@ pub(crate) async fn receive_while(
     source: Arc<dyn Source>,
     watch: impl Future<Output = ()>,
 ) -> Receiver {
-    let receiver = Receiver::builder(store, name(), LogName::inbox()).pull(source).build().expect("good settings");
+    let clock = Arc::new(TokioClock::new());
+    let receiver =
+        Receiver::builder(store, name(), LogName::inbox(), clock).pull(source).build().expect("good settings");
     let stop = CancellationToken::new();
     let watching = async {
         watch.await;

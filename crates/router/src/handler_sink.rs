@@ -3,6 +3,8 @@
 use async_trait::async_trait;
 use postbox_core::{Capabilities, Delivery, Outcome, Sink};
 
+use crate::failure::HANDLER_ERROR;
+
 /// Return type of a handler: an [`Outcome`], nothing, or a result whose error is retried.
 pub trait IntoOutcome {
     /// Converts the value to an outcome.
@@ -26,7 +28,7 @@ impl<T: IntoOutcome, E: std::fmt::Display> IntoOutcome for Result<T, E> {
     fn into_outcome(self) -> Outcome {
         match self {
             Ok(done) => done.into_outcome(),
-            Err(error) => Outcome::retry("handler_error", error.to_string()),
+            Err(error) => Outcome::retry(HANDLER_ERROR, error.to_string()),
         }
     }
 }
@@ -40,7 +42,7 @@ impl<T: IntoOutcome, E: std::fmt::Display> IntoOutcome for Result<T, E> {
 ///
 /// ```
 /// use postbox_core::Delivery;
-/// use postbox_engine::handler_sink;
+/// use postbox_router::handler_sink;
 ///
 /// let sink = handler_sink(|delivery: Delivery| async move {
 ///     if delivery.event.payload.is_empty() { Err("nothing in it") } else { Ok(()) }

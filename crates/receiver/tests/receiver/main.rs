@@ -1,0 +1,6 @@
+//! The receiver on the memory store under paused time.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod acknowledging;
+mod source;
