@@ -246,9 +246,9 @@ CREATE TABLE {s}.subscription (
   id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   name text NOT NULL UNIQUE,
   log text NOT NULL REFERENCES {s}.log (name),
-  topics text[] NOT NULL CHECK (array_position(topics, NULL) IS NULL AND coalesce(array_ndims(topics), 1) = 1),
-  kinds text[] NOT NULL DEFAULT '{}' CHECK (array_position(kinds, NULL) IS NULL AND coalesce(array_ndims(kinds), 1) = 1),
-  aggregates text[] NOT NULL DEFAULT '{}' CHECK (array_position(aggregates, NULL) IS NULL AND coalesce(array_ndims(aggregates), 1) = 1),
+  topics text[] NOT NULL CHECK (CASE WHEN array_ndims(topics) > 1 THEN false ELSE array_position(topics, NULL) IS NULL END),
+  kinds text[] NOT NULL DEFAULT '{}' CHECK (CASE WHEN array_ndims(kinds) > 1 THEN false ELSE array_position(kinds, NULL) IS NULL END),
+  aggregates text[] NOT NULL DEFAULT '{}' CHECK (CASE WHEN array_ndims(aggregates) > 1 THEN false ELSE array_position(aggregates, NULL) IS NULL END),
   headers jsonb,
   tenant text,
   -- It had another tenant before, or none: what it has stored is not of its tenant alone.

@@ -95,7 +95,7 @@ async fn a_relay_that_is_named_no_more_does_not_take_its_subscription_for_remove
     };
     acquire("out").await.expect("granted");
     name_for_all("postgres").await;
-    assert_eq!(acquire("out").await.expect_err("it sees none").code(), "tenant_limited");
+    assert_eq!(acquire("out").await.expect_err("it sees none").code(), "permission_denied");
     assert_eq!(working.subscriptions().await.expect_err("it sees none").code(), "tenant_not_named");
     name_for_all(&relay).await;
     acquire("out").await.expect("granted again");
