@@ -51,6 +51,27 @@ fn links_are_found_in_prose_and_not_in_code() {
     assert_eq!(links(text), ["c.md#d", "https://f", "l"]);
 }
 
+/// A file that moves takes the pages along that name it.
+#[test]
+fn files_that_pages_name_are_there() {
+    const FOLDERS: [&str; 8] = ["bench/", "brokers/", "crash/", "crates/", "docs/", "drivers/", "stores/", "xtask/"];
+    // It is about the broker that the reader adds.
+    const INVENTED: [&str; 1] = ["brokers/lines"];
+    let mut faults = Vec::new();
+    for (page, text) in files(&["md"]) {
+        // Every second piece between back quotes is code.
+        for code in text.split('`').skip(1).step_by(2) {
+            let is_path = FOLDERS.iter().any(|folder| code.starts_with(folder))
+                && !code.contains(|c: char| c.is_whitespace() || "*<{…".contains(c));
+            let path = code.split(':').next().unwrap_or_default();
+            if is_path && !INVENTED.contains(&path) && !root().join(path).exists() {
+                faults.push(format!("{page} names {path}, which does not exist"));
+            }
+        }
+    }
+    none(&faults);
+}
+
 /// `docs/state-machine.md` shows exactly the transition table of `State::may_become`.
 #[test]
 fn the_state_machine_is_drawn_as_it_is() {

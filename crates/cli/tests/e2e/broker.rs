@@ -29,8 +29,11 @@ const KEYS: (usize, usize) = (40, 1_000);
 const RATES: (usize, usize) = (500, 1_000);
 /// Events that may be appended per kill, so that a slow machine has no more of them to deliver.
 const SHARE: usize = 200;
-/// Most events in flight when a relay is killed: a batch, and the next one that was read ahead.
-const WINDOW: usize = 2 * 50;
+/// Number of lanes of a new subscription.
+const LANES: usize = 2;
+/// Most events in flight when a relay is killed: of each lane a batch, and the next one that was
+/// read ahead.
+const WINDOW: usize = LANES * 2 * 50;
 const EFFECTS: &str = "[subscriptions.apply]\nlog = \"inbox\"\nbatch = 50\nlease = \"1s\"\n\
     sink = { type = \"file\", path = \"effects.jsonl\" }\n";
 
@@ -351,7 +354,7 @@ async fn an_outage_costs_nothing<B: Broker>() -> Result<()> {
     const BACKLOG_MAX: Duration = Duration::from_secs(60);
     const MEMORY_MIB: usize = 32;
     /// Most events in flight with the default settings.
-    const WINDOW: usize = 2 * 500;
+    const WINDOW: usize = LANES * 2 * 500;
     let (mut broker, proxy) = B::launch().await?;
     let (sink, _) = B::tables(proxy.address().port());
     let name = sink.split('"').nth(1).context("its type")?;
