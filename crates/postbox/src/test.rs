@@ -47,8 +47,7 @@ use postbox_core::{
 };
 use postbox_engine::{Relay, TokioClock};
 use postbox_memory::MemoryStore;
-use postbox_router::Router;
-use postbox_router::handler_sink;
+use postbox_router::{Router, handler_sink};
 use serde::de::DeserializeOwned;
 
 #[cfg(feature = "http")]

@@ -112,23 +112,16 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
                 fields.message
             ),
         ),
-        "42501" if ["migrate", "rebase"].contains(&operation) => make(
-            Unauthorized,
-            "permission_denied",
-            format!(
-                "{}; use the role that owns the database, or Postbox's schema: only it may change tables \
-                 (to let a role create the schema: GRANT CREATE ON DATABASE NAME TO ROLE)",
-                fields.message
-            ),
-        ),
-        "42501" => make(
-            Unauthorized,
-            "permission_denied",
-            format!(
-                "{}; `postbox migrate grants --relay ROLE` (or --writer, --reader) prints the rights that the role needs",
-                fields.message
-            ),
-        ),
+        "42501" => {
+            let cure = match operation {
+                "migrate" | "rebase" => {
+                    "use the role that owns the database, or Postbox's schema: only it may change tables \
+                     (to let a role create the schema: GRANT CREATE ON DATABASE NAME TO ROLE)"
+                }
+                _ => "`postbox migrate grants --relay ROLE` (or --writer, --reader) prints the rights that the role needs",
+            };
+            make(Unauthorized, "permission_denied", format!("{}; {cure}", fields.message))
+        }
         "3D000" => make(Mismatch, "database_missing", format!("{}; create it first", fields.message)),
         "57014" => make(
             Unavailable,

@@ -168,17 +168,16 @@ impl PostgresStore {
     /// Applies one migration unless it was applied before. Returns whether it did.
     async fn apply_migration(&self, migration: &Migration) -> Result<bool> {
         let session = self.session("migrate").await?;
-        if known_migrations(&session)
-            .await
-            .is_ok_and(|known| known.iter().any(|(known, _)| *known >= migration.version))
-        {
+        let Migration { version, name, sql } = migration;
+        let is_applied =
+            async |session: &Session| Ok(known_migrations(session).await?.iter().any(|(known, _)| known >= version));
+        // Without the lock, which anybody may hold. Any error shows below.
+        if is_applied(&session).await.is_ok_and(|applied| applied) {
             return Ok(false);
         }
         let apply = async |session: &Session| {
-            let Migration { version, name, sql } = migration;
             session.run(&session.schema().migration_sql(MIGRATION_TABLE)).await?;
-            let known = session.rows(&session.sql(MIGRATION_LIST), &[]).await?;
-            if known.iter().any(|row| row.get::<_, i32>(0) >= *version) {
+            if is_applied(session).await? {
                 return Ok(false);
             }
             session.run(&session.schema().migration_sql(sql)).await?;

@@ -29,9 +29,9 @@ const TABLES: [(&str, &str); 10] = [
     ("passage", OF_SUBSCRIPTION),
     ("sent", OF_SUBSCRIPTION),
     ("replica", OF_SUBSCRIPTION),
-    ("receipt", "tenant = {named_once}"),
-    ("conflict", "tenant = {named_once}"),
-    ("once", "tenant = {named_once}"),
+    ("receipt", OF_TENANT),
+    ("conflict", OF_TENANT),
+    ("once", OF_TENANT),
 ];
 
 const OF_SUBSCRIPTION: &str = "subscription IN (SELECT s.id FROM {s}.subscription AS s)";
@@ -51,10 +51,8 @@ const OF_LOGS: &str = "
 CREATE POLICY everybody_reads ON {log} FOR SELECT USING (true);
 ";
 
-/// Not forced, because the function that wakes relays looks with its owner's rights.
-const OF_SLEEPERS: &str = "
-CREATE POLICY tenant ON {log} USING (tenant = {named_once}) WITH CHECK (tenant = {named_once});
-";
+/// The rows of the transaction's tenant.
+const OF_TENANT: &str = "tenant = {named_once}";
 
 /// Locks every table before anything changes. Relays and writers go on meanwhile and lock in their
 /// own orders. Each wait is therefore shorter than the server's deadlock timeout, and the locks are
@@ -98,21 +96,21 @@ pub(crate) fn policies(schema: &SchemaName, logs: &[LogName], everyone: &str) ->
         let values = [("log", table), ("named", NAMED), ("named_once", NAMED_ONCE), ("everyone", everyone)];
         sql.push_str(&schema.sql_with(&lines, &values));
     };
+    let only = |own: &str| format!("CREATE POLICY tenant ON {{log}} USING ({own}) WITH CHECK ({own});\n");
     for log in logs {
         protect(&schema.log_sql("{log}", log), OF_LOG, true);
     }
     for (table, own) in TABLES {
-        let own = format!("CREATE POLICY tenant ON {{log}} USING ({own}) WITH CHECK ({own});\n");
-        protect(&schema.sql(&format!("{{s}}.{table}")), &own, true);
+        protect(&schema.sql(&format!("{{s}}.{table}")), &only(own), true);
     }
     let in_log = |log: &LogName| {
         format!("(log = '{log}' AND EXISTS (SELECT FROM {{s}}.\"{log}\" AS l WHERE l.seq = unrouted.seq))")
     };
     let own = logs.iter().map(in_log).collect::<Vec<_>>().join(" OR ");
-    let own = format!("CREATE POLICY tenant ON {{log}} USING ({own}) WITH CHECK ({own});\n");
-    protect(&schema.sql("{s}.unrouted"), &own, true);
+    protect(&schema.sql("{s}.unrouted"), &only(&own), true);
     protect(&schema.sql("{s}.log"), OF_LOGS, false);
-    protect(&schema.sql("{s}.sleeper"), OF_SLEEPERS, false);
+    // Not forced, because the function that wakes relays looks with its owner's rights.
+    protect(&schema.sql("{s}.sleeper"), &only(OF_TENANT), false);
     sql.push_str("COMMIT;\n");
     sql
 }

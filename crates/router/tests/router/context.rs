@@ -8,9 +8,7 @@ use postbox_core::{
 };
 use postbox_engine::RelayBuilder;
 use postbox_memory::MemoryStore;
-use postbox_router::{Event, Router, State};
-use postbox_router::{InProcessBus, handler_sink};
-
+use postbox_router::{Event, InProcessBus, Router, State, handler_sink};
 use postbox_testkit::memory::{TestEnv, fast};
 
 #[derive(serde::Deserialize)]

@@ -8,9 +8,8 @@ use std::time::Duration;
 use postbox_core::{Delivery, Headers, NewEvent, State as EventState, TypedEvent};
 use postbox_engine::{Relay, RelaySettings};
 use postbox_router::{Event, Failure, Router, State};
-use postbox_testkit::warnings::Warnings;
-
 use postbox_testkit::memory::{TestEnv, fast};
+use postbox_testkit::warnings::Warnings;
 
 #[derive(serde::Deserialize)]
 struct Paid {

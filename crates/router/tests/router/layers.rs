@@ -7,7 +7,6 @@ use async_trait::async_trait;
 use postbox_core::{Context, Delivery, Error, NewEvent, Outcome, Result, Schemas, State as EventState, TypedEvent};
 use postbox_engine::Relay;
 use postbox_router::{Event, Layer, Next, Router, State};
-
 use postbox_testkit::memory::{TestEnv, fast};
 
 #[derive(serde::Deserialize)]

@@ -3,10 +3,9 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Criteria, Delivery, Event, Inspect as _, ListQuery, Log as _, LogName, NewEvent, RetryPolicy, State,
-    Subscription, SubscriptionName,
+    Append as _, Criteria, Delivery, Disposition, Event, Inspect as _, Lease, ListQuery, Log as _, LogName, NewEvent,
+    Outcome, RetryPolicy, State, Subscription, SubscriptionName, Tx,
 };
-use postbox_core::{Outcome, Tx};
 use postbox_engine::{Relay, RelaySettings};
 use postbox_router::Router;
 use postbox_testkit::conformance::{ApplyFixture as _, StoreFixture as _};
@@ -140,25 +139,8 @@ async fn a_transaction_that_takes_too_long_keeps_no_lock() {
     tokio::time::timeout(Duration::from_secs(10), ended).await.expect("it stays open");
 }
 
-/// Its lane is not there, which would look like a lost lease.
-#[tokio::test]
-async fn a_pool_of_another_database_is_named() {
-    let (store, other) = (support::on(Version::V15).await, support::on(Version::V15).await);
-    let name = SubscriptionName::new("s").expect("a name");
-    let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
-    store.store.subscribe(&subscription).await.expect("subscribed");
-    let owner = "me".parse().expect("a name");
-    let acquired = store.store.acquire(&name, &owner, &[], NOT_NOW).await.expect("acquired");
-    let lease = acquired.lease.expect("a free lane");
-    let (pool, taken) = taken_up(&other.url).await;
-    drop(taken);
-    let decide = |_: &Delivery, _: &Outcome| postbox_core::Disposition::Delivered;
-    let applied = Fixture::of(store, pool).apply().apply(&lease, &[], Default::default(), &decide).await;
-    assert_eq!(applied.expect_err("it is elsewhere").code(), "pool_of_another_database");
-}
-
-#[tokio::test]
-async fn a_pool_without_a_free_connection_says_so() {
+/// Returns a store, and the lease of its only lane.
+async fn leased() -> (support::Fixture, Lease) {
     let store = support::on(Version::V15).await;
     let name = SubscriptionName::new("s").expect("a name");
     let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
@@ -166,11 +148,28 @@ async fn a_pool_without_a_free_connection_says_so() {
     let owner = "me".parse().expect("a name");
     let acquired = store.store.acquire(&name, &owner, &[], NOT_NOW).await.expect("acquired");
     let lease = acquired.lease.expect("a free lane");
+    (store, lease)
+}
+
+const DELIVERED: fn(&Delivery, &Outcome) -> Disposition = |_, _| Disposition::Delivered;
+
+/// Its lane is not there, which would look like a lost lease.
+#[tokio::test]
+async fn a_pool_of_another_database_is_named() {
+    let ((store, lease), other) = (leased().await, support::on(Version::V15).await);
+    let (pool, taken) = taken_up(&other.url).await;
+    drop(taken);
+    let applied = Fixture::of(store, pool).apply().apply(&lease, &[], Default::default(), &DELIVERED).await;
+    assert_eq!(applied.expect_err("it is elsewhere").code(), "pool_of_another_database");
+}
+
+#[tokio::test]
+async fn a_pool_without_a_free_connection_says_so() {
+    let (store, lease) = leased().await;
     let (pool, taken) = taken_up(&store.url).await;
     let fixture = Fixture::of(store, pool);
-    let decide = |_: &Delivery, _: &Outcome| postbox_core::Disposition::Delivered;
-    let applied = fixture.apply().apply(&lease, &[], Default::default(), &decide).await;
+    let applied = fixture.apply().apply(&lease, &[], Default::default(), &DELIVERED).await;
     assert_eq!(applied.expect_err("no connection").code(), "pool_exhausted");
     drop(taken);
-    fixture.apply().apply(&lease, &[], Default::default(), &decide).await.expect("applied");
+    fixture.apply().apply(&lease, &[], Default::default(), &DELIVERED).await.expect("applied");
 }
