@@ -18,7 +18,8 @@ use postbox_core::{
     Apply, Database, Decide, Delivery, Error, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use postbox_postgres::PostgresStore;
-use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, pool_exhausted, unreachable};
+use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, pool_exhausted};
+use postbox_postgres_sql::unreachable;
 
 /// Longest wait for a connection; the pool alone would wait for ever. Long enough to open one, and
 /// far shorter than the 30 seconds after which a waiting event counts as failed.

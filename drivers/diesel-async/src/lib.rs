@@ -6,7 +6,7 @@ pub use apply::DieselAsync;
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
 use postbox_core::{AppendFuture, Appended, LogName, NewEvent, Result, Transaction};
 use postbox_postgres::Postgres;
-use postbox_postgres::driver::{AppendStatement, no_transaction};
+use postbox_postgres_sql::{AppendStatement, no_transaction};
 
 impl<'a> Transaction<'a, Postgres, DieselAsync> for AsyncPgConnection {
     type Appended = AppendFuture<'a>;

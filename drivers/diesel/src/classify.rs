@@ -2,7 +2,7 @@
 
 use diesel::result::{DatabaseErrorKind, Error as Failure};
 use postbox_core::{Error, ErrorKind, LogName};
-use postbox_postgres::driver::{Refusal, unreachable};
+use postbox_postgres_sql::{Refusal, unreachable};
 
 /// Classifies a failure of `diesel`; also for drivers built on it. `appended_to` is the log of an
 /// append, which may be missing.

@@ -3,8 +3,7 @@
 use diesel::connection::{AnsiTransactionManager, TransactionManager as _};
 use diesel::{PgConnection, RunQueryDsl as _};
 use postbox_core::{Appended, LogName, NewEvent, Result, Transaction};
-use postbox_postgres::Postgres;
-use postbox_postgres::driver::{AppendStatement, no_transaction};
+use postbox_postgres_sql::{AppendStatement, Postgres, no_transaction};
 
 /// Marks transactions of `diesel`.
 #[derive(Debug)]

@@ -1,8 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 use postbox_core::{AppendFuture, Appended, Error, ErrorKind, LogName, NewEvent, Result, Transaction};
-use postbox_postgres::Postgres;
-use postbox_postgres::driver::AppendStatement;
+use postbox_postgres_sql::{AppendStatement, Postgres};
 use sea_orm::{ConnectionTrait as _, DatabaseTransaction, DbErr, RuntimeErr, Statement};
 
 /// Marks transactions of `sea-orm`.

@@ -5,8 +5,8 @@ mod apply;
 pub use apply::Sqlx;
 use postbox_core::kit::check_message_id;
 use postbox_core::{AppendFuture, Appended, Error, LogName, NewEvent, Result, SourceName, Transaction};
-use postbox_postgres::driver::{AppendStatement, Refusal, no_transaction, once_statement, unreachable};
 use postbox_postgres::{Postgres, SchemaName};
+use postbox_postgres_sql::{AppendStatement, Refusal, no_transaction, once_statement, unreachable};
 use sqlx::postgres::{PgConnection, PgDatabaseError};
 use sqlx::{AssertSqlSafe, Connection as _, Executor as _};
 

@@ -1,8 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 use postbox_core::{AppendFuture, Appended, Error, LogName, NewEvent, Result, Transaction};
-use postbox_postgres::Postgres;
-use postbox_postgres::driver::{AppendStatement, Refusal, no_transaction, unreachable};
+use postbox_postgres_sql::{AppendStatement, Postgres, Refusal, no_transaction, unreachable};
 use sqlx08::postgres::{PgConnection, PgDatabaseError};
 use sqlx08::{Connection as _, Executor as _};
 

@@ -8,13 +8,13 @@ use postbox_core::kit::check_lanes;
 use postbox_core::{
     Admin, Change, Changed, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Selection, Seq, SubscriptionName,
 };
+use postbox_postgres_sql::params;
 use uuid::Uuid;
 
 use crate::PostgresStore;
 use crate::criteria::Meant;
 use crate::lifecycle;
 use crate::log::micros;
-use crate::params::params;
 use crate::session::Session;
 
 /// Locks the cursor of every lane: see `0001_operate.sql`.

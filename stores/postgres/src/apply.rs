@@ -11,12 +11,12 @@ use postbox_core::trace::Traced;
 use postbox_core::{
     Apply, Database, Decide, Delivery, Error, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
+use postbox_postgres_sql::UNREACHABLE;
 use tokio_postgres::Transaction;
 use tracing::Instrument as _;
 
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::driver::UNREACHABLE;
 use crate::execute::{Execute as _, Row};
 use crate::settle::settle_in;
 

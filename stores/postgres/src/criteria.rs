@@ -1,4 +1,4 @@
-//! An operator's criteria as an SQL condition.
+//! An operator's criteria as parameters of an SQL condition.
 
 use jiff::Timestamp;
 use postbox_core::{Criteria, Key, Tenant, TopicPattern};
@@ -22,14 +22,4 @@ impl<'a> Meant<'a> {
             tenant: which.tenant.as_ref().map(Tenant::as_str),
         }
     }
-}
-
-/// Returns the condition on a row `l` of a log. The argument holds the parameter numbers of topic,
-/// key, since, until and tenant.
-pub(crate) fn is_meant([topic, key, since, until, tenant]: [u8; 5]) -> String {
-    format!(
-        "(${topic}::text IS NULL OR l.topic LIKE ${topic}) AND (${key}::text IS NULL OR l.key = ${key}) \
-         AND (${since}::timestamptz IS NULL OR l.created_at >= ${since}) AND (${until}::timestamptz IS NULL OR l.created_at < ${until}) \
-         AND (${tenant}::text IS NULL OR l.tenant = ${tenant})"
-    )
 }

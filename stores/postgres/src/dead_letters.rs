@@ -2,13 +2,13 @@
 
 use async_trait::async_trait;
 use postbox_core::{BatchLimit, DeadLetter, DeadLetters, Error, Handover, Lease, Result};
+use postbox_postgres_sql::{EVENT_COLUMNS, params};
 
 use crate::PostgresStore;
 use crate::classify::is_damage;
-use crate::decode::{EVENT_COLUMNS, Stored};
+use crate::decode::Stored;
 use crate::due::LANE_HELD;
 use crate::log::micros;
-use crate::params::params;
 use crate::payload::{fill_payloads, fitting};
 use crate::session::Session;
 use crate::subscription::SubscriptionRow;

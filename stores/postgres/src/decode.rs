@@ -4,41 +4,9 @@
 use bytes::Bytes;
 use jiff::Timestamp;
 use postbox_core::{Batch, BoxError, Delivery, Event, EventId, Headers, Key, Seq, Tenant, Topic, Unreadable};
+use postbox_postgres_sql::EVENT_COLUMNS;
 use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, Type};
-
-/// The columns of an event in the order in which [`stored`] reads them: name, type and value, from
-/// a log called `l`. `$1` is the largest payload to read inline, in bytes.
-///
-/// A larger payload is left out, and only its size is read: `octet_length` of a stored value reads
-/// only its header.
-pub(crate) const EVENT_COLUMNS: [(&str, &str, &str); 19] = [
-    ("seq", "bigint", "l.seq"),
-    ("id", "uuid", "l.id"),
-    ("topic", "text", "l.topic"),
-    ("key", "text", "l.key"),
-    ("aggregate", "text", "l.aggregate"),
-    ("version", "bigint", "l.version"),
-    ("kind", "text", "l.kind"),
-    ("source", "text", "l.source"),
-    ("tenant", "text", "l.tenant"),
-    ("payload", "text", "CASE WHEN octet_length(l.payload) <= $1 THEN l.payload END"),
-    ("payload_bytes", "bytea", "CASE WHEN octet_length(l.payload_bytes) <= $1 THEN l.payload_bytes END"),
-    (
-        "behind",
-        "int",
-        "CASE WHEN coalesce(octet_length(l.payload), octet_length(l.payload_bytes)) > $1 \
-         THEN coalesce(octet_length(l.payload), octet_length(l.payload_bytes)) END",
-    ),
-    ("content_type", "text", "l.content_type"),
-    ("headers", "text", "l.headers::text"),
-    ("occurred_at", "timestamptz", "l.occurred_at"),
-    ("created_at", "timestamptz", "l.created_at"),
-    ("deliver_at", "timestamptz", "l.deliver_at"),
-    ("expires_at", "timestamptz", "l.expires_at"),
-    // The current time, for events that expire.
-    ("looked_at", "timestamptz", "CASE WHEN l.expires_at IS NOT NULL THEN clock_timestamp() END"),
-];
 
 /// A row as it was read.
 pub(crate) struct Stored {

@@ -5,12 +5,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{Arrival, Blocker, Diagnose, LogName, Result};
+use postbox_postgres_sql::{check_log_name, is_undefined, log_unknown, params};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
-use crate::classify::{is_undefined, log_unknown};
-use crate::params::params;
-use crate::schema::check_log_name;
 use crate::session::Session;
 
 /// The newest events of a log. Index: the log's primary key, backwards. No lock.

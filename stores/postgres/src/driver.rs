@@ -1,111 +1,263 @@
-//! For crates that support other drivers: what to execute to append and to settle, and what a
-//! refusal means.
+//! For crates that support other drivers: handlers in a transaction of theirs, which also settles
+//! their events.
 //!
-//! Such a crate implements [`Transaction`](postbox_core::Transaction) for a driver's transaction
-//! and [`Postgres`]. Where handlers work in its transactions, it also implements [`Settles`]. It
-//! binds and executes. Statements, parameters and errors are made here, so that all drivers behave
-//! alike.
+//! Such a crate implements [`Settles`] for a driver. It binds and executes. Statements, parameters
+//! and errors are made here and in `postbox-postgres-sql`, so that all drivers behave alike.
 
-use std::fmt::Display;
+use std::fmt::Write as _;
 
-use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result};
+use postbox_core::{
+    Database, Decide, Delivery, Error, ErrorKind, HandledFuture, Handlers, Lease, Outcome, Result, Settlement,
+};
+use postbox_postgres_sql::Bound;
+use tokio::sync::Mutex;
 
-use crate::append::{Columns, Postgres, refused};
-use crate::classify::of_database;
-pub use crate::lent::{Applied, BEGIN, Borrowed, Rows, Settles, Statement, apply_in, commit_failed, pool_exhausted};
-use crate::once::ONCE;
-use crate::schema::SchemaName;
+use crate::PostgresStore;
+use crate::apply::{self, Calls, EFFECT_CHECK, PATH_OURS, PATH_THEIRS};
+use crate::execute::{Execute, Row};
+use crate::settle::settle_in;
 
-/// A statement that appends events. Do not prepare it under a name: nothing may stay in the
-/// session, so that a pooler in transaction mode works.
+/// The statement that begins a transaction of handlers.
+pub const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
+
+/// The rows that a [`Statement`] returned, each with its columns.
+pub type Rows = Vec<Vec<Option<String>>>;
+
+/// A driver whose transactions run handlers and settle their events, with [`apply_in`].
+///
+/// Behaviour: an error is [`Refusal::of`](postbox_postgres_sql::Refusal::of) if the server refused,
+/// and [`unreachable`](postbox_postgres_sql::unreachable) if it did not answer.
+pub trait Settles: Database {
+    /// The connection that the transaction is open on.
+    type Connection: Send;
+
+    /// Executes statements without parameters, and ignores their results.
+    fn run(connection: &mut Self::Connection, sql: String) -> impl Future<Output = Result<()>> + Send;
+
+    /// Executes a statement.
+    fn rows(connection: &mut Self::Connection, statement: Statement) -> impl Future<Output = Result<Rows>> + Send;
+}
+
+/// A statement of a settlement. Like an
+/// [`AppendStatement`](postbox_postgres_sql::AppendStatement), do not prepare it under a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct AppendStatement {
-    /// What to execute. It returns an empty row for each event that the log already had. The number
-    /// of rows is what [`Appended::new`](postbox_core::Appended::new) takes beside `ids`.
+pub struct Statement {
+    /// What to execute. The columns it returns, if any, are `text`.
     pub sql: String,
-    /// Its parameters `$1`, `$2`, …. Bind each as `text`, the only type that every driver treats
-    /// alike; the statement casts.
+    /// Its parameters `$1`, `$2`, …. Bind each as `text`.
     pub texts: Vec<Option<String>>,
-    /// The ids of all events, once the statement has been executed.
-    pub ids: Vec<EventId>,
 }
 
-impl AppendStatement {
-    /// Checks every limit and makes the statement. `None` if there are no events.
-    pub fn of(to: &Postgres, log: &LogName, events: Result<Vec<NewEvent>>) -> Result<Option<Self>> {
-        let events = events?;
-        let Some(columns) = Columns::of(log, &events)? else { return Ok(None) };
-        let sql = columns.statement(&to.schema, log);
-        Ok(Some(Self { sql, texts: columns.texts(), ids: columns.event_ids() }))
+impl Statement {
+    fn of(sql: &str, bound: &[Bound<'_>]) -> Self {
+        Self { sql: cast(sql, bound), texts: bound.iter().map(Bound::text).collect() }
     }
 }
 
-/// The statement of [`once_in`](crate::once_in): `$1` is the source, `$2` the message's id, both as
-/// `text`. Returns one row with one column, which is `true` the first time.
-pub fn once_statement(schema: &SchemaName) -> String {
-    schema.sql(ONCE)
+/// Returns the statement with each parameter cast from `text` to its type.
+fn cast(sql: &str, bound: &[Bound<'_>]) -> String {
+    let mut parts = sql.split('$');
+    let mut cast = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
+        let (number, rest) = part.split_at(digits);
+        let of = number.parse().ok().and_then(|number: usize| bound.get(number.checked_sub(1)?));
+        let of = of.expect("our statements have a value for each parameter, and no other dollar sign");
+        write!(cast, "${number}::text::pg_catalog.{}{rest}", of.type_name()).expect("a String takes all");
+    }
+    cast
 }
 
-/// What a driver reports of a statement that the server refused.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Refusal<'a> {
-    /// The SQLSTATE.
-    pub state: &'a str,
-    /// The violated constraint.
-    pub constraint: Option<&'a str>,
-    /// The column that must not be null.
-    pub column: Option<&'a str>,
-    /// The server's text.
-    pub message: &'a str,
-    /// The server's hint.
-    pub hint: Option<&'a str>,
+/// The work of handlers and the position of their events, written on a connection and not yet
+/// committed.
+#[derive(Debug)]
+#[must_use = "commit the transaction, then say so: `committed`"]
+pub struct Applied<'a> {
+    store: &'a PostgresStore,
+    lease: &'a Lease,
+    settlement: Settlement<'a>,
+    outcomes: Vec<Option<Outcome>>,
 }
 
-impl Refusal<'_> {
-    /// The error of the given operation.
-    pub fn of(&self, operation: &'static str) -> Error {
-        of_database(operation, self)
+impl Applied<'_> {
+    /// Call this after the commit. Returns the result for
+    /// [`Apply::apply`](postbox_core::Apply::apply).
+    pub fn committed(self) -> Vec<Option<Outcome>> {
+        apply::committed(self.store, self.lease, &self.settlement);
+        self.outcomes
+    }
+}
+
+/// Does the work of [`Apply::apply`](postbox_core::Apply::apply) between the begin and the commit
+/// of a transaction. Both of these belong to the driver.
+///
+/// Begin with [`BEGIN`], on a connection that is [`Borrowed`]. If anything fails before
+/// [`committed`](Applied::committed), or the future is dropped, roll back. Do not give the
+/// connection back to the pool before the server has answered.
+pub async fn apply_in<'a, D>(
+    store: &'a PostgresStore,
+    connection: &mut D::Connection,
+    handlers: &dyn Handlers<D>,
+    lease: &'a Lease,
+    deliveries: &[&'a Delivery],
+    mut settlement: Settlement<'a>,
+    decide: &Decide<'_>,
+) -> Result<Applied<'a>>
+where
+    D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
+{
+    let subscription = store.leased(&store.session("apply").await?, lease).await?;
+    let mut lent = Lent::<D> { connection, handlers };
+    let outcomes = apply::call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
+    let soon_over = &store.inner.modes.soon_over;
+    D::run(connection, format!("{soon_over}; {PATH_OURS}")).await?;
+    let settled = {
+        let on = On::<D>(Mutex::new(&mut *connection));
+        settle_in(store, &on, lease, &subscription, &settlement).await
+    };
+    if settled.as_ref().is_err_and(Error::is_stale) {
+        same_database::<D>(store, connection).await?;
+    }
+    settled?;
+    D::run(connection, PATH_THEIRS.to_owned()).await?;
+    Ok(Applied { store, lease, settlement, outcomes })
+}
+
+/// The error of a commit. If a handler left a transaction of its own open, e.g. by forgetting one
+/// that it began, the driver ends that one instead, which the server refuses.
+pub fn commit_failed(error: Error) -> Error {
+    if !error.is_transaction_ended() {
+        return error;
+    }
+    Error::transaction_lost("apply", "a handler began a transaction in it, and neither committed nor rolled it back")
+}
+
+/// The database of a connection: its id, and that of its cluster.
+const DATABASE: &str = "SELECT pg_catalog.concat(d.oid, ' of ', c.system_identifier)
+FROM pg_catalog.pg_database AS d, pg_catalog.pg_control_system() AS c WHERE d.datname OPERATOR(pg_catalog.=) pg_catalog.current_database()";
+
+/// Checks that the handlers' connection and the store use the same database. In another one the
+/// lane looks as if another relay held it.
+async fn same_database<D: Settles>(store: &PostgresStore, connection: &mut D::Connection) -> Result<()> {
+    let theirs = D::rows(connection, Statement::of(DATABASE, &[])).await?.into_iter().flatten().flatten().next();
+    let ours: String = store.session("apply").await?.row(DATABASE, &[]).await?.get(0);
+    if theirs.is_none_or(|theirs| theirs == ours) {
+        return Ok(());
+    }
+    let message = "the pool of the handlers leads to another database than the store; make both from one URL";
+    Err(Error::new(ErrorKind::Mismatch, "apply", "pool_of_another_database", message))
+}
+
+/// A connection of a pool. If it is dropped instead of given back, it is closed: a transaction may
+/// be open on it, or an answer outstanding.
+#[derive(Debug)]
+pub struct Borrowed<C> {
+    connection: Option<C>,
+    close: fn(C),
+}
+
+impl<C> Borrowed<C> {
+    /// Wraps a connection. `close` takes it out of its pool and closes it.
+    pub fn new(connection: C, close: fn(C)) -> Self {
+        Self { connection: Some(connection), close }
     }
 
-    /// The error of an append to this log, which may be missing.
-    pub fn of_append(&self, log: &LogName) -> Error {
-        refused(log, self.of("append"))
+    /// The connection, while it is borrowed.
+    pub fn connection(&mut self) -> &mut C {
+        self.connection.as_mut().expect("only drop and its end take the connection")
+    }
+
+    /// Gives the connection back to its pool. No transaction may be open on it any more.
+    pub fn give_back(mut self) {
+        drop(self.connection.take());
     }
 }
 
-/// The code if the server did not answer.
-pub(crate) const UNREACHABLE: &str = "store_unreachable";
-
-/// The error if the server did not answer.
-pub fn unreachable(operation: &'static str, cause: impl Display) -> Error {
-    let message = format!("the database cannot be reached ({cause}); is it running, and did the connection end?");
-    Error::new(ErrorKind::Unavailable, operation, UNREACHABLE, message)
+impl<C> Drop for Borrowed<C> {
+    fn drop(&mut self) {
+        self.connection.take().into_iter().for_each(self.close);
+    }
 }
 
-/// The error of an append in autocommit mode, where one transaction for change and events cannot be
-/// guaranteed.
-pub fn no_transaction(operation: &'static str) -> Error {
-    let message = "the driver has no transaction open; begin one with it (not with the SQL command), \
-                   and commit your change together with its events";
-    Error::invalid(operation, "no_transaction", message)
+/// The error if the handlers' pool had no free connection in time. `setting` is the pool's name for
+/// its size.
+pub fn pool_exhausted(setting: &str) -> Error {
+    let message =
+        format!("no free connection of the handlers' pool in time; raise its {setting} or look for long calls");
+    Error::new(ErrorKind::Unavailable, "apply", "pool_exhausted", message)
+}
+
+/// A connection that is lent to one handler after another.
+struct Lent<'c, D: Settles> {
+    connection: &'c mut D::Connection,
+    handlers: &'c dyn Handlers<D>,
+}
+
+impl<D> Calls for Lent<'_, D>
+where
+    D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
+{
+    async fn rows(&mut self, sql: String) -> Result<Vec<Row>> {
+        D::rows(self.connection, Statement::of(&sql, &[])).await
+    }
+
+    async fn call(&mut self, delivery: &Delivery) -> Result<Outcome> {
+        let Self { connection, handlers } = self;
+        D::run(connection, "SAVEPOINT postbox_handler".to_owned()).await?;
+        let mut outcome = apply::handled(delivery, in_turn(*handlers, &mut **connection, delivery)).await;
+        if outcome.is_delivered() {
+            match D::run(connection, format!("{EFFECT_CHECK}; RELEASE SAVEPOINT postbox_handler")).await {
+                Ok(()) => return Ok(outcome),
+                Err(error) => match apply::after_handler(error) {
+                    lost if lost.is_transaction_lost() => return Err(lost),
+                    refused => outcome = apply::effect_refused(refused.message()),
+                },
+            }
+        }
+        let take_back = "ROLLBACK TO SAVEPOINT postbox_handler; RELEASE SAVEPOINT postbox_handler";
+        D::run(connection, take_back.to_owned()).await.map(|()| outcome).map_err(apply::after_handler)
+    }
+}
+
+/// Calls the handlers of an event one after another, up to the first that fails.
+async fn in_turn<D>(handlers: &dyn Handlers<D>, connection: &mut D::Connection, delivery: &Delivery) -> Outcome
+where
+    D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
+{
+    let mut nth = 0;
+    while let Some(handled) = handlers.call(nth, delivery, &mut *connection) {
+        let outcome = handled.await;
+        if !outcome.is_delivered() {
+            return outcome;
+        }
+        nth += 1;
+    }
+    Outcome::DELIVERED
+}
+
+/// A connection that a settlement is written on. The lock is fair, so statements run in the order
+/// of the calls.
+struct On<'c, D: Settles>(Mutex<&'c mut D::Connection>);
+
+impl<D: Settles> Execute for On<'_, D> {
+    async fn rows(&self, sql: &str, bound: &[Bound<'_>]) -> Result<Vec<Row>> {
+        let statement = Statement::of(sql, bound);
+        D::rows(&mut **self.0.lock().await, statement).await
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use postbox_postgres_sql::bound;
 
     #[test]
-    fn one_event_and_several_have_the_same_number_of_parameters() {
-        let of = |count| {
-            let events = vec![NewEvent::json("t", "{}"); count];
-            AppendStatement::of(&Postgres::default(), &LogName::outbox(), Ok(events)).expect("fine")
-        };
-        assert_eq!(of(0), None);
-        let (one, two) = (of(1).expect("one"), of(2).expect("two"));
-        assert_eq!((one.ids.len(), two.ids.len()), (1, 2));
-        let parameters = |statement: &AppendStatement| statement.sql.matches('$').count();
-        assert_eq!(parameters(&one), one.texts.len());
-        assert_eq!(parameters(&two), two.texts.len());
+    fn every_parameter_is_cast_from_text() {
+        let (one, many) = (7_i32, vec![Some("a,b"), None]);
+        let statement = Statement::of("SELECT f($1, $2::text[], $1)", &bound![one, many]);
+        let sql = "SELECT f($1::text::pg_catalog.int4, $2::text::pg_catalog._text::text[], $1::text::pg_catalog.int4)";
+        assert_eq!(statement.sql, sql);
+        assert_eq!(statement.texts, [Some("7".to_owned()), Some(r#"{"a,b",NULL}"#.to_owned())]);
     }
 }

@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, HashSet};
 
 use postbox_core::{Batch, BatchLimit, Error, Key, Lease, Result};
+use postbox_postgres_sql::{EVENT_COLUMNS, params};
 
 use crate::PostgresStore;
 use crate::classify::is_damage;
-use crate::decode::{EVENT_COLUMNS, Stored};
-use crate::params::params;
+use crate::decode::Stored;
 use crate::payload::{fill_payloads, fitting};
 use crate::session::Session;
 use crate::subscription::SubscriptionRow;

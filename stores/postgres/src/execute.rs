@@ -1,10 +1,10 @@
 //! Where a settlement is written: on a connection of the store, or on one of another driver.
 
 use postbox_core::Result;
+use postbox_postgres_sql::Bound;
 use tokio_postgres::Client;
 
 use crate::classify::classify;
-use crate::params::Bound;
 
 /// Columns of a row, each as `text`.
 pub(crate) type Row = Vec<Option<String>>;

@@ -2,11 +2,9 @@
 
 use async_trait::async_trait;
 use postbox_core::{EventId, Find, IdPrefix, LogName, Result};
+use postbox_postgres_sql::{check_log_name, is_undefined, log_unknown, params};
 
 use crate::PostgresStore;
-use crate::classify::{is_undefined, log_unknown};
-use crate::params::params;
-use crate::schema::check_log_name;
 use crate::session::Session;
 
 /// Ids in a range, both ends included. Index: the log's unique id. No lock.

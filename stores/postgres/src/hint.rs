@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use postbox_core::{Lease, LogName, Result, lock};
+use postbox_postgres_sql::params;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_postgres::AsyncMessage;
@@ -17,7 +18,6 @@ use tokio_postgres::AsyncMessage;
 use crate::PostgresStore;
 use crate::connect::Target;
 use crate::log::micros;
-use crate::params::params;
 use crate::session::Session;
 use crate::store::Inner;
 

@@ -11,18 +11,17 @@ use postbox_core::{
     BatchLimit, Conflict, Count, Error, ErrorKind, EventId, Inspect, LaneInfo, ListQuery, LogName, Ordering, OwnerId,
     Record, Result, SourceName, State, Stats, SubscriptionInfo, SubscriptionName, Unrouted,
 };
+use postbox_postgres_sql::{EVENT_COLUMNS, LOG_NAMES, check_log_name, is_meant, is_undefined, log_unknown, params};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
-use crate::classify::{is_damage, is_undefined, log_unknown};
-use crate::criteria::{Meant, is_meant};
-use crate::decode::{EVENT_COLUMNS, Raw, Stored};
+use crate::classify::is_damage;
+use crate::criteria::Meant;
+use crate::decode::{Raw, Stored};
 use crate::diagnose::{end, named};
 use crate::lease::pause_of;
-use crate::params::params;
 use crate::payload::{fill_payloads, fitting};
 use crate::row_security::require_sight;
-use crate::schema::{LOG_NAMES, check_log_name};
 use crate::session::Session;
 use crate::subscription::{filter_of, look_up};
 use crate::unrouted::count_unrouted;

@@ -4,12 +4,11 @@ use std::time::Duration;
 
 use postbox_core::kit::lanes_missing;
 use postbox_core::{Acquired, Disposition, Error, ErrorKind, Lease, OwnerId, Pause, Result, SubscriptionName};
+use postbox_postgres_sql::{REFERENCE_MISSING, cursor_foreign, params};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
-use crate::classify::{REFERENCE_MISSING, cursor_foreign};
 use crate::log::micros;
-use crate::params::params;
 use crate::session::Session;
 
 /// Counts `owner` as alive for `$3` microseconds, and deletes replicas that have been gone for an

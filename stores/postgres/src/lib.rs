@@ -14,18 +14,15 @@ pub mod driver;
 mod due;
 mod execute;
 mod find;
-mod grants;
 mod hint;
 mod inspect;
 mod lane;
 mod lease;
-mod lent;
 mod lifecycle;
 mod log;
 mod maintain;
 mod migrate;
 mod once;
-mod params;
 mod payload;
 #[cfg(test)]
 mod plans;
@@ -34,14 +31,11 @@ mod rebase;
 mod receive;
 mod replay;
 mod row_security;
-mod schema;
-mod script;
 mod session;
 mod settle;
 mod store;
 mod subscription;
 mod tail;
-mod text;
 mod unrouted;
 mod window;
 
@@ -50,11 +44,9 @@ pub use deadpool_postgres;
 /// The driver whose transactions events are appended in.
 pub use tokio_postgres;
 
-pub use append::{Postgres, TokioPostgres};
+pub use append::TokioPostgres;
 pub use apply::TxHandler;
 pub use config::{PostgresConfig, PostgresTable};
-pub use grants::Roles;
 pub use once::once_in;
-pub use schema::SchemaName;
-pub use script::ToolScripts;
+pub use postbox_postgres_sql::{Postgres, Roles, SchemaName, ToolScripts};
 pub use store::PostgresStore;

@@ -6,10 +6,9 @@
 use postbox_core::kit::{LOOK_EVENTS_MAX, lanes_apart, lanes_held, subscription_changed, subscription_exists};
 use postbox_core::limits::LANES_APART_MAX;
 use postbox_core::{LogName, ResetPlan, ResetTo, Result, SubscriptionName};
+use postbox_postgres_sql::{cursor_foreign, params};
 
 use crate::admin::lock_lanes;
-use crate::classify::cursor_foreign;
-use crate::params::params;
 use crate::replay::made;
 use crate::session::Session;
 use crate::subscription::{FILTER_KEEP, LOG_LOCK, SubscriptionRow, look_up};

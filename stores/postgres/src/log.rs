@@ -11,9 +11,9 @@ use async_trait::async_trait;
 use postbox_core::{
     Acquired, Batch, BatchLimit, Lease, Log, Migrate as _, OwnerId, Result, Settlement, Subscription, SubscriptionName,
 };
+use postbox_postgres_sql::check_log_name;
 
 use crate::due::due;
-use crate::schema::check_log_name;
 use crate::session::Session;
 use crate::settle::settle;
 use crate::subscription::subscribe;

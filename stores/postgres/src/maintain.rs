@@ -2,9 +2,9 @@
 
 use async_trait::async_trait;
 use postbox_core::{Changed, Error, ErrorKind, LogName, Maintain, Prune, Result, Routed};
+use postbox_postgres_sql::params;
 
 use crate::PostgresStore;
-use crate::params::params;
 use crate::rebase::rebase;
 use crate::session::Session;
 use crate::subscription::check_cursors;

@@ -1,22 +1,15 @@
 //! Migrations: embedded, numbered, one transaction each, run by one process at a time.
 
 use async_trait::async_trait;
-use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered};
+use postbox_core::{Error, ErrorKind, Inspect as _, LogName, Migrate, Result, events_undelivered};
+use postbox_postgres_sql::migration::{
+    DOWN_LOCK_TABLES, DOWN_LOCK_TIMEOUT, LOG_UNDELIVERED, MIGRATION_DOWN, MIGRATION_LOCK, MIGRATION_TABLE, MIGRATIONS,
+    Migration, record, script,
+};
+use postbox_postgres_sql::{LOG_NAMES, MIGRATE, Roles, SchemaName, ToolScripts, params};
 
 use crate::PostgresStore;
-use crate::classify::MIGRATE;
-use crate::params::params;
-use crate::schema::{LOG_NAMES, MIGRATION, SchemaName};
-use crate::script::script;
 use crate::session::Session;
-
-pub(crate) struct Migration {
-    pub(crate) version: i32,
-    pub(crate) name: &'static str,
-    pub(crate) sql: &'static str,
-}
-
-pub(crate) const MIGRATIONS: [Migration; 1] = [Migration { version: 1, name: "0001_spine", sql: MIGRATION }];
 
 /// Begins a migration. Timeouts are lifted, because rebuilding a large table may take long. String
 /// literals are read literally.
@@ -29,17 +22,9 @@ SET LOCAL standard_conforming_strings = on;
 SET LOCAL client_min_messages = warning;
 SET LOCAL check_function_bodies = off;";
 
-/// Makes concurrent migrations wait for each other. The lock ends with the transaction, so that it
-/// works behind a pooler. Index: none.
-pub(crate) const MIGRATION_LOCK: &str = "SELECT pg_advisory_xact_lock(hashtextextended('postbox migrate', 0));";
-
 /// How long a migration waits for another one. Everybody who can connect can hold the lock, so it
 /// must not wait for ever.
 const MIGRATION_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '60s';";
-
-/// How long `down` waits for the tables: far longer than a relay's transaction, shorter than an
-/// operator's patience.
-pub(crate) const DOWN_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '5s';";
 
 /// Lets the owner read all rows, even if row-level security applies to it (`row_security.rs`). The
 /// tables belong to the owner; locks them.
@@ -47,79 +32,14 @@ const OWNER_SEES_ALL: &str = "
 SELECT format('ALTER TABLE %s NO FORCE ROW LEVEL SECURITY', c.oid::regclass), format('ALTER TABLE %s FORCE ROW LEVEL SECURITY', c.oid::regclass)
 FROM pg_class AS c WHERE c.relnamespace = {schema_literal}::regnamespace AND c.relforcerowsecurity ORDER BY c.oid";
 
-/// Keeps everyone from appending and delivering until the end of the transaction. Waits for writers
-/// and relays.
-pub(crate) const DOWN_LOCK_TABLES: &str =
-    "LOCK TABLE {s}.subscription, {s}.lane, {s}.delivery, {s}.receipt IN ACCESS EXCLUSIVE MODE";
 /// See [`DOWN_LOCK_TABLES`].
 const DOWN_LOCK_LOG: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
-
-/// Whether a log holds an event that a subscription has still to deliver, or events and no
-/// subscription. Indexes: `delivery_state`, then `(xid, seq)` of the log from the oldest window on.
-pub(crate) const LOG_UNDELIVERED: &str = "
-SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id
-    WHERE s.log = $1 AND d.state IN ('retrying', 'blocked', 'scheduled'))
-  OR (NOT EXISTS (SELECT FROM {s}.subscription WHERE log = $1) AND EXISTS (SELECT FROM {log}))
-  OR EXISTS (SELECT FROM {s}.subscription AS s
-    JOIN {s}.lane AS n ON n.subscription = s.id
-    JOIN {log} AS l ON l.xid >= pg_snapshot_xmin(n.from_snap) AND l.slot % s.lanes = n.lane
-    WHERE s.log = $1 AND {is_wanted} AND {is_unread} AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = s.id AND d.seq = l.seq))";
-
-/// The table that records the applied migrations.
-pub(crate) const MIGRATION_TABLE: &str = "
-CREATE SCHEMA IF NOT EXISTS {s};
-CREATE TABLE IF NOT EXISTS {s}.migration (
-  version int PRIMARY KEY,
-  name text NOT NULL,
-  applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
-);";
 
 /// The applied migrations. Reads the whole (tiny) table.
 const MIGRATION_LIST: &str = "SELECT version, name FROM {s}.migration ORDER BY version";
 
 /// The encoding in which the database stores text.
 const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text";
-
-/// Drops everything we made, and nothing else: the schema may hold tables of its owner. Takes
-/// exclusive locks on what it drops. `unrouted` is dropped after the views and before the logs,
-/// because a policy depends on both.
-pub(crate) const MIGRATION_DOWN: &str = "
-DO ${tag}$
-DECLARE
-  of_log text;
-  of_kind text;
-BEGIN
-  FOR of_log IN SELECT name FROM {s}.log LOOP
-    EXECUTE 'DROP VIEW ' || {schema_literal} || '.' || quote_ident(of_log || '_state') || ', ' || {schema_literal} || '.' || quote_ident(of_log || '_dead');
-  END LOOP;
-  DROP TABLE IF EXISTS {s}.unrouted;
-  FOR of_log IN SELECT name FROM {s}.log LOOP
-    EXECUTE 'DROP TABLE ' || {schema_literal} || '.' || quote_ident(of_log);
-    FOREACH of_kind IN ARRAY ARRAY['window', 'append', 'append_many', 'has', 'receive', 'receive_many', 'depth'] LOOP
-      EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_' || of_kind);
-    END LOOP;
-  END LOOP;
-END
-${tag}$;
-DROP VIEW IF EXISTS {s}.stats;
-DROP TABLE IF EXISTS {s}.delivery, {s}.sent, {s}.passage, {s}.filter, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.once, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_append, {s}.create_receive, {s}.create_depth, {s}.create_views, {s}.comment_log, {s}.depth, {s}.depths, {s}.lock_lanes, {s}.subscription_unknown, {s}.change, {s}.retry, {s}.discard, {s}.mark_dead, {s}.pause, {s}.resume, {s}.check_message, {s}.once, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.event_id, {s}.cluster_id;
-DO ${tag}$
-DECLARE
-  overloads text := (SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_catalog.pg_proc AS p
-    WHERE p.pronamespace = {schema_literal}::regnamespace AND p.proname IN ('enqueue', 'check_json', 'receive', 'receive_body', 'notify_enable', 'notify_disable', 'notify_sleepers'));
-BEGIN
-  IF overloads IS NOT NULL THEN
-    EXECUTE 'DROP FUNCTION ' || overloads;
-  END IF;
-  IF {schema_literal} <> '\"public\"'
-     AND NOT EXISTS (SELECT FROM pg_catalog.pg_class WHERE relnamespace = {schema_literal}::regnamespace)
-     AND NOT EXISTS (SELECT FROM pg_catalog.pg_proc WHERE pronamespace = {schema_literal}::regnamespace)
-     AND NOT EXISTS (SELECT FROM pg_catalog.pg_type WHERE typnamespace = {schema_literal}::regnamespace) THEN
-    EXECUTE 'DROP SCHEMA ' || {schema_literal};
-  END IF;
-END
-${tag}$;";
 
 #[async_trait]
 impl Migrate for PostgresStore {
@@ -165,6 +85,18 @@ impl Migrate for PostgresStore {
 }
 
 impl PostgresStore {
+    /// Returns the schema for tools that run it in their own transactions.
+    pub fn tool_scripts(&self) -> ToolScripts {
+        ToolScripts::of(self.schema())
+    }
+
+    /// Returns the GRANT statements that these roles need on this store, and the policies that
+    /// separate tenants if `all_tenants` is given. The schema's owner runs them, and runs them
+    /// again after a log was created.
+    pub async fn grants(&self, roles: &Roles) -> Result<String> {
+        roles.grants(self.schema(), &self.logs().await?)
+    }
+
     /// Applies one migration unless it was applied before. Returns whether it did.
     async fn apply_migration(&self, migration: &Migration) -> Result<bool> {
         let session = self.session("migrate").await?;
@@ -187,11 +119,6 @@ impl PostgresStore {
         let begin = format!("{MIGRATION_BEGIN}{MIGRATION_LOCK_TIMEOUT}{MIGRATION_LOCK}SET LOCAL lock_timeout = 0;");
         session.step_by_step(&begin, apply).await.map_err(migration_locked)
     }
-}
-
-/// The statement that records an applied migration.
-pub(crate) fn record(version: i32, name: &str) -> String {
-    format!("INSERT INTO {{s}}.migration (version, name) VALUES ({version}, '{name}');\n")
 }
 
 /// Removes everything. Each step waits for its answer before the next is sent, and the commit comes

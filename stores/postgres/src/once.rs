@@ -2,14 +2,10 @@
 
 use postbox_core::kit::check_message_id;
 use postbox_core::{Result, SourceName};
+use postbox_postgres_sql::{SchemaName, once_statement, params};
 use tokio_postgres::Transaction;
 
 use crate::classify::classify;
-use crate::params::params;
-use crate::schema::SchemaName;
-
-/// Remembers a message: see `0001_operate.sql`.
-pub(crate) const ONCE: &str = "SELECT {s}.once($1, $2)";
 
 /// Returns whether `message_id` of `source` is seen for the first time, decided in your
 /// transaction. Do the message's work in it only if `true`: then both commit together or not at
@@ -25,6 +21,6 @@ pub(crate) const ONCE: &str = "SELECT {s}.once($1, $2)";
 /// remember the id; roll it back.
 pub async fn once_in(tx: &Transaction<'_>, schema: &SchemaName, source: &SourceName, message_id: &str) -> Result<bool> {
     check_message_id("once", message_id)?;
-    let claimed = tx.client().query_typed_one(&schema.sql(ONCE), &params![source.as_str(), message_id]).await;
+    let claimed = tx.client().query_typed_one(&once_statement(schema), &params![source.as_str(), message_id]).await;
     Ok(claimed.map_err(|error| classify("once", &error))?.get(0))
 }

@@ -6,10 +6,10 @@ use bytes::{Bytes, BytesMut};
 use futures::TryStreamExt as _;
 use postbox_core::kit::BatchLimiter;
 use postbox_core::{BatchLimit, Error, LogName, Result, Unreadable};
+use postbox_postgres_sql::params;
 
 use crate::classify::is_damage;
 use crate::decode::{Raw, Stored};
-use crate::params::params;
 use crate::session::Session;
 
 /// Larger payloads than this are fetched in pieces of this size. 1 MiB keeps the driver's buffers

@@ -7,13 +7,13 @@
 use std::time::Duration;
 
 use crate::admin::CLEAR_FOLLOWER_DUE;
-use crate::params::{Param, params};
 use crate::prune::prune;
 use crate::session::Session;
 use crate::settle::{DELIVERY_COUNT, DELIVERY_DELETE, DELIVERY_RELEASE, DELIVERY_UPDATE};
 use crate::{PostgresConfig, PostgresStore, SchemaName};
 use postbox_core::kit::{LOOK_EVENTS_MAX, PRUNE_ROWS_MAX};
 use postbox_core::{LogName, Migrate as _, Prune};
+use postbox_postgres_sql::{Param, params};
 use postbox_testkit::servers::{Postgres, Version};
 
 /// Rows in the log. Enough that a full scan costs more than any index scan.

@@ -6,10 +6,10 @@
 
 use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX};
 use postbox_core::{Changed, Criteria, LogName, Prune, Result, Seq};
+use postbox_postgres_sql::{is_meant, params};
 
-use crate::criteria::{Meant, is_meant};
+use crate::criteria::Meant;
 use crate::log::micros;
-use crate::params::params;
 use crate::row_security::log_not_locked;
 use crate::session::Session;
 

@@ -5,10 +5,10 @@
 //! for years without an error.
 
 use postbox_core::{Error, ErrorKind, LogName, Migrate as _, Result};
+use postbox_postgres_sql::LOG_NAMES;
 
 use crate::PostgresStore;
 use crate::migrate::owner_sees_all;
-use crate::schema::LOG_NAMES;
 use crate::session::Session;
 
 /// Locks every lane, and returns whether it is leased. Locks the rows.

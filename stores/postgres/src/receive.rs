@@ -4,11 +4,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{Error, ErrorKind, EventId, Inbound, LogName, Receive, Received, Result};
+use postbox_postgres_sql::{Columns, Param, params};
 
 use crate::PostgresStore;
-use crate::append::Columns;
 use crate::log::micros;
-use crate::params::{Param, params};
 use crate::session::Session;
 
 /// Stores the event of a message with its receipt, or returns what is known of the message: see

@@ -4,12 +4,12 @@
 use std::collections::BTreeSet;
 
 use postbox_core::{Replay, Replayed, Result, Seq, SubscriptionName};
+use postbox_postgres_sql::{is_meant, params};
 use tokio_postgres::Row;
 use uuid::Uuid;
 
 use crate::admin::{CLEAR_FOLLOWER_DUE, lock_lanes};
-use crate::criteria::{Meant, is_meant};
-use crate::params::params;
+use crate::criteria::Meant;
 use crate::session::Session;
 use crate::subscription::{SubscriptionRow, look_up};
 

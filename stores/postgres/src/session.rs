@@ -10,12 +10,11 @@ use std::time::Duration;
 
 use deadpool_postgres::{Object, Pool, PoolError, TimeoutType};
 use postbox_core::{Error, ErrorKind, LogName, Result, Tenant};
+use postbox_postgres_sql::{Param, SchemaName};
 use tokio_postgres::{Client, Row};
 
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::params::Param;
-use crate::schema::SchemaName;
 
 /// How much longer than the server's statement timeout a call may take before its connection is
 /// given up. It covers round trips, which take far less.

@@ -7,12 +7,12 @@ use std::collections::{BTreeMap, HashSet};
 use jiff::Timestamp;
 use postbox_core::kit::{Due, RowAfter, settled_already, window_undone};
 use postbox_core::{Delivery, Disposition, Entry, Error, Lease, Result, Settlement};
+use postbox_postgres_sql::{Bound, bound};
 
 use crate::PostgresStore;
 use crate::execute::Execute;
 use crate::lane;
 use crate::log::micros;
-use crate::params::{Bound, bound};
 use crate::session::Session;
 use crate::subscription::SubscriptionRow;
 

@@ -6,14 +6,13 @@ use std::sync::{Arc, Mutex};
 
 use deadpool_postgres::Pool;
 use postbox_core::{Postbox, Result, SubscriptionName};
+use postbox_postgres_sql::{Postgres, SchemaName};
 use tokio::sync::watch;
 
-use crate::append::Postgres;
 use crate::config::PostgresConfig;
 use crate::connect::Target;
 use crate::hint::Listener;
 use crate::lane::Lane;
-use crate::schema::SchemaName;
 use crate::session::TransactionModes;
 use crate::subscription::SubscriptionRow;
 

@@ -7,11 +7,10 @@ use postbox_core::{
     Error, ErrorKind, Filter, Lease, LogName, Ordering, Result, Seq, StartAt, Subscription, SubscriptionName, Tenant,
     TopicPattern, lock,
 };
+use postbox_postgres_sql::{cursor_foreign, params};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
-use crate::classify::cursor_foreign;
-use crate::params::params;
 use crate::row_security::{log_not_locked, subscription_not_seen};
 use crate::session::Session;
 

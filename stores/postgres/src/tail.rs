@@ -5,14 +5,13 @@
 use async_trait::async_trait;
 use postbox_core::limits::BATCH_EVENTS_MAX;
 use postbox_core::{BatchLimit, Criteria, LogName, Result, Tail, Tailed, place_invalid};
+use postbox_postgres_sql::{check_log_name, is_meant, is_undefined, log_unknown, params};
 
 use crate::PostgresStore;
-use crate::classify::{is_damage, is_undefined, log_unknown};
-use crate::criteria::{Meant, is_meant};
+use crate::classify::is_damage;
+use crate::criteria::Meant;
 use crate::decode::{Stored, stored};
-use crate::params::params;
 use crate::payload::{fill_payloads, fitting};
-use crate::schema::check_log_name;
 use crate::session::Session;
 
 /// Payloads up to this size, in bytes, are read with their rows. Larger ones are fetched

@@ -12,11 +12,10 @@ use std::time::Duration;
 use postbox_core::kit::unrouted;
 use postbox_core::limits::UNROUTED_COUNT_MAX;
 use postbox_core::{LogName, Result, Routed, SubscriptionName, Unrouted};
+use postbox_postgres_sql::{log_unknown, params};
 
 use crate::admin::lock_lanes;
-use crate::classify::log_unknown;
 use crate::decode::Raw;
-use crate::params::params;
 use crate::replay::{REPLAY_NEXT, made};
 use crate::session::Session;
 use crate::subscription::look_up;

@@ -9,13 +9,13 @@ use futures::TryStreamExt as _;
 use postbox_core::kit::window_undone;
 use postbox_core::limits::BATCH_EVENTS_MAX;
 use postbox_core::{Batch, BatchLimit, Error, ErrorKind, Key, Lease, Result, Seq};
+use postbox_postgres_sql::{EVENT_COLUMNS, params};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
 use crate::classify::is_damage;
-use crate::decode::{EVENT_COLUMNS, Stored, stored};
+use crate::decode::{Stored, stored};
 use crate::lane::{Bounds, Lane, Position};
-use crate::params::params;
 use crate::payload::{fill_payloads, fitting};
 use crate::session::Session;
 use crate::subscription::{LANE_TAKE_FILTER, SubscriptionRow};

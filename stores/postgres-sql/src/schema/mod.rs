@@ -7,7 +7,8 @@ use std::str::FromStr;
 
 use postbox_core::{Error, LogName, Result};
 
-use crate::criteria::is_meant;
+use crate::refusal::log_unknown;
+pub use template::EVENT_COLUMNS;
 
 /// The whole schema as one migration: functions for lanes, for receiving, counting and operating,
 /// then the tables and the views.
@@ -57,7 +58,7 @@ const RESERVED_NAMES: [&str; 16] = [
 ];
 
 /// The names of all logs. Reads a tiny table.
-pub(crate) const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
+pub const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
 
 /// The schema that contains all tables and functions of a store. Any text that Postgres can keep is
 /// allowed, because it is always quoted.
@@ -107,35 +108,35 @@ impl SchemaName {
     }
 
     /// Fills a template; see [`template`].
-    pub(crate) fn sql(&self, template: &str) -> String {
+    pub fn sql(&self, template: &str) -> String {
         self.fill(template, &[])
     }
 
     /// The same, with `{log}` as the log's table and `{name}` as its name.
-    pub(crate) fn log_sql(&self, template: &str, log: &LogName) -> String {
+    pub fn log_sql(&self, template: &str, log: &LogName) -> String {
         self.log_sql_with(template, log, &[])
     }
 
     /// The same with more values.
-    pub(crate) fn log_sql_with(&self, template: &str, log: &LogName, values: &[(&str, &str)]) -> String {
+    pub fn log_sql_with(&self, template: &str, log: &LogName, values: &[(&str, &str)]) -> String {
         let table = format!("{}.\"{log}\"", self.quoted);
         self.fill(template, &[&[("log", table.as_str()), ("name", log.as_str())], values].concat())
     }
 
     /// The same with more values, and without a log.
-    pub(crate) fn sql_with(&self, template: &str, values: &[(&str, &str)]) -> String {
+    pub fn sql_with(&self, template: &str, values: &[(&str, &str)]) -> String {
         self.fill(template, values)
     }
 
     /// A dollar-quote tag that the schema's name does not contain, so that no name can end a body.
-    pub(crate) fn tag(&self) -> String {
+    pub fn tag(&self) -> String {
         (0..).map(|n| format!("postbox{n}")).find(|tag| !self.name.contains(tag.as_str())).unwrap_or_default()
     }
 
     /// Fills a migration. Functions that are created for each log contain `{log}` and `{name}`;
     /// these become placeholders that `create_log` replaces. They contain [`Self::tag`], so that no
     /// part of the schema's name can be mistaken for them.
-    pub(crate) fn migration_sql(&self, template: &str) -> String {
+    pub fn migration_sql(&self, template: &str) -> String {
         let tag = self.tag();
         let (name, log) = (format!("{tag}_log"), format!("{}.\"{tag}_log\"", self.quoted));
         let (literal, meant) = (self.literal(), is_meant([4, 5, 6, 7, 11]));
@@ -172,11 +173,21 @@ impl FromStr for SchemaName {
 }
 
 /// Refuses names of tables that are not logs.
-pub(crate) fn check_log_name(operation: &'static str, log: &LogName) -> Result<()> {
+pub fn check_log_name(operation: &'static str, log: &LogName) -> Result<()> {
     if RESERVED_NAMES.contains(&log.as_str()) {
-        return Err(crate::classify::log_unknown(operation, log.as_str()));
+        return Err(log_unknown(operation, log.as_str()));
     }
     Ok(())
+}
+
+/// Returns the condition on a row `l` of a log. The argument holds the parameter numbers of topic,
+/// key, since, until and tenant.
+pub fn is_meant([topic, key, since, until, tenant]: [u8; 5]) -> String {
+    format!(
+        "(${topic}::text IS NULL OR l.topic LIKE ${topic}) AND (${key}::text IS NULL OR l.key = ${key}) \
+         AND (${since}::timestamptz IS NULL OR l.created_at >= ${since}) AND (${until}::timestamptz IS NULL OR l.created_at < ${until}) \
+         AND (${tenant}::text IS NULL OR l.tenant = ${tenant})"
+    )
 }
 
 #[cfg(test)]

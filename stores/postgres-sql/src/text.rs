@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use uuid::Uuid;
 
 /// A value as text that can be cast to its type.
-pub(crate) trait AsText {
+pub trait AsText {
     /// `None` stands for null.
     fn text(&self) -> Option<String>;
 }

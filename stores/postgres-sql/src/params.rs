@@ -4,16 +4,17 @@
 use std::borrow::Cow;
 
 use jiff::Timestamp;
-use tokio_postgres::types::{ToSql, Type};
+use postgres_types::{ToSql, Type};
 use uuid::Uuid;
 
 use crate::text::AsText;
 
 /// A value and its type.
-pub(crate) type Param<'a> = (&'a (dyn ToSql + Sync), Type);
+pub type Param<'a> = (&'a (dyn ToSql + Sync), Type);
 
 /// A Rust type with a corresponding Postgres type.
-pub(crate) trait Typed: ToSql + Sync {
+pub trait Typed: ToSql + Sync {
+    /// The type of a value.
     const TYPE: Type;
     /// An array of it.
     const ARRAY: Type;
@@ -57,19 +58,20 @@ impl<T: Typed> Typed for Vec<T> {
 }
 
 /// One parameter; see `params!`.
-pub(crate) fn param<T: Typed>(value: &T) -> Param<'_> {
+pub fn param<T: Typed>(value: &T) -> Param<'_> {
     (value, T::TYPE)
 }
 
 /// The parameters of a statement, in their order. Borrows the values.
+#[macro_export]
 macro_rules! params {
-    ($($value:expr),* $(,)?) => { [$($crate::params::param(&$value)),*] };
+    ($($value:expr),* $(,)?) => { [$($crate::param(&$value)),*] };
 }
 pub(crate) use params;
 
 /// A value and its type, for any driver.
 #[derive(Clone)]
-pub(crate) struct Bound<'a> {
+pub struct Bound<'a> {
     value: &'a dyn Value,
     of: Type,
 }
@@ -87,28 +89,28 @@ impl<T: ToSql + AsText + Sync> Value for T {
 
 impl<'a> Bound<'a> {
     /// See `bound!`.
-    pub(crate) fn new<T: Typed + AsText>(value: &'a T) -> Self {
+    pub fn new<T: Typed + AsText>(value: &'a T) -> Self {
         Self { value, of: T::TYPE }
     }
 
     /// The parameter for the store's driver.
-    pub(crate) fn param(&self) -> Param<'a> {
+    pub fn param(&self) -> Param<'a> {
         (self.value.typed(), self.of.clone())
     }
 
     /// The parameter for a driver that binds texts.
-    pub(crate) fn text(&self) -> Option<String> {
+    pub fn text(&self) -> Option<String> {
         self.value.text()
     }
 
     /// The type that such a text is cast to.
-    pub(crate) fn type_name(&self) -> &str {
+    pub fn type_name(&self) -> &str {
         self.of.name()
     }
 }
 
 /// Like `params!`, for any driver.
+#[macro_export]
 macro_rules! bound {
-    ($($value:expr),* $(,)?) => { [$($crate::params::Bound::new(&$value)),*] };
+    ($($value:expr),* $(,)?) => { [$($crate::Bound::new(&$value)),*] };
 }
-pub(crate) use bound;

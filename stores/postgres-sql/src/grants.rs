@@ -1,10 +1,10 @@
 //! The minimal grants that each role needs, as SQL.
 
-use postbox_core::{Error, Inspect as _, LogName, Result};
+use postbox_core::{Error, LogName, Result};
 
-use crate::PostgresStore;
 use crate::append::APPEND_COLUMNS;
 use crate::row_security::policies;
+use crate::schema::SchemaName;
 
 /// Database roles by what they do. A role may be named in several.
 #[derive(Debug, Clone, Default)]
@@ -21,16 +21,14 @@ pub struct Roles {
     pub all_tenants: Vec<String>,
 }
 
-impl PostgresStore {
-    /// Returns the GRANT statements that these roles need on this store, and the policies that
-    /// separate tenants if `all_tenants` is given. The schema's owner runs them, and runs them
-    /// again after a log was created.
-    pub async fn grants(&self, roles: &Roles) -> Result<String> {
-        let Roles { writers, relays, readers, all_tenants } = roles;
+impl Roles {
+    /// Returns the GRANT statements that these roles need on a schema with these logs, and the
+    /// policies that separate tenants if `all_tenants` is given.
+    pub fn grants(&self, schema: &SchemaName, logs: &[LogName]) -> Result<String> {
+        let Self { writers, relays, readers, all_tenants } = self;
         if [writers, relays, readers, all_tenants].into_iter().flatten().any(String::is_empty) {
             return Err(Error::invalid("grants", "role_invalid", "a role without a name; name it, or leave it out"));
         }
-        let logs = self.logs().await?;
         let (relays_for_all, relays_for_one): (Vec<String>, Vec<String>) =
             relays.iter().cloned().partition(|role| all_tenants.is_empty() || all_tenants.contains(role));
         let mut sql = String::new();
@@ -41,14 +39,14 @@ impl PostgresStore {
             // What they had before there were tenants.
             let logs = logs.iter().map(|log| format!(", {{s}}.\"{log}\"")).collect::<String>();
             sql.push_str(
-                &self.schema().sql(&format!("REVOKE ALL ON {{s}}.subscription, {{s}}.lane, {{s}}.filter{logs} FROM ")),
+                &schema.sql(&format!("REVOKE ALL ON {{s}}.subscription, {{s}}.lane, {{s}}.filter{logs} FROM ")),
             );
             sql.push_str(&quoted(&relays_for_one));
             sql.push_str(";\n");
         }
         let mut grant = |rights: &str, of: &str, to: &[String]| {
             if !to.is_empty() {
-                sql.push_str(&self.schema().sql(&format!("GRANT {rights} ON {of} TO ")));
+                sql.push_str(&schema.sql(&format!("GRANT {rights} ON {of} TO ")));
                 sql.push_str(&quoted(to));
                 sql.push_str(";\n");
             }
@@ -58,7 +56,7 @@ impl PostgresStore {
         }
         grant("SELECT", "{s}.log", writers);
         let insert = format!("INSERT ({APPEND_COLUMNS})");
-        for log in &logs {
+        for log in logs {
             let (table, has) = (format!("{{s}}.\"{log}\""), format!("FUNCTION {{s}}.\"{log}_has\""));
             if *log != LogName::inbox() {
                 grant(&insert, &table, writers);
@@ -95,7 +93,7 @@ impl PostgresStore {
             readers,
         );
         if !all_tenants.is_empty() {
-            sql.push_str(&policies(self.schema(), &logs, &quoted(all_tenants)));
+            sql.push_str(&policies(schema, logs, &quoted(all_tenants)));
         }
         Ok(sql)
     }

@@ -1,0 +1,227 @@
+//! What a refusal of the server means, whichever driver reports it.
+
+use std::fmt::Display;
+
+use postbox_core::{Error, ErrorKind, LogName};
+
+/// The code for a row that refers to a missing row.
+pub const REFERENCE_MISSING: &str = "reference_missing";
+
+/// What a driver reports of a statement that the server refused.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Refusal<'a> {
+    /// The SQLSTATE.
+    pub state: &'a str,
+    /// The violated constraint.
+    pub constraint: Option<&'a str>,
+    /// The column that must not be null.
+    pub column: Option<&'a str>,
+    /// The server's text.
+    pub message: &'a str,
+    /// The server's hint.
+    pub hint: Option<&'a str>,
+}
+
+impl Refusal<'_> {
+    /// The error of the given operation.
+    pub fn of(&self, operation: &'static str) -> Error {
+        of_database(operation, self)
+    }
+
+    /// The error of an append to this log, which may be missing.
+    pub fn of_append(&self, log: &LogName) -> Error {
+        append_refused(log, self.of("append"))
+    }
+}
+
+/// The code if the server did not answer.
+pub const UNREACHABLE: &str = "store_unreachable";
+
+/// The error if the server did not answer.
+pub fn unreachable(operation: &'static str, cause: impl Display) -> Error {
+    let message = format!("the database cannot be reached ({cause}); is it running, and did the connection end?");
+    Error::new(ErrorKind::Unavailable, operation, UNREACHABLE, message)
+}
+
+/// The cure of a missing or old schema. Without the same store, the command would create another.
+pub const MIGRATE: &str = "run: postbox migrate up, with the same store";
+
+/// The error of a log that does not exist.
+pub fn log_unknown(operation: &'static str, log: &str) -> Error {
+    let message = format!("there is no log {log}; create it: postbox migrate up --log {log}");
+    Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
+}
+
+/// The error of a cursor that was made in another cluster.
+pub fn cursor_foreign(operation: &'static str) -> Error {
+    let message = "a cursor was made in another database cluster (a restored dump?), whose transaction ids mean nothing in this one; \
+                   stop all relays and run: postbox migrate rebase";
+    Error::new(ErrorKind::Mismatch, operation, "cursor_foreign", message)
+}
+
+/// Maps the server's answer; every driver's errors come through here.
+fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
+    use ErrorKind::*;
+    let make = |kind: ErrorKind, code: &str, message: String| Error::new(kind, operation, code.to_owned(), message);
+    let text = || fields.message.to_owned();
+    match fields.state {
+        // check_violation: our constraints carry the stable codes of `postbox_core::limits`.
+        "23514" => {
+            let code = fields.constraint.unwrap_or("refused");
+            let hint = fields.hint.map(|hint| format!(": {hint}")).unwrap_or_default();
+            make(Invalid, code, format!("the event breaks the rule {code}{hint}"))
+        }
+        "23502" => {
+            let column = fields.column.unwrap_or("column");
+            make(Invalid, &format!("{column}_missing"), format!("the event has no {column}"))
+        }
+        "23505" if fields.constraint.is_some_and(|name| name.ends_with("_id_key")) => make(
+            Conflict,
+            "event_id_taken",
+            "the log has another event under this id; nothing was appended: give each an id of its own".to_owned(),
+        ),
+        "23505" => make(Conflict, "unique_violation", text()),
+        "23503" => make(NotFound, REFERENCE_MISSING, text()),
+        // character_not_in_repertoire, untranslatable_character, invalid text or binary
+        // representation, stack depth.
+        "22021" | "22P05" | "22P02" | "22P03" | "22P04" | "22032" | "54001" => make(Invalid, "text_invalid", text()),
+        "54000" | "22001" | "22003" | "22007" | "22008" => make(Invalid, "value_out_of_range", text()),
+        // undefined table, schema; undefined function, column, type.
+        "42P01" | "3F000" => make(Mismatch, "schema_missing", format!("{}; {MIGRATE}", fields.message)),
+        "42883" | "42703" | "42704" => {
+            make(Mismatch, "schema_old", format!("{}; {MIGRATE}", fields.message))
+        }
+        "42501" if fields.message.contains("row-level security") => make(
+            Unauthorized,
+            "tenant_denied",
+            format!(
+                "{}: the transaction works for another tenant, or names none; name it with set_config('postbox.tenant', NAME, true), \
+                 and give the event the same tenant",
+                fields.message
+            ),
+        ),
+        "42501" => {
+            let cure = match operation {
+                "migrate" | "rebase" => {
+                    "use the role that owns the database, or Postbox's schema: only it may change tables \
+                     (to let a role create the schema: GRANT CREATE ON DATABASE NAME TO ROLE)"
+                }
+                _ => "`postbox migrate grants --relay ROLE` (or --writer, --reader) prints the rights that the role needs",
+            };
+            make(Unauthorized, "permission_denied", format!("{}; {cure}", fields.message))
+        }
+        "3D000" => make(Mismatch, "database_missing", format!("{}; create it first", fields.message)),
+        "57014" => make(
+            Unavailable,
+            "statement_timeout",
+            "a statement took longer than the statement timeout; postbox doctor names the locks it may wait for".to_owned(),
+        ),
+        // A standby refuses BEGIN READ WRITE as an unsupported feature.
+        "0A000" if fields.message.contains("recovery") => {
+            make(Unavailable, "store_read_only", "the database is a standby; promote it, or name the primary in the store's URL".to_owned())
+        }
+        "25006" => make(
+            Unavailable,
+            "store_read_only",
+            "the database is read-only: a standby, or default_transaction_read_only is on; name the primary in the store's URL".to_owned(),
+        ),
+        // Raised by `subscription_unknown`.
+        "PB002" => {
+            make(NotFound, "subscription_unknown", format!("{}; {}", fields.message, fields.hint.unwrap_or_default()))
+        }
+        // Raised by `<log>_window`.
+        "PB001" => cursor_foreign(operation),
+        "53300" => make(
+            Unavailable,
+            "store_unavailable",
+            format!("{}; lower `pool` in [store], or raise the limit of the role or the server", fields.message),
+        ),
+        "53100" => make(
+            Unavailable,
+            "store_full",
+            format!("{}; free space on the database's disk, and delivery continues by itself", fields.message),
+        ),
+        // No transaction is open, or our savepoint is not part of it. Between our statements, only
+        // a handler can have ended the transaction.
+        "25P01" | "3B001" if operation == "apply" => Error::transaction_ended(operation),
+        "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
+        "40001" | "40P01" | "55P03" => make(Unavailable, "store_contention", text()),
+        // A row, or its out-of-line (TOAST) storage, is damaged.
+        "XX001" | "XX002" => make(Internal, "row_damaged", text()),
+        state => match state.get(..2).unwrap_or_default() {
+            "28" => make(
+                Unauthorized,
+                "login_refused",
+                format!("{}; correct the user or the password in the store's URL", fields.message),
+            ),
+            // connection exceptions, insufficient resources (memory, too many connections),
+            // operator intervention (shutdown, starting up), system errors, idle transaction ended.
+            "08" | "53" | "57" | "58" | "25" => make(Unavailable, "store_unavailable", text()),
+            _ => make(Internal, "store_error", format!("{} ({state})", fields.message)),
+        },
+    }
+}
+
+/// Whether the error says that a table or function is missing: a log's, or the whole schema.
+pub fn is_undefined(error: &Error) -> bool {
+    ["schema_missing", "schema_old"].contains(&error.code())
+}
+
+/// An error of an append. A missing function means that the log is missing.
+pub fn append_refused(log: &LogName, error: Error) -> Error {
+    if is_undefined(&error) { log_unknown("append", log.as_str()) } else { error }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fields(state: &'static str) -> Refusal<'static> {
+        Refusal { state, message: "text", ..Refusal::default() }
+    }
+
+    #[test]
+    fn every_sqlstate_has_its_kind_and_code() {
+        use ErrorKind::*;
+        for (state, kind, code) in [
+            ("22021", Invalid, "text_invalid"),
+            ("22P05", Invalid, "text_invalid"),
+            ("42P01", Mismatch, "schema_missing"),
+            ("3F000", Mismatch, "schema_missing"),
+            ("42703", Mismatch, "schema_old"),
+            ("42501", Unauthorized, "permission_denied"),
+            ("28P01", Unauthorized, "login_refused"),
+            ("28000", Unauthorized, "login_refused"),
+            ("3D000", Mismatch, "database_missing"),
+            ("57014", Unavailable, "statement_timeout"),
+            ("57P01", Unavailable, "store_unavailable"),
+            ("57P02", Unavailable, "store_unavailable"),
+            ("57P03", Unavailable, "store_unavailable"),
+            ("53300", Unavailable, "store_unavailable"),
+            ("53100", Unavailable, "store_full"),
+            ("08006", Unavailable, "store_unavailable"),
+            ("25P03", Unavailable, "store_unavailable"),
+            ("25006", Unavailable, "store_read_only"),
+            ("40001", Unavailable, "store_contention"),
+            ("40P01", Unavailable, "store_contention"),
+            ("23505", Conflict, "unique_violation"),
+            ("PB001", Mismatch, "cursor_foreign"),
+            ("PB002", NotFound, "subscription_unknown"),
+            ("XX001", Internal, "row_damaged"),
+            ("XX000", Internal, "store_error"),
+        ] {
+            let error = of_database("test", &fields(state));
+            assert_eq!((error.kind(), error.code()), (kind, code), "{state}");
+        }
+    }
+
+    #[test]
+    fn constraints_are_codes() {
+        let check = Refusal { constraint: Some("topic_too_long"), ..fields("23514") };
+        assert_eq!(of_database("append", &check).code(), "topic_too_long");
+        let missing = Refusal { column: Some("topic"), ..fields("23502") };
+        assert_eq!(of_database("append", &missing).code(), "topic_missing");
+        let taken = Refusal { constraint: Some("outbox_id_key"), ..fields("23505") };
+        assert_eq!(of_database("append", &taken).code(), "event_id_taken");
+    }
+}
