@@ -11,7 +11,8 @@ use uuid::Uuid;
 
 use crate::error::{Error, Result, check};
 use crate::limits::{
-    HEADER_BYTES_MAX, HEADERS_MAX, MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, OCCURRED_AT_MIN, PAYLOAD_BYTES_MAX,
+    APPEND_BYTES_MAX, HEADER_BYTES_MAX, HEADERS_MAX, MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, OCCURRED_AT_MIN,
+    PAYLOAD_BYTES_MAX,
 };
 use crate::names::{Key, Tenant, Topic};
 use crate::subscription::Traits;
@@ -280,7 +281,22 @@ impl NewEvent {
         self
     }
 
-    /// Checks every limit of [`crate::limits`]. Stores call this before the round trip.
+    /// Checks the events of one append, each and together. Stores call this before the round trip.
+    pub fn validate_all<'a>(events: impl IntoIterator<Item = &'a Self>) -> Result<()> {
+        let mut bytes = 0;
+        for event in events {
+            event.validate()?;
+            bytes += event.payload.len() + header_bytes(&event.headers);
+        }
+        check(bytes <= APPEND_BYTES_MAX, "append_too_large", || {
+            format!(
+                "the events of one append have {bytes} bytes; at most {APPEND_BYTES_MAX} are allowed: append them \
+                 in several calls, in the same transaction if they belong together"
+            )
+        })
+    }
+
+    /// Checks every limit of [`crate::limits`].
     pub fn validate(&self) -> Result<()> {
         Topic::new(self.topic.as_str())?;
         self.key.as_deref().map(Key::new).transpose()?;
@@ -452,7 +468,7 @@ pub(crate) fn check_headers(headers: &Headers) -> Result<()> {
         format!("{count} headers are too many; at most {HEADERS_MAX} are allowed")
     })?;
     let noted_bytes = noted.map_or(0, |id| header::MESSAGE_ID.len() + id.len());
-    let bytes = headers.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>() - noted_bytes;
+    let bytes = header_bytes(headers) - noted_bytes;
     check(bytes <= HEADER_BYTES_MAX, "headers_too_large", || {
         format!("the headers have {bytes} bytes together; at most {HEADER_BYTES_MAX} are allowed")
     })?;
@@ -465,6 +481,10 @@ pub(crate) fn check_headers(headers: &Headers) -> Result<()> {
         })?;
     }
     Ok(())
+}
+
+fn header_bytes(headers: &Headers) -> usize {
+    headers.iter().map(|(name, value)| name.len() + value.len()).sum()
 }
 
 /// RFC 9110 §5.6.2 `tchar`.

@@ -132,6 +132,9 @@ pub mod limits {
     /// Largest payload in bytes (16 MiB). Put larger data into an object store, and its address
     /// into the event.
     pub const PAYLOAD_BYTES_MAX: usize = 16 * 1024 * 1024;
+    /// Most bytes of payloads and headers in one append (256 MiB). Postgres takes messages of up to
+    /// 1 GiB, and a driver that binds texts needs up to twice the size.
+    pub const APPEND_BYTES_MAX: usize = 256 * 1024 * 1024;
     /// Maximum headers on one event. Together with those a sink adds, this stays below the 100 that
     /// HTTP servers commonly accept.
     pub const HEADERS_MAX: usize = 64;

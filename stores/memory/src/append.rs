@@ -172,7 +172,7 @@ impl State {
         now: Timestamp,
         is_own: impl Fn(i64) -> bool,
     ) -> Result<(Appended, Vec<i64>)> {
-        events.iter().try_for_each(NewEvent::validate)?;
+        NewEvent::validate_all(events)?;
         self.data.log("append", log)?;
         let (mut ids, mut seqs) = (Vec::with_capacity(events.len()), Vec::new());
         for event in events {
@@ -194,7 +194,7 @@ impl State {
 
     /// Validates all events, then writes invisible rows.
     pub(crate) fn insert(&mut self, log: &LogName, events: &[NewEvent], now: Timestamp) -> Result<Vec<(EventId, i64)>> {
-        events.iter().try_for_each(NewEvent::validate)?;
+        NewEvent::validate_all(events)?;
         refuse_taken_ids(self.data.log("append", log)?, events)?;
         let mut rows = Vec::with_capacity(events.len());
         for event in events {

@@ -140,7 +140,7 @@ impl<'a> Columns<'a> {
     /// Checks every limit, then transposes the events into columns. `None`: there are none.
     pub fn of(log: &LogName, events: impl IntoIterator<Item = &'a NewEvent>) -> Result<Option<Self>> {
         let events: Vec<&NewEvent> = events.into_iter().collect();
-        events.iter().try_for_each(|event| event.validate())?;
+        NewEvent::validate_all(events.iter().copied())?;
         check_log_name("append", log)?;
         if events.is_empty() {
             return Ok(None);

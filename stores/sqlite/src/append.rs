@@ -20,7 +20,7 @@ impl Append for SqliteStore {
     async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
         let log = checked_log("append", log)?;
         let events = in_context(events).into_owned();
-        events.iter().try_for_each(NewEvent::validate)?;
+        NewEvent::validate_all(&events)?;
         if events.is_empty() {
             return Ok(Appended::default());
         }
@@ -79,7 +79,7 @@ appends!(rusqlite::Transaction<'_>, &rusqlite::Transaction<'_>, rusqlite::Savepo
 
 fn append_in(tx: &Connection, log: &LogName, events: &[NewEvent]) -> Result<Appended> {
     let log = checked_log("append", log)?;
-    events.iter().try_for_each(NewEvent::validate)?;
+    NewEvent::validate_all(events)?;
     require_transaction("append", tx)?;
     if events.is_empty() {
         return Ok(Appended::default());

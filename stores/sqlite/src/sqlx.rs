@@ -46,7 +46,7 @@ async fn append_in(
 ) -> Result<Appended> {
     let events = events?;
     let log = checked_log("append", log)?;
-    events.iter().try_for_each(NewEvent::validate)?;
+    NewEvent::validate_all(&events)?;
     let events: Vec<(EventId, NewEvent)> =
         events.into_iter().map(|event| (event.id.unwrap_or_else(EventId::now_v7), event)).collect();
     if events.is_empty() {

@@ -3,7 +3,9 @@
 use std::collections::HashSet;
 
 use jiff::Timestamp;
-use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
+use postbox_core::limits::{
+    APPEND_BYTES_MAX, HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX,
+};
 use postbox_core::{Context, Delivery, ErrorKind, Event, EventId, NewEvent, Tenant};
 
 use super::StoreFixture;
@@ -73,6 +75,9 @@ pub async fn every_limit_is_refused_with_its_code_and_nothing_is_written(fixture
         let result = lane.store.append(&outbox(), &[event("fine"), bad, event("fine")]).await;
         refused(result, ErrorKind::Invalid, code);
     }
+    let large = NewEvent::json("t", vec![b' '; PAYLOAD_BYTES_MAX]);
+    let too_many = vec![large; APPEND_BYTES_MAX / PAYLOAD_BYTES_MAX + 1];
+    refused(lane.store.append(&outbox(), &too_many).await, ErrorKind::Invalid, "append_too_large");
     assert!(lane.drain().await.is_empty(), "nothing was written");
 }
 
