@@ -122,7 +122,9 @@ impl GroupCommit {
         lock(&self.queue)
     }
 
-    async fn store_all(&self, messages: Vec<Queued>) {
+    /// Stores the messages of one commit. Returns the failure past which nothing may be stored in
+    /// order.
+    async fn store_all(&self, messages: Vec<Queued>) -> Option<Arc<Error>> {
         let (inbound, answers): (Vec<_>, Vec<_>) =
             messages.into_iter().map(|message| (message.inbound, message.answer)).unzip();
         let failure = match self.store(&inbound).await {
@@ -132,7 +134,7 @@ impl GroupCommit {
                     // known.
                     let _ = answer.send(Ok(received));
                 }
-                return;
+                return None;
             }
             Err(failure) => Arc::new(failure),
         };
@@ -151,6 +153,15 @@ impl GroupCommit {
                 }
                 let _ = answer.send(stored);
             }
+        }
+        failed.filter(|failure| failure.kind() != ErrorKind::Invalid)
+    }
+
+    /// Fails all that is queued.
+    fn fail_queued(&self, failure: &Arc<Error>) {
+        let queued = std::mem::take(&mut self.queue().messages);
+        for message in queued {
+            let _ = message.answer.send(Err(Arc::clone(failure)));
         }
     }
 
@@ -236,9 +247,13 @@ impl Worker {
     /// Makes one commit. `false`: nothing was queued, and the worker has retired.
     async fn commit_next(&mut self) -> bool {
         let Some(messages) = self.take_batch() else { return false };
-        // A panic in the store fails only its own messages, because their answer channels are
-        // dropped.
-        let _ = AssertUnwindSafe(self.group.store_all(messages)).catch_unwind().await;
+        // A panic in the store fails its own messages, because their answer channels are dropped.
+        let stored = AssertUnwindSafe(self.group.store_all(messages)).catch_unwind().await;
+        let failed = stored.unwrap_or_else(|_| Some(Arc::new(broken_off())));
+        // In order, the rest of what one call brought must not be stored past what failed.
+        if let Some(failure) = failed.filter(|_| self.group.ordered) {
+            self.group.fail_queued(&failure);
+        }
         true
     }
 

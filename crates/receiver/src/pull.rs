@@ -18,7 +18,7 @@ const NEXT_MAX: usize = crate::group_commit::MESSAGES_MAX;
 /// cap a receiver notices within half a second that its store is back.
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
-/// How long a message is given back for if the store refused it for a reason only a person can fix.
+/// How long a message is given back for if the store refused it and may take it later.
 const RETURN_DELAY: Duration = Duration::from_secs(30);
 
 /// Exponential backoff.
@@ -46,6 +46,13 @@ struct Pending {
 
 /// A message and what is stored for it; `None`: nothing.
 type Decoded = (Pending, Option<Inbound>);
+
+/// What became of a settlement.
+struct Settled {
+    /// Number of its messages.
+    count: usize,
+    failed: bool,
+}
 
 /// Tokens to settle, by how.
 #[derive(Default)]
@@ -89,7 +96,8 @@ impl Receiver {
         // One share for each batch being stored, one being read and one being acknowledged.
         let batch_max = NEXT_MAX.min(in_flight_max / (batches_max + 2)).max(1);
         let (mut storing, mut settling) = (FuturesUnordered::new(), FuturesUnordered::new());
-        let (mut in_flight, mut backoff, mut not_before) = (0, None::<Backoff>, Duration::ZERO);
+        let (mut in_flight, mut not_before) = (0, Duration::ZERO);
+        let (mut backoff, mut settle_backoff) = (None::<Backoff>, None::<Backoff>);
         // Pulled while others are being stored. Closing the source gives them back.
         let mut ready = Vec::<Decoded>::new();
         let mut ended = Acks::default();
@@ -122,18 +130,28 @@ impl Receiver {
                         // messages already read behind it, nor messages read before the source
                         // knows.
                         ended.nak.extend(ready.drain(..).map(|(pending, _)| pending.token));
-                        while let Some(count) = settling.next().await {
-                            in_flight -= count;
+                        while let Some(settled) = settling.next().await {
+                            in_flight -= settled.count;
                         }
-                        in_flight -= self.settle(source, std::mem::take(&mut ended)).await;
+                        in_flight -= self.settle(source, std::mem::take(&mut ended)).await.count;
                     }
                 }
-                Some(count) = settling.next(), if !settling.is_empty() => in_flight -= count,
+                Some(settled) = settling.next(), if !settling.is_empty() => {
+                    in_flight -= settled.count;
+                    // What was not settled comes again, and would at once not be settled again.
+                    if settled.failed {
+                        not_before = self.clock.monotonic() + settle_backoff.get_or_insert_with(Backoff::new).next();
+                    } else {
+                        settle_backoff = None;
+                    }
+                }
                 messages = next, if has_room => match messages {
                     Ok(messages) if messages.is_empty() => break,
                     Ok(messages) => {
                         backoff = None;
-                        self.watch().failing = None;
+                        if settle_backoff.is_none() {
+                            self.watch().failing = None;
+                        }
                         in_flight += messages.len();
                         let pending = |SourceMessage { message, token }| Pending { message, token, poison: None };
                         ready.extend(self.decode_all(messages.into_iter().map(pending)));
@@ -174,7 +192,7 @@ impl Receiver {
             if away {
                 // The store may be away for long, so acknowledge now what is stored.
                 let ack = std::mem::take(&mut settlement.ack);
-                settlement.reported += self.settle(source, Acks { ack, ..Acks::default() }).await;
+                settlement.reported += self.settle(source, Acks { ack, ..Acks::default() }).await.count;
                 tokio::select! {
                     // Closing the source gives them back.
                     () = stop.cancelled() => return settlement,
@@ -215,10 +233,6 @@ impl Receiver {
                 Err(failure) => failure,
             };
             match failure.kind() {
-                ErrorKind::Unavailable | ErrorKind::RateLimited => {
-                    away = true;
-                    kept.push(pending);
-                }
                 ErrorKind::Invalid if pending.poison.is_none() => {
                     pending.poison = Some(self.poison(&id, &failure));
                     kept.push(pending);
@@ -231,7 +245,13 @@ impl Receiver {
                     pending.poison = Some((failure.code().to_owned(), why));
                     kept.push(pending);
                 }
-                _ => settlement.nak.push(pending.token),
+                ErrorKind::Invalid | ErrorKind::Conflict | ErrorKind::Internal => settlement.nak.push(pending.token),
+                // The store is down, or it refuses everything (rights, schema). If the messages
+                // were given back, a broker that counts deliveries would give up all it has.
+                _ => {
+                    away = true;
+                    kept.push(pending);
+                }
             }
         }
         (settlement, kept, away)
@@ -272,9 +292,9 @@ impl Receiver {
         (failure.code().to_owned(), failure.message().to_owned())
     }
 
-    /// Settles messages at the source and returns their number. If the source does not receive
-    /// this, they come again and are duplicates.
-    async fn settle(&self, source: &dyn Source, settlement: Acks) -> usize {
+    /// Settles messages at the source. If the source does not receive this, they come again and are
+    /// duplicates.
+    async fn settle(&self, source: &dyn Source, settlement: Acks) -> Settled {
         let count = settlement.len();
         let Acks { ack, nak, reject, reported: _ } = settlement;
         self.metrics.add(&self.metrics.rejected, reject.len());
@@ -290,8 +310,9 @@ impl Receiver {
             error!(source = %self.source, messages = reject.len(), "messages rejected: they cannot even be kept as poison");
             settled.push(source.reject(&reject).await);
         }
+        let failed = settled.iter().any(Result::is_err);
         settled.into_iter().filter_map(Result::err).for_each(|failure| self.observe_source(&failure));
-        count
+        Settled { count, failed }
     }
 
     fn observe_source(&self, failure: &Error) {

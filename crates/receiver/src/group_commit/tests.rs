@@ -333,5 +333,15 @@ async fn in_order_there_is_one_commit_at_a_time_and_none_past_a_failure() {
         ["accepted", "text_invalid", "accepted", "store_error", "store_error"],
         "an invalid one is passed"
     );
-    assert_eq!(store.calls(7).await.last().unwrap(), &["broken"], "the last was not tried");
+    let calls = store.calls(7).await;
+    assert_eq!(calls.last().unwrap(), &["broken"], "the last was not tried");
+    // Of one call, but not of one commit.
+    for first in ["away", "broken", "panic"] {
+        let large = [message(first, COMMIT_BYTES_MAX), message("6", 10)].to_vec();
+        assert!(group.commit(large).await.iter().all(Result::is_err), "{first}");
+    }
+    assert_eq!(store.calls(calls.len() + 3).await.len(), calls.len() + 3, "nothing was tried past a failure");
+    let large = [message("bad", COMMIT_BYTES_MAX), message("6", 10)].to_vec();
+    let committed = group.commit(large).await;
+    assert_eq!((committed[0].is_ok(), committed[1].is_ok()), (false, true), "an invalid one is passed");
 }

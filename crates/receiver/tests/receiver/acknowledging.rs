@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{AckToken, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
 use postbox_engine::TokioClock;
 use postbox_memory::MemorySource;
 use postbox_testkit::inbox::Inbox;
@@ -120,4 +120,45 @@ async fn nothing_is_read_before_the_source_hears_of_what_comes_again() {
     };
     receive_while(store.clone(), source.clone(), watch).await;
     assert_eq!(stored(&store.inbox), ["1", "2"]);
+}
+
+/// A queue without the right to acknowledge: what it delivered comes again at once.
+struct Refusing(AtomicUsize);
+
+#[async_trait]
+impl Source for Refusing {
+    fn capabilities(&self) -> SourceCapabilities {
+        SourceCapabilities { in_flight_max: 32, ordered: true, nak_delay: true, dead_letters: false }
+    }
+
+    async fn next(&self, _max: usize) -> Result<Vec<SourceMessage>> {
+        tokio::task::yield_now().await;
+        Ok(vec![SourceMessage { message: message("1", "a"), token: AckToken(1) }])
+    }
+
+    async fn ack(&self, _tokens: &[AckToken]) -> Result<()> {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        Err(Error::new(ErrorKind::Unauthorized, "settle", "no_right", "it may not acknowledge"))
+    }
+
+    async fn nak(&self, tokens: &[AckToken], _delay: Duration) -> Result<()> {
+        self.ack(tokens).await
+    }
+
+    async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
+        self.ack(tokens).await
+    }
+
+    async fn close(&self) {}
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refused_acknowledgement_is_no_busy_loop() {
+    let source = Arc::new(Refusing(AtomicUsize::new(0)));
+    let watch = async {
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        let calls = source.0.load(Ordering::SeqCst);
+        assert!((60..=260).contains(&calls), "{calls} calls in a minute");
+    };
+    receive_while(Arc::new(Inbox::default()), source.clone(), watch).await;
 }

@@ -1,6 +1,6 @@
 //! The in-memory source, and the receiver that drives it into an inbox.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -248,7 +248,7 @@ impl Receive for Mended {
     async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
         if self.calls.fetch_add(1, Ordering::SeqCst) == 0 {
             self.fails.notified().await;
-            return Err(Error::new(ErrorKind::Mismatch, "receive", "log_unknown", "there is no such log"));
+            return Err(Error::new(ErrorKind::Internal, "receive", "store_error", "it does not work"));
         }
         self.inbox.receive_many(log, inbound).await
     }
@@ -293,6 +293,46 @@ async fn nothing_is_stored_past_what_was_given_back() {
     let ids: Vec<String> = store.inbox.all().into_iter().map(|stored| stored.message_id).collect();
     assert_eq!(ids, ["1", "2"]);
     assert_eq!(receiver.metrics().snapshot().returned, 2, "both");
+}
+
+/// A store that answers no call before somebody corrected its settings.
+#[derive(Default)]
+struct Misconfigured {
+    inbox: Inbox,
+    is_corrected: AtomicBool,
+}
+
+#[async_trait]
+impl Receive for Misconfigured {
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        if !self.is_corrected.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Unauthorized, "receive", "login_refused", "another password"));
+        }
+        self.inbox.receive_many(log, inbound).await
+    }
+
+    async fn forget(&self, _older_than: Duration) -> Result<u64> {
+        Ok(0)
+    }
+}
+
+/// A broker that counts deliveries would give up every message of its queue.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_refuses_everything_gives_nothing_back() {
+    let (source, store) = (MemorySource::new(8, Arc::new(TokioClock::new())), Arc::new(Misconfigured::default()));
+    let source = Arc::new(source);
+    let watch = async {
+        for n in 0..100 {
+            source.publish(message(&n.to_string(), "a"));
+        }
+        tokio::time::sleep(Duration::from_secs(600)).await;
+        assert!(store.inbox.all().is_empty());
+        store.is_corrected.store(true, Ordering::SeqCst);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    };
+    let receiver = receive_while(store.clone(), source.clone(), watch).await;
+    assert_eq!(store.inbox.all().len(), 100, "half a second after the correction");
+    assert_eq!(receiver.metrics().snapshot().returned, 0);
 }
 
 /// The store is away for a minute of a stepped clock. The receiver retries, but not in a busy loop.
