@@ -7,10 +7,11 @@ use serde::Deserialize;
 /// JetStream's answer to a publish or an API call, with the fields that matter here.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Answer {
-    stream: Option<String>,
-    seq: Option<u64>,
+    pub(crate) stream: Option<String>,
+    pub(crate) seq: Option<u64>,
+    /// The stream has a message with this id, under this number.
     #[serde(default)]
-    duplicate: bool,
+    pub(crate) duplicate: bool,
     pub(crate) error: Option<Refusal>,
 }
 
@@ -39,9 +40,13 @@ const OTHER_STREAM: u32 = 10_060;
 /// Error numbers while JetStream as a whole cannot work: no quorum, no resources, no memory.
 const SYSTEM: [u32; 5] = [10_008, 10_009, 10_023, 10_028, 10_047];
 
+/// Reads the server's answer to a publish.
+pub(crate) fn read(message: &Message) -> Answer {
+    serde_json::from_slice(&message.payload).unwrap_or_default()
+}
+
 /// Returns the outcome of one publish from the server's answer.
-pub(crate) fn answer(message: &Message) -> Outcome {
-    let answer: Answer = serde_json::from_slice(&message.payload).unwrap_or_default();
+pub(crate) fn outcome(answer: Answer) -> Outcome {
     match answer {
         Answer { error: Some(refusal), .. } => refused(&refusal),
         Answer { stream: Some(_), seq: Some(_), duplicate, .. } => Outcome::Delivered { duplicate },
@@ -100,6 +105,13 @@ pub(crate) fn no_stream(name: Option<&str>, pattern: &str) -> Down {
         "no stream takes the subject now; if that continues, create one with: nats stream add {name} --subjects '{pattern}' --dupe-window 4h --defaults"
     );
     Down::new(ErrorKind::Mismatch, NO_STREAM, text)
+}
+
+/// No server was connected to within the time of a call.
+pub(crate) fn connect_too_slow() -> Down {
+    let text =
+        "no server answered within the subscription's timeout; is one of them behind a firewall that drops packets?";
+    Down::new(ErrorKind::Unavailable, "connect_timeout", text)
 }
 
 /// The server refused the publish, and reported it only on the connection.
@@ -180,7 +192,7 @@ mod tests {
             ("ok".to_owned(), Outcome::ambiguous("nats_answer_unknown", "")),
             (r#"{"stream":"S"}"#.to_owned(), Outcome::ambiguous("nats_answer_unknown", "")),
         ] {
-            let outcome = answer(&message(&payload));
+            let outcome = outcome(read(&message(&payload)));
             let code = |outcome: &Outcome| match outcome {
                 Outcome::Dead { code, .. }
                 | Outcome::Ambiguous { code, .. }

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex as StdMutex};
 use std::time::Duration;
 
@@ -61,6 +61,9 @@ pub(crate) struct Link {
     prepare: Prepare,
     current: Mutex<Current>,
     failures: AtomicU64,
+    /// Which server is tried first. An attempt may be dropped while one server does not answer, and
+    /// the next attempt must not begin with it again.
+    first: AtomicUsize,
     /// Subjects for which the server refused our publishes on the present connection. It reports
     /// this to the connection; the publish itself gets no answer.
     refused: Arc<StdMutex<BTreeSet<String>>>,
@@ -74,7 +77,8 @@ struct Current {
 
 impl Link {
     pub(crate) fn new(servers: Servers, prepare: Prepare) -> Self {
-        Self { servers, prepare, current: Mutex::default(), failures: AtomicU64::new(0), refused: Arc::default() }
+        let (failures, first) = (AtomicU64::new(0), AtomicUsize::new(0));
+        Self { servers, prepare, current: Mutex::default(), failures, first, refused: Arc::default() }
     }
 
     /// Connects to any server that answers, without preparing the connection: for a check.
@@ -139,10 +143,15 @@ impl Link {
     /// Tries each server once.
     async fn connect(&self) -> Result<Client, Down> {
         let mut down = Down::new(ErrorKind::Mismatch, "connect_failed", "there is no server to connect to");
-        for url in &self.servers.urls {
-            down = match self.connect_to(url).await {
+        let (urls, first) = (&self.servers.urls, self.first.load(Ordering::Relaxed));
+        for place in first..first + urls.len() {
+            self.first.store(place + 1, Ordering::Relaxed);
+            down = match self.connect_to(&urls[place % urls.len()]).await {
                 Ok(client) => match (self.prepare)(client.clone()).await {
-                    Ok(()) => return Ok(client),
+                    Ok(()) => {
+                        self.first.store(place, Ordering::Relaxed);
+                        return Ok(client);
+                    }
                     Err(down) => down,
                 },
                 Err(down) => down,

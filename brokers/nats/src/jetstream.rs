@@ -68,6 +68,12 @@ async fn stream_info(client: &Client, stream: &str) -> Result<Option<Value>, Dow
     }
 }
 
+/// Returns the subject of a message; `None` if the stream has it no more.
+pub(crate) async fn subject_of(client: &Client, stream: &str, number: u64) -> Result<Option<String>, Down> {
+    let answer = call(client, &format!("STREAM.MSG.GET.{stream}"), &json!({ "seq": number })).await?;
+    Ok(answer.ok().and_then(|answer| Some(answer["message"]["subject"].as_str()?.to_owned())))
+}
+
 /// Returns the streams that take any subject of a pattern.
 pub(crate) async fn streams_of(client: &Client, pattern: &str) -> Result<Vec<String>, Down> {
     let names = match call(client, "STREAM.NAMES", &json!({ "subject": pattern })).await? {

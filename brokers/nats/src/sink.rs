@@ -5,18 +5,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_nats::header::{HeaderName, HeaderValue};
-use async_nats::{Client, HeaderMap, Message, Request, RequestError};
+use async_nats::{Client, HeaderMap, Request, RequestError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use postbox_core::envelope::Binding;
 use postbox_core::{Capabilities, Clock, Delivery, Down, Envelope, HighWaterMarks, Outcome, Result, Sink, Template};
+use sha2::{Digest as _, Sha256};
+use tokio::time::timeout;
 use tracing::{info, warn};
 
-use crate::classify::{self, NO_STREAM, no_stream};
+use crate::classify::{self, Answer, NO_STREAM, no_stream};
 use crate::config;
 use crate::connection::{Link, Servers};
-use crate::jetstream::{NewStream, create_stream, duplicate_window, last_number, streams_of};
+use crate::jetstream::{NewStream, create_stream, duplicate_window, last_number, streams_of, subject_of};
 use crate::subject;
 
 /// The most events of a call. A client's queue holds 2,048, so two calls wait for the server, not
@@ -55,6 +57,8 @@ pub struct NatsSink {
     source: String,
     timeout: Duration,
     concurrency: usize,
+    /// Set once nobody answered which subject a known message has.
+    may_not_look: AtomicBool,
     clock: Arc<dyn Clock>,
 }
 
@@ -73,10 +77,21 @@ impl NatsSink {
     /// Returns a sink that connects when the first event is sent.
     pub(crate) fn new(servers: Servers, target: Target, how: Publishing, clock: Arc<dyn Clock>) -> Self {
         let (stream, create, pattern) = (target.stream.clone(), target.create.is_some(), target.pattern.clone());
-        let (target, warned) = (Arc::new(target), Arc::new(AtomicBool::new(false)));
+        let (target, is_checked) = (Arc::new(target), Arc::new(AtomicBool::new(false)));
+        let look_timeout = how.timeout / 3;
         let prepare = move |client| {
-            let (target, warned) = (Arc::clone(&target), Arc::clone(&warned));
-            Box::pin(async move { prepare(&client, &target, &warned).await }) as _
+            let (target, is_checked) = (Arc::clone(&target), Arc::clone(&is_checked));
+            Box::pin(async move {
+                if target.create.is_some() {
+                    return prepare(&client, &target, &is_checked).await;
+                }
+                // Only for a warning. A server does not answer a user without the right to ask.
+                if !is_checked.load(Ordering::Relaxed) {
+                    let checked = timeout(look_timeout, prepare(&client, &target, &is_checked)).await;
+                    is_checked.fetch_or(checked.is_err(), Ordering::Relaxed);
+                }
+                Ok(())
+            }) as _
         };
         Self {
             link: Link::new(servers, Box::new(prepare)),
@@ -88,14 +103,14 @@ impl NatsSink {
             source: how.source,
             timeout: how.timeout,
             concurrency: how.concurrency.unwrap_or(CONCURRENCY),
+            may_not_look: AtomicBool::new(false),
             clock,
         }
     }
 
     /// Makes the message of an event, or returns why there can be none.
-    fn message(&self, delivery: &Delivery) -> Result<(String, HeaderMap, Bytes), Outcome> {
+    fn message(&self, delivery: &Delivery, id: &str) -> Result<(HeaderMap, Bytes), Outcome> {
         let event = &delivery.event;
-        let subject = subject::render(&self.subject, event)?;
         let wrapped = self.envelope.wrap(event, &self.source)?;
         let mut headers = HeaderMap::new();
         for (name, value) in delivery.headers().filter(|(name, _)| !is_reserved(name)) {
@@ -107,18 +122,65 @@ impl NatsSink {
         if wrapped.attributes.is_empty() {
             insert(&mut headers, "Content-Type", &wrapped.content_type)?;
         }
-        insert(&mut headers, "Nats-Msg-Id", &delivery.dedupe_id())?;
+        insert(&mut headers, "Nats-Msg-Id", id)?;
         if let Some(stream) = &self.stream {
             insert(&mut headers, "Nats-Expected-Stream", stream)?;
         }
-        Ok((subject, headers, wrapped.body))
+        Ok((headers, wrapped.body))
     }
 
+    /// Publishes an event.
+    ///
+    /// A stream knows an id whatever the subject. If it has the event under another one, which
+    /// another subscription publishes to, the event is published under an id of its own.
     async fn publish(&self, client: &Client, delivery: &Delivery) -> Result<Acked, Outcome> {
-        let (subject, headers, body) = self.message(delivery)?;
+        let (subject, id) = (subject::render(&self.subject, &delivery.event)?, delivery.dedupe_id());
+        let acked = self.publish_as(client, delivery, &subject, &id).await?;
+        match &acked {
+            Ok(Answer { stream: Some(stream), seq: Some(number), duplicate: true, .. })
+                if self.is_elsewhere(client, stream, *number, &subject).await =>
+            {
+                let digest = Sha256::digest(&subject);
+                let own: String = digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+                self.publish_as(client, delivery, &subject, &format!("{id}-{own}")).await
+            }
+            _ => Ok(acked),
+        }
+    }
+
+    async fn publish_as(
+        &self,
+        client: &Client,
+        delivery: &Delivery,
+        subject: &str,
+        id: &str,
+    ) -> Result<Acked, Outcome> {
+        let (headers, body) = self.message(delivery, id)?;
         // The call has its own deadline.
         let request = Request::new().headers(headers).payload(body).timeout(None);
-        Ok(client.send_request(subject, request).await)
+        Ok(client.send_request(subject.to_owned(), request).await.map(|message| classify::read(&message)))
+    }
+
+    /// Whether a message of a stream has another subject. If that cannot be known, it has not: most
+    /// known messages are repetitions.
+    async fn is_elsewhere(&self, client: &Client, stream: &str, number: u64, subject: &str) -> bool {
+        if self.may_not_look.load(Ordering::Relaxed) {
+            return false;
+        }
+        match timeout(self.timeout / 3, subject_of(client, stream, number)).await {
+            Ok(Ok(known)) => known.is_some_and(|known| known != subject),
+            Ok(Err(_)) => false,
+            Err(_) => {
+                self.may_not_look.store(true, Ordering::Relaxed);
+                warn!(
+                    code = "nats_duplicates_unseen",
+                    stream,
+                    "the server does not say which subjects known messages have; if other subscriptions publish to the \
+                     stream, allow the user to publish to $JS.API.STREAM.MSG.GET.{stream}"
+                );
+                false
+            }
+        }
     }
 
     /// Returns the outcome of an event that no stream takes. If other events of the call were
@@ -141,7 +203,7 @@ impl NatsSink {
 }
 
 /// The answer to a publish, or why there is none.
-type Acked = Result<Message, RequestError>;
+type Acked = Result<Answer, RequestError>;
 
 /// Whether no event may set this header: JetStream or the envelope uses it.
 fn is_reserved(name: &str) -> bool {
@@ -175,7 +237,14 @@ impl Sink for NatsSink {
         if deliveries.is_empty() {
             return Vec::new();
         }
-        let client = match self.link.client().await {
+        let deadline = self.clock.sleep(self.timeout);
+        tokio::pin!(deadline);
+        let connected = tokio::select! {
+            biased;
+            connected = self.link.client() => connected,
+            () = &mut deadline => Err(classify::connect_too_slow()),
+        };
+        let client = match connected {
             Ok(client) => client,
             Err(down) => return vec![down.outcome(); deliveries.len()],
         };
@@ -189,8 +258,6 @@ impl Sink for NatsSink {
                 async move { (place, self.publish(client, delivery).await) }
             })
             .collect();
-        let deadline = self.clock.sleep(self.timeout);
-        tokio::pin!(deadline);
         loop {
             let (place, acked): (usize, _) = tokio::select! {
                 biased;
@@ -203,7 +270,7 @@ impl Sink for NatsSink {
             // After the connection is lost the count no longer changes, because its queue is
             // discarded.
             outcomes[place] = Some(match acked {
-                Ok(Ok(message)) => classify::answer(&message),
+                Ok(Ok(answer)) => classify::outcome(answer),
                 Ok(Err(error)) => classify::failure(&error, sent() == before),
                 Err(outcome) => outcome,
             });

@@ -5,7 +5,7 @@ use postbox_testkit::sending::{context, deliver, deliveries, said, send};
 use postbox_testkit::servers::{NatsVersion, PrivateNats};
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 use serde_json::json;
-use tokio::net::TcpSocket;
+use tokio::net::{TcpListener, TcpSocket};
 
 use crate::broker::Broker;
 use crate::stand::{AS_LIMITED, LIMITED, SHORT, sink, sink_with, source};
@@ -131,6 +131,12 @@ async fn the_next_server_is_asked_where_one_is_away() {
     assert_eq!(outcome(&away, "").await, "unavailable connect_refused");
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
     assert_eq!(outcome(&format!("{away}, {}", broker.server.url()), "").await, "delivered");
+    // One that takes the connection and says nothing costs a call, and no more.
+    let silent = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let both = format!("nats://{}, {}", silent.local_addr().expect("an address"), broker.server.url());
+    let sink = sink_with(&both, KEYS, &context(SHORT)).await;
+    assert_eq!(said(&send(&sink, NewEvent::json("t", "{}")).await), "unavailable connect_timeout");
+    assert_eq!(said(&send(&sink, NewEvent::json("t", "{}")).await), "delivered");
     let none = source(&away, "stream = \"S\"").await.next(1).await.expect_err("nobody");
     assert_eq!((none.kind(), none.code()), (ErrorKind::Unavailable, "connect_refused"));
 }

@@ -6,12 +6,12 @@ use bytes::Bytes;
 use futures::StreamExt as _;
 use postbox_core::{Delivery, NewEvent};
 use postbox_testkit::proxy::FaultProxy;
-use postbox_testkit::sending::{deliver, deliveries, said, send};
+use postbox_testkit::sending::{context, deliver, deliveries, said, send};
 use postbox_testkit::servers::NatsVersion;
 use serde_json::json;
 
 use crate::broker::{Broker, drain};
-use crate::stand::{self, sink};
+use crate::stand::{self, AS_LIMITED, LIMITED, SHORT, sink, sink_with};
 
 #[tokio::test]
 async fn hostile_events_never_become_another_message() {
@@ -150,6 +150,34 @@ async fn a_repetition_is_known_and_a_replay_is_new() {
         sent[0].replay = 1;
         assert_eq!(said(&deliver(&sink, &sent).await[0]), "delivered");
         assert_eq!(broker.stored("EVENTS").await.len(), 2);
+    }
+}
+
+/// JetStream compares ids only, whatever the subjects.
+#[tokio::test]
+async fn two_subscriptions_may_publish_one_event_to_one_stream() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, LIMITED).await;
+        broker.stream("EVENTS", &["in.>", "audit.>"], json!({})).await;
+        let url = broker.server.url();
+        let sent: Vec<Delivery> = deliveries([NewEvent::json("t", "{}"), NewEvent::json("u", "{}")]);
+        for (subject, expected) in [
+            ("in.{topic}", "delivered"),
+            ("audit.{topic}", "delivered"),
+            ("in.{topic}", "duplicate"),
+            ("audit.{topic}", "duplicate"),
+        ] {
+            let sink = sink(&url, &format!("subject = {subject:?}")).await;
+            let outcomes: Vec<String> = deliver(&sink, &sent).await.iter().map(said).collect();
+            assert_eq!(outcomes, [expected; 2], "{version:?}: {subject}");
+        }
+        assert_eq!(broker.stored("EVENTS").await.len(), 4);
+        // Without the right to look, a known message is taken for a repetition.
+        let keys = format!("subject = \"in.{{topic}}\"\nstream = \"EVENTS\"\n{AS_LIMITED}");
+        let limited = sink_with(&url, &keys, &context(SHORT)).await;
+        for _ in 0..2 {
+            assert_eq!(said(&deliver(&limited, &sent).await[0]), "duplicate");
+        }
     }
 }
 
