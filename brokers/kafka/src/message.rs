@@ -44,8 +44,10 @@ pub(crate) fn raw_message(record: ConsumerRecord, id_header: &str, content_type:
         Some(text.to_owned()).filter(|text| !text.is_empty())
     };
     let place = || format!("{}/{}/{}", record.topic, record.partition, record.offset);
+    // A CloudEvent's id is unique only beside its source.
+    let id = if Binding::KAFKA.is_named(id_header, "id") { Binding::KAFKA.id_of(&kept(&record, "")) } else { None };
     RawMessage {
-        id: word(id_header).or_else(|| Some(place())),
+        id: id.or_else(|| word(id_header)).or_else(|| Some(place())),
         digest: Sha256::digest(&payload).into(),
         topic: record.topic.to_string(),
         key: record.key.as_deref().map(key),
@@ -151,5 +153,9 @@ mod tests {
         assert_eq!(message.key.as_deref(), Some("ff01"));
         assert_eq!((message.payload.len(), message.content_type.as_str()), (0, "text/plain"));
         assert_eq!(message.headers, [("a".to_owned(), "1, 2".to_owned())].into());
+        let mut record = ConsumerRecord::new("orders", 2, 7, None, None);
+        let attributes = [("ce_specversion", "1.0"), ("ce_source", "/door"), ("ce_id", "7")];
+        record.headers = attributes.map(|(name, value)| (name.to_owned(), text(value))).into();
+        assert_eq!(raw_message(record, "ce_id", "text/plain").id.as_deref(), Some("/door 7"));
     }
 }

@@ -28,17 +28,23 @@ pub(crate) fn properties(delivery: &Delivery, wrapped: &Wrapped<'_>) -> Result<P
     Ok(PublishProperties { user_properties, content_type: Some(content_type), ..Default::default() })
 }
 
-/// Converts a publish. Its id is the value of the user property `id_property`.
+/// Converts a publish. Its id is the value of the user property `id_property`, or a CloudEvent's
+/// own.
 pub(crate) fn raw_message(publish: Publish, id_property: &str, content_type: &str) -> RawMessage {
     let properties = publish.properties.unwrap_or_default();
     let is_id = |name: &str| name.eq_ignore_ascii_case(id_property);
     let id = properties.user_properties.iter().find(|(name, value)| is_id(name) && !value.is_empty());
+    let id = id.filter(|_| !Binding::MQTT.is_named(id_property, "id")).map(|(_, id)| id.clone()).or_else(|| {
+        // A CloudEvent's id is unique only beside its source.
+        Binding::MQTT.id_of(&kept(&properties, |_| false)).or_else(|| id.map(|(_, id)| id.clone()))
+    });
+    let headers = kept(&properties, is_id);
     RawMessage {
-        id: id.map(|(_, id)| id.clone()),
+        id,
         digest: Sha256::digest(&publish.payload).into(),
         topic: String::from_utf8_lossy(&publish.topic).into_owned(),
         key: None,
-        headers: kept(&properties, is_id),
+        headers,
         content_type: properties.content_type.unwrap_or_else(|| content_type.to_owned()),
         payload: publish.payload,
     }
@@ -114,5 +120,12 @@ mod tests {
         assert_eq!((message.id.as_deref(), message.topic.as_str()), (Some("7"), "in/łódź"));
         assert_eq!(message.content_type, "text/plain");
         assert_eq!(message.headers, [("a".to_owned(), "1, 2".to_owned())].into());
+        let pairs = [("specversion", "1.0"), ("type", "door.opened"), ("source", "/door"), ("id", "7")];
+        let user_properties: Vec<_> = pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+        for id_property in ["id", ID] {
+            let properties = PublishProperties { user_properties: user_properties.clone(), ..Default::default() };
+            let message = raw_message(Publish::new("in", QoS::AtLeastOnce, "{}", Some(properties)), id_property, "a/b");
+            assert_eq!(message.id.as_deref(), Some("/door 7"), "{id_property}");
+        }
     }
 }

@@ -86,6 +86,8 @@ table! {
         dead_letter_exchange: Option<String> = text(name), unset("none", r#""orders-dead""#);
         /// Most messages that are received and not yet stored (prefetch).
         in_flight: u16 = integer(1..=u16::MAX), default(256);
+        /// The topic of messages that have no routing key.
+        topic: Option<String> = text(name), unset("the name of the queue", r#""orders""#);
         /// The content type of messages that have none.
         content_type: String = text(name), default("application/json");
     }
@@ -218,7 +220,9 @@ impl SourceConfig for RabbitmqSourceTable {
 
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
         let (servers, spec) = (self.servers(&context.name), self.spec());
-        Ok(Arc::new(RabbitmqSource::new(servers, spec, self.content_type.clone(), Arc::clone(&context.clock))))
+        let topic = self.topic.as_ref().unwrap_or(&self.queue).clone();
+        let instead = (topic, self.content_type.clone());
+        Ok(Arc::new(RabbitmqSource::new(servers, spec, instead, Arc::clone(&context.clock))))
     }
 
     async fn connect(&self, context: &SourceContext) -> Result<String> {

@@ -111,16 +111,17 @@ fn is_servers_own(name: &str) -> bool {
     SERVERS_OWN.contains(&name.as_str()) || SERVERS_OWN_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Converts a message. Its id is the producer's `message-id`, or a CloudEvent's own.
-pub(crate) fn raw_message(message: Message, content_type: &str) -> RawMessage {
+/// Converts a message. Its id is the producer's `message-id`, or a CloudEvent's own. Without a
+/// routing key, it gets the topic of the settings.
+pub(crate) fn raw_message(message: Message, topic: &str, content_type: &str) -> RawMessage {
     let Message { routing_key, properties, data, .. } = message;
     let headers = properties.headers().as_ref().map(kept).unwrap_or_default();
     let key = properties.headers().as_ref().and_then(|table| odd_key(table, &headers));
     let id = properties.message_id().as_ref().map(ToString::to_string).filter(|id| !id.is_empty());
     RawMessage {
-        id: id.or_else(|| headers.get("cloudEvents_id").cloned()),
+        id: id.or_else(|| Binding::AMQP.id_of(&headers)),
         digest: Sha256::digest(&data).into(),
-        topic: routing_key.to_string(),
+        topic: if routing_key.as_str().is_empty() { topic.to_owned() } else { routing_key.to_string() },
         key,
         content_type: properties.content_type().as_ref().map_or_else(|| content_type.to_owned(), ToString::to_string),
         payload: data.into(),

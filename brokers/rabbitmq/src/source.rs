@@ -36,6 +36,7 @@ const OPERATION: &str = "receive";
 pub struct RabbitmqSource {
     servers: Servers,
     spec: QueueSpec,
+    topic: String,
     content_type: String,
     consuming: AsyncMutex<Consuming>,
     state: Mutex<State>,
@@ -111,10 +112,17 @@ impl State {
 
 impl RabbitmqSource {
     /// Returns a source that connects when it is asked for messages.
-    pub(crate) fn new(servers: Servers, spec: QueueSpec, content_type: String, clock: Arc<dyn Clock>) -> Self {
+    /// Messages without a routing key or a content type get these.
+    pub(crate) fn new(
+        servers: Servers,
+        spec: QueueSpec,
+        (topic, content_type): (String, String),
+        clock: Arc<dyn Clock>,
+    ) -> Self {
         Self {
             servers,
             spec,
+            topic,
             content_type,
             consuming: AsyncMutex::default(),
             state: Mutex::default(),
@@ -203,7 +211,7 @@ impl RabbitmqSource {
 
     fn keep(&self, message: Message) -> SourceMessage {
         let tag = message.delivery_tag;
-        self.state().give(tag, raw_message(message, &self.content_type))
+        self.state().give(tag, raw_message(message, &self.topic, &self.content_type))
     }
 
     /// Sends a settlement to the server, and waits until it is processed.

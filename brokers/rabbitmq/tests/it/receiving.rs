@@ -67,18 +67,22 @@ async fn an_event_comes_out_as_it_went_in() {
     let spelled = [
         ("cloudEvents:specversion", text("1.0")),
         ("cloudEvents:id", text("ce-1")),
+        ("cloudEvents:source", text("/shop")),
         ("cloudEvents:type", text("spelled")),
         ("cloudEvents:version", AMQPValue::LongInt(3)),
     ];
     let spelled = BasicProperties::default().with_headers(arguments(&spelled));
     broker.publish(&queue, "any", spelled, b"{}").await;
     broker.publish(&queue, "plain", BasicProperties::default(), b"plain").await;
-    receiving.until(|it| it.inbox.all().len() == 5).await;
+    // As publishers to a fanout exchange do.
+    broker.publish(&queue, "", BasicProperties::default(), b"no key").await;
+    receiving.until(|it| it.inbox.all().len() == 6).await;
     let stored = receiving.inbox.all();
     let by_topic = |topic: &str| stored.iter().find(|it| it.event.topic == topic).expect(topic);
     receiving.has(&sent);
-    assert_eq!((by_topic("spelled").message_id.as_str(), by_topic("spelled").event.version), ("ce-1", Some(3)));
+    assert_eq!((by_topic("spelled").message_id.as_str(), by_topic("spelled").event.version), ("/shop ce-1", Some(3)));
     assert!(by_topic("plain").message_id.starts_with("sha256:"));
+    assert_eq!(by_topic(&queue).event.payload, "no key");
     receiving.stop().await;
     is_empty(&broker, &queue).await;
     // The queue is a quorum queue: to declare it as another kind is refused.

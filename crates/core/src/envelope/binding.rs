@@ -143,6 +143,20 @@ mod tests {
     }
 
     #[test]
+    fn a_cloudevent_is_known_by_its_source_and_id() {
+        let of = |pairs: &[(&str, &str)]| {
+            Binding::MQTT.id_of(&pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect())
+        };
+        let spec = ("specversion", "1.0");
+        assert_eq!(of(&[spec, ("id", "1"), ("source", "/billing")]).as_deref(), Some("/billing 1"));
+        assert_eq!(of(&[spec, ("ID", "1")]).as_deref(), Some("1"));
+        assert_eq!(of(&[("id", "1"), ("source", "/billing")]), None, "no CloudEvent");
+        assert_eq!(of(&[spec, ("id", ""), ("source", "/billing")]), None);
+        let long = |source: &str| of(&[spec, ("id", &"1".repeat(255)), ("source", source)]).expect("an id");
+        assert_eq!((long("/a").len(), long("/a") == long("/b")), (64, false));
+    }
+
+    #[test]
     fn no_event_s_header_is_an_attribute() {
         for (binding, own, free) in [
             (Binding::HTTP, "CE-Type", "ce_type"),

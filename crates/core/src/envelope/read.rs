@@ -1,8 +1,11 @@
 //! Turns a broker's message into an event.
 
+use sha2::{Digest as _, Sha256};
+
 use super::binding::{Binding, decode};
 use crate::error::Result;
-use crate::limits::HEADERS_MAX;
+use crate::event::Headers;
+use crate::limits::{HEADERS_MAX, MESSAGE_ID_BYTES_MAX};
 use crate::names::SourceName;
 use crate::receive::Inbound;
 use crate::source::RawMessage;
@@ -16,14 +19,8 @@ impl Binding {
     ///
     /// The attribute `tenant` stays a header, because anyone who may publish could name any tenant.
     pub fn read(&self, message: &RawMessage, source: &SourceName) -> Result<Inbound> {
-        let is = |header: &str, name: &str| {
-            let rest = header.get(self.prefix.len()..);
-            self.is_attribute(header) && rest.is_some_and(|rest| rest.eq_ignore_ascii_case(name))
-        };
-        let attribute = |name: &str| {
-            let (_, value) = message.headers.iter().find(|(header, _)| is(header, name))?;
-            if self.is_encoded { decode(value.as_bytes()) } else { Some(value.clone()) }
-        };
+        let is = |header: &str, name: &str| self.is_named(header, name);
+        let attribute = |name: &str| self.attribute(&message.headers, name);
         let (Some(_), Some(topic)) = (attribute("specversion"), attribute("type")) else {
             return message.clone().into_inbound(source);
         };
@@ -50,5 +47,29 @@ impl Binding {
         event.occurred_at = word("time").and_then(|time| time.parse().ok());
         inbound.validate()?;
         Ok(inbound)
+    }
+
+    /// Returns an id for a CloudEvent in binary mode; `None` if it is none. It is made of the
+    /// attributes `source` and `id`, which are unique only together (CloudEvents 1.0, `source`).
+    pub fn id_of(&self, headers: &Headers) -> Option<String> {
+        let attribute = |name| self.attribute(headers, name);
+        attribute("specversion")?;
+        let id = attribute("id").filter(|id| !id.is_empty())?;
+        let id = attribute("source").map_or_else(|| id.clone(), |source| format!("{source} {id}"));
+        if id.len() <= MESSAGE_ID_BYTES_MAX {
+            return Some(id);
+        }
+        Some(Sha256::digest(id).iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+
+    /// Returns whether a header is the attribute of this name.
+    pub fn is_named(&self, header: &str, name: &str) -> bool {
+        let rest = header.get(self.prefix.len()..);
+        self.is_attribute(header) && rest.is_some_and(|rest| rest.eq_ignore_ascii_case(name))
+    }
+
+    fn attribute(&self, headers: &Headers, name: &str) -> Option<String> {
+        let (_, value) = headers.iter().find(|(header, _)| self.is_named(header, name))?;
+        if self.is_encoded { decode(value.as_bytes()) } else { Some(value.clone()) }
     }
 }
