@@ -145,6 +145,14 @@ pub(crate) fn error(operation: &'static str, failure: &Failure) -> Error {
             _ => (ErrorKind::Unavailable, "kafka_refused"),
         },
         _ if operation == "connect" => (ErrorKind::Unavailable, "kafka_connect_failed"),
+        Cause::Client => {
+            let text = format!(
+                "{} (if a partition stands still, its next batch cannot be read: stop all members, and move the group \
+                 past it with kafka-consumer-groups.sh --reset-offsets)",
+                failure.text
+            );
+            return Error::new(ErrorKind::Unavailable, operation, "kafka_client_failed", text);
+        }
         _ => (ErrorKind::Unavailable, "kafka_unreachable"),
     };
     Error::new(kind, operation, code, failure.text.clone())

@@ -103,7 +103,11 @@ impl Member {
     /// Polls until the source is closed. Joins the group again when its client cannot continue.
     async fn run(self: Arc<Self>) {
         while !self.closed.is_cancelled() {
-            match Consumer::join(&self.cluster, &self.membership, &self.state).await {
+            let joined = tokio::select! {
+                joined = Consumer::join(&self.cluster, &self.membership, &self.state) => joined,
+                () = self.closed.cancelled() => break,
+            };
+            match joined {
                 Ok((consumer, topics)) => {
                     *lock(&self.state.consumer) = Some(consumer.clone());
                     self.poll(&consumer, &topics).await;

@@ -84,8 +84,11 @@ impl RedisSink {
 
     /// Makes the next call reconnect: this connection is lost, or leads to a server that accepts no
     /// writes.
-    async fn drop_connection(&self) {
-        *self.connection.lock().await = None;
+    fn drop_connection(&self) {
+        // If it is locked, another call is connecting. Waiting for it could outlast the call.
+        if let Ok(mut connection) = self.connection.try_lock() {
+            *connection = None;
+        }
     }
 
     /// Makes the command for one event, or returns why there can be none.
@@ -122,14 +125,14 @@ impl RedisSink {
                 let outcomes: Vec<Outcome> = answers.iter().map(outcome).collect();
                 // The server may no longer be the primary, and its name may lead to another by now.
                 if outcomes.iter().any(|outcome| matches!(outcome, Outcome::Unavailable { .. })) {
-                    self.drop_connection().await;
+                    self.drop_connection();
                 }
                 return outcomes;
             }
             Ok(Err(error)) => classify::unanswered(&error),
             Err(_) => classify::timed_out(),
         };
-        self.drop_connection().await;
+        self.drop_connection();
         vec![lost; pipeline.len()]
     }
 }
@@ -192,7 +195,7 @@ impl Sink for RedisSink {
     }
 
     async fn close(&self) {
-        self.drop_connection().await;
+        self.drop_connection();
     }
 }
 

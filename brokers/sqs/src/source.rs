@@ -26,6 +26,8 @@ const WAIT: Duration = Duration::from_secs(20);
 const POLLS_MAX: usize = 4;
 /// The longest wait for any other answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest wait for messages to be given back at the end.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest delay that SQS accepts, in seconds.
 pub(crate) const DELAY_SECONDS_MAX: u64 = 43_200;
 
@@ -300,8 +302,11 @@ impl Source for SqsSource {
             given.into_values().chain(ready.into_iter().map(|(receipt, _)| receipt)).collect()
         };
         self.queue.changed.notify_waiters();
-        let _moving = self.queue.moving.lock().await;
+        let given_back = async {
+            let _moving = self.queue.moving.lock().await;
+            self.queue.change(&receipts, Change::Hide(Duration::ZERO)).await
+        };
         // If SQS does not receive this, the messages are delivered again after their deadline too.
-        let _ = self.queue.change(&receipts, Change::Hide(Duration::ZERO)).await;
+        let _ = timeout(CLOSE_TIMEOUT, given_back).await;
     }
 }
