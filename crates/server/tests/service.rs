@@ -229,23 +229,6 @@ async fn verified_webhooks_are_stored_once() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_port_in_use_is_an_error_before_anything_goes_out() -> Result<()> {
-    let holder = TcpListener::bind("127.0.0.1:0").await?;
-    let folder = tempfile::tempdir()?;
-    let path = folder.path().join("events.jsonl");
-    let store = memory();
-    store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await?;
-    let text = format!("{}[server]\nlisten = \"{}\"\n", file_subscription(&path), holder.local_addr()?);
-    let error = match Service::start_on(Config::parse(&text)?, store as Arc<dyn Store>).await {
-        Ok(_) => anyhow::bail!("it started"),
-        Err(error) => error,
-    };
-    ensure!(error.code() == "port_in_use" && error.message().contains("[server] listen"), "{error}");
-    ensure!(std::fs::read_to_string(&path).unwrap_or_default().is_empty());
-    Ok(())
-}
-
-#[tokio::test]
 async fn it_can_be_stopped_at_any_moment_any_number_of_times() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let store = memory();
@@ -267,18 +250,6 @@ async fn it_can_be_stopped_at_any_moment_any_number_of_times() -> Result<()> {
     })
     .await?;
     stop(last).await
-}
-
-#[tokio::test]
-async fn without_a_sink_events_stay_pending() -> Result<()> {
-    let store = memory();
-    store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await?;
-    let service = start("[subscriptions.out]\n", &store).await?;
-    ensure!(get(service.address(), "/readyz").await?.0 == 200);
-    ensure!(store.stats(&"out".parse()?).await?.pending == 1);
-    stop(service).await?;
-    ensure!(store.stats(&"out".parse()?).await?.pending == 1);
-    Ok(())
 }
 
 #[tokio::test]

@@ -1,14 +1,12 @@
 //! Every error is one line with its cure, exits with 1 or 2, and changes nothing.
 
 use std::net::TcpListener;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
-use std::os::unix::process::CommandExt as _;
-use std::process::{Command, Stdio};
+use std::os::unix::fs::PermissionsExt as _;
 
 use anyhow::{Context as _, Result, ensure};
 
 use crate::endpoint::Shut;
-use crate::env::{FILE_SINK, Kind, TestEnv, complaint};
+use crate::env::{FILE_SINK, Kind, TestEnv};
 
 const STDOUT_SINK: &str = "[subscriptions.out]\nsink = { type = \"stdout\" }\n";
 
@@ -155,36 +153,6 @@ async fn a_missing_database_or_user_is_reported() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn a_cursor_from_the_future_is_reported_with_the_cure() -> Result<()> {
-    for kind in [Kind::Sqlite, Kind::Postgres] {
-        let env = TestEnv::with(kind, FILE_SINK).await?;
-        env.insert_three().await?;
-        ensure!(env.ok(&["dispatch"])?.contains("dispatched=3"));
-        // As after the restore of an older copy, or of a dump into a younger cluster.
-        env.sql(match kind {
-            Kind::Sqlite => "UPDATE postbox_lane SET position = 900, window_end = 900",
-            Kind::Postgres => "UPDATE postbox.lane SET from_snap = '9000000:9000000:', to_snap = '9000000:9000000:'",
-        })
-        .await?;
-        refused(&env, 1, &[["dispatch"], ["run"]], &["cursor_from_future"]).await?;
-        let complaint = env.refuses(1, &["dispatch"])?;
-        match kind {
-            Kind::Sqlite => {
-                let cure = complaint.split("with: ").nth(1).context("a cure")?;
-                env.sql(cure.trim_end().trim_end_matches("(cursor_from_future)")).await?;
-            }
-            Kind::Postgres => {
-                ensure!(complaint.contains("postbox migrate rebase"), "{complaint}");
-                env.ok(&["migrate", "rebase"])?;
-            }
-        }
-        env.insert_three().await?;
-        ensure!(env.dispatch(&[])?.contains("dispatched=3"), "{kind:?}: it was not cured");
-    }
-    Ok(())
-}
-
 /// The procedure of `stores/sqlite/README.md`. Log and cursors are from one moment, so what was
 /// pending then is delivered again. The files beside the database belong to the replaced one.
 #[tokio::test]
@@ -247,35 +215,6 @@ async fn a_read_only_file_is_reported() -> Result<()> {
     bytes_now[18] = 3;
     std::fs::write(&path, &bytes_now)?;
     refused(&env, 1, &[["dispatch"], ["run"]], &["read-only", "writable"]).await
-}
-
-#[tokio::test]
-async fn a_file_of_another_user_is_reported() -> Result<()> {
-    let env = TestEnv::with(Kind::Sqlite, STDOUT_SINK).await?;
-    env.insert_three().await?;
-    // A copy of the program, because the folders above the real one may be closed to others.
-    let program = env.path("program");
-    std::fs::copy(env!("CARGO_BIN_EXE_postbox"), &program)?;
-    let folder = env.path(".");
-    for (path, mode) in [(&program, 0o755), (&env.path("postbox.db"), 0o444), (&folder, 0o555)] {
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
-    }
-    let before = env.snapshot().await?;
-    for args in [&["dispatch"][..], &["run"], &["migrate", "down", "--yes"], &["prune", "--older-than", "0s"]] {
-        let mut command = Command::new(&program);
-        command.args(args).current_dir(&folder).stdin(Stdio::null()).env("POSTBOX_STORE", &env.url);
-        // Root may write everywhere, user 65534 may not. Without root we cannot change the user,
-        // and need not.
-        if std::fs::metadata("/proc/self")?.uid() == 0 {
-            command.uid(65_534).gid(65_534);
-        }
-        let complaint = complaint(&command.output()?, 1, args)?;
-        one_line(&complaint, &["postbox.db", "writable"])?;
-        ensure!(complaint.matches("read-only").count() == 1, "said twice: {complaint}");
-    }
-    std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o755))?;
-    ensure!(env.snapshot().await? == before, "the file was changed");
-    Ok(())
 }
 
 #[tokio::test]

@@ -260,51 +260,6 @@ async fn a_dead_destination_counts_no_attempt_and_drains_when_it_returns(kind: K
     Ok(())
 }
 
-const POISON: &str = "k7";
-
-fn refuses_one_key(key: &str) -> (u16, Duration) {
-    if key == POISON { (500, 20 * PACE) } else { (204, PACE) }
-}
-
-/// The time from the first arrival to the last accepted one, with a hundred keys.
-async fn time_of_the_others(kind: Kind, answer: crate::endpoint::Answer) -> Result<Duration> {
-    const KEYS: usize = 100;
-    const EVENTS: usize = 800;
-    let poisoned = answer(POISON).0 == 500;
-    let endpoint = Endpoint::start(answer)?;
-    // It is retried often and for ever, so it is there the whole time while the others are
-    // delivered.
-    let settings = "batch = 100\nconcurrency = 8\nretry = { max_attempts = 10000, base = \"10ms\", max = \"10ms\" }\n";
-    let env = TestEnv::with(kind, &(endpoint.subscription("out") + settings)).await?;
-    fill(&env, KEYS, EVENTS).await?;
-    let relay = env.serve().await?;
-    let wanted = if poisoned { EVENTS - EVENTS / KEYS } else { EVENTS };
-    let arrivals = endpoint.until("the other keys", |arrivals| distinct(arrivals) == wanted).await?;
-    let last = arrivals.iter().filter(|arrival| arrival.taken).map(|arrival| arrival.at).max();
-    let time = last.context("some were taken")?.duration_since(arrivals[0].at);
-    if poisoned {
-        let is_poison = |it: &&Arrival| it.key == POISON;
-        let seen = endpoint.until("the poison again", |now| now.iter().filter(is_poison).count() > 3).await?;
-        let poison: Vec<i64> = seen.iter().filter(is_poison).map(|it| it.n).collect();
-        ensure!(poison.iter().all(|n| *n == 7), "only its first may go: {poison:?}");
-    }
-    let repeats = arrivals.iter().filter(|arrival| arrival.taken).count() - wanted;
-    ensure!(repeats == 0, "{repeats} came twice");
-    relay.terminate().await?;
-    let stats = env.json(&["stats", "--json"])?;
-    let (retrying, blocked) = if poisoned { (1, EVENTS / KEYS - 1) } else { (0, 0) };
-    ensure!(stats[0]["retrying"] == retrying && stats[0]["blocked"] == blocked, "{stats}");
-    ensure!(stats[0]["dispatched"] == wanted && stats[0]["dead"] == 0, "{stats}");
-    Ok(time)
-}
-
-async fn one_poison_key_of_a_hundred_does_not_slow_the_others(kind: Kind) -> Result<()> {
-    let without = time_of_the_others(kind, takes_all).await?;
-    let with = time_of_the_others(kind, refuses_one_key).await?;
-    let what = format!("{kind:?}, 99 keys beside a poison one (100 keys without it in {without:?})");
-    promised(&what, with, without * 2 + Duration::from_secs(1))
-}
-
 /// No other event succeeded when they failed, so the destination looks down. Later events are
 /// delivered all the same.
 async fn events_that_look_like_an_outage_hold_up_no_others(kind: Kind) -> Result<()> {
@@ -331,5 +286,4 @@ async fn events_that_look_like_an_outage_hold_up_no_others(kind: Kind) -> Result
 on_both!(
     events_that_look_like_an_outage_hold_up_no_others,
     a_dead_destination_counts_no_attempt_and_drains_when_it_returns,
-    one_poison_key_of_a_hundred_does_not_slow_the_others,
 );

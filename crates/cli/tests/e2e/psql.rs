@@ -64,23 +64,6 @@ async fn a_database_filled_from_psql_only_is_relayed() -> Result<()> {
     Ok(())
 }
 
-/// In another encoding, text would differ from what was sent.
-#[tokio::test]
-async fn a_database_in_another_encoding_is_refused_with_the_cure() -> Result<()> {
-    let server = Postgres::shared(postbox_testkit::servers::Version::V15).await;
-    for encoding in ["LATIN1", "WIN1252", "SQL_ASCII"] {
-        let name = format!("e2e_{}_{}", encoding.to_lowercase(), std::process::id());
-        let make = format!("CREATE DATABASE {name} ENCODING {encoding} LOCALE 'C' TEMPLATE template0;");
-        Postgres::psql(&server.url(), &make);
-        let env = TestEnv::on(Kind::Postgres, server.url_of(&name))?;
-        let complaint = env.refuses(1, &["migrate", "up"])?;
-        ensure!(complaint.contains(encoding) && complaint.contains("createdb -E UTF8 -T template0"), "{complaint}");
-        ensure!(complaint.contains("encoding_unsupported"), "{complaint}");
-        Postgres::psql(&server.url(), &format!("DROP DATABASE {name} WITH (FORCE);"));
-    }
-    Ok(())
-}
-
 /// A writer with the printed grants, and nothing else.
 #[tokio::test]
 async fn the_printed_rights_are_run_by_psql() -> Result<()> {
