@@ -35,11 +35,12 @@ impl ApplyState {
         self.chunk.load(Ordering::Relaxed)
     }
 
-    /// Notes that a transaction committed in time. The next ones may be larger.
+    /// Notes that a transaction committed in time. The next ones may be larger, by little: if they
+    /// overrun their time at some size, few do.
     pub(crate) fn committed(&self) {
         let chunk = self.chunk();
         if chunk < APPLY_CHUNK_MAX {
-            self.chunk.store((chunk * 2).min(APPLY_CHUNK_MAX), Ordering::Relaxed);
+            self.chunk.store((chunk + (chunk / 8).max(1)).min(APPLY_CHUNK_MAX), Ordering::Relaxed);
         }
     }
 

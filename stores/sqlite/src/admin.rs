@@ -73,7 +73,8 @@ impl Admin for SqliteStore {
         replay.validate()?;
         let (name, replay, dry_run) = (subscription.clone(), replay.clone(), replay.dry_run);
         let step = move |tx: &Transaction<'_>, now| crate::replay::replay(tx, &name, &replay, now);
-        self.change_or_look(Flush::Configured, "replay", dry_run, step).await
+        // The events may never have been handed out, so they may not be on disk.
+        self.change_or_look(Flush::Always, "replay", dry_run, step).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {

@@ -1,8 +1,9 @@
 //! Exactly-once effects: handlers run in the transaction that settles their events.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, mpsc};
 
 use async_trait::async_trait;
 use postbox_core::kit::{BlockedKeys, entries_of, panic_text};
@@ -163,8 +164,14 @@ impl Application {
             refuse_settled(tx, &self.lease, lane, &self.settlement, &self.deliveries)?;
             // A handler's COMMIT becomes a ROLLBACK: the work of earlier handlers is then repeated,
             // but not applied twice.
-            tx.commit_hook(Some(|| true))?;
-            let outcomes = self.handle_all(tx);
+            let committed = Arc::new(AtomicBool::new(false));
+            let noted = Arc::clone(&committed);
+            let refuse = move || {
+                noted.store(true, Relaxed);
+                true
+            };
+            tx.commit_hook(Some(refuse))?;
+            let outcomes = self.handle_all(tx, &committed);
             tx.commit_hook(None::<fn() -> bool>)?;
             let outcomes = outcomes?;
             // If the caller has gone, nothing may be committed.
@@ -177,7 +184,7 @@ impl Application {
         })
     }
 
-    fn handle_all(&self, tx: &Transaction<'_>) -> Work<Outcomes> {
+    fn handle_all(&self, tx: &Transaction<'_>, committed: &AtomicBool) -> Work<Outcomes> {
         let deferred = tx.query_row(DEFERRED_KEYS_USED, [], |row| row.get(0))?;
         let mut blocked = BlockedKeys::new(self.settlement.hold_keys);
         let mut outcomes = Vec::with_capacity(self.deliveries.len());
@@ -187,7 +194,10 @@ impl Application {
                 continue;
             }
             let traced = Traced::process(delivery, self.lease.subscription.as_str());
-            let outcome = traced.span().in_scope(|| self.handle(tx, traced.delivery(), deferred))?;
+            let outcome = traced.span().in_scope(|| self.handle(tx, traced.delivery(), deferred));
+            let outcome = outcome.map_err(|error| {
+                if committed.load(Relaxed) { Error::transaction_ended("apply").into() } else { error }
+            })?;
             traced.end(&outcome);
             blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
@@ -205,7 +215,13 @@ impl Application {
         let mut outcome = catch_unwind(AssertUnwindSafe(handle))
             .unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic).to_owned()));
         if tx.is_autocommit() {
-            return Err(Error::transaction_ended("apply").into());
+            // After an error, SQLite may have rolled back by itself: the disk is full, or a page
+            // cannot be read. Nothing was committed in either case, because a COMMIT is refused.
+            let ended = match outcome.is_delivered() {
+                true => Error::transaction_ended("apply"),
+                false => Error::transaction_lost("apply", "it ended in a handler that failed"),
+            };
+            return Err(ended.into());
         }
         if deferred && outcome.is_delivered() && broken_keys(tx)? > broken_before {
             // Otherwise the commit would fail for all events, at every attempt.

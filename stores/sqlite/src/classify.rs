@@ -53,6 +53,13 @@ pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> E
         return schema_missing(operation, None);
     }
     let (kind, code, message) = match (extended & 0xff, extended) {
+        (_, ffi::SQLITE_BUSY_SNAPSHOT) => (
+            ErrorKind::Unavailable,
+            "store_busy",
+            "the transaction read before another one wrote, so it cannot write any more; roll it back, and begin such \
+             transactions with BEGIN IMMEDIATE"
+                .into(),
+        ),
         (ffi::SQLITE_BUSY | ffi::SQLITE_LOCKED, _) => (
             ErrorKind::Unavailable,
             "store_busy",

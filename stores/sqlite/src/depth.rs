@@ -75,7 +75,7 @@ fn waiting(
 ) -> Work<()> {
     // By `postbox_delivery_state`, then the log's primary key; no lock.
     let delivery_waiting = format!(
-        "SELECT {LOOK_COLUMNS}, d.topic, d.created_at, d.due_at FROM postbox_delivery d LEFT JOIN {} l ON l.seq = d.seq \
+        "SELECT {LOOK_COLUMNS}, d.topic, d.created_at, d.due_at FROM postbox_delivery d INDEXED BY postbox_delivery_state LEFT JOIN {} l ON l.seq = d.seq \
          WHERE d.subscription = ?1 AND d.state = ?2 ORDER BY d.seq LIMIT ?3",
         reader.table
     );

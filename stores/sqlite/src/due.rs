@@ -46,12 +46,12 @@ fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Ve
     let delivery_due = format!(
         "SELECT {DELIVERY_COLUMNS} FROM postbox_delivery d \
          WHERE d.subscription = ?1 AND d.lane = ?2 AND d.state IN ('retrying', 'scheduled') AND d.due_at <= ?3 \
-         AND (d.holds = 0 OR NOT EXISTS (SELECT 1 FROM postbox_delivery h \
+         AND (d.holds = 0 OR NOT EXISTS (SELECT 1 FROM postbox_delivery h INDEXED BY postbox_delivery_key \
          WHERE h.subscription = d.subscription AND h.key = d.key AND h.holds = 1 AND h.seq < d.seq)) ORDER BY d.due_at LIMIT ?4"
     );
     // Rows behind the head of a key, by `postbox_delivery_key`; no lock.
     let delivery_behind = format!(
-        "SELECT {DELIVERY_COLUMNS} FROM postbox_delivery d \
+        "SELECT {DELIVERY_COLUMNS} FROM postbox_delivery d INDEXED BY postbox_delivery_key \
          WHERE d.subscription = ?1 AND d.key = ?2 AND d.holds = 1 AND d.seq > ?3 ORDER BY d.seq LIMIT ?4"
     );
     let (name, read) = (lease.subscription.as_str(), |row: &rusqlite::Row<'_>| DeliveryRow::read(row, 0));

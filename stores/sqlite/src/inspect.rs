@@ -360,7 +360,7 @@ fn list(session: &mut Session, query: &ListQuery) -> Work<Vec<Record>> {
 fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery, state: State) -> Work<Vec<Record>> {
     // By `postbox_delivery_state`, then the log's primary key; no lock.
     let delivery_list = format!(
-        "SELECT {LOG_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts FROM postbox_delivery d \
+        "SELECT {LOG_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts FROM postbox_delivery d INDEXED BY postbox_delivery_state \
          LEFT JOIN {} l ON l.seq = d.seq WHERE d.subscription = ?1 AND d.state = ?2 AND d.seq > ?3 ORDER BY d.seq",
         reader.table
     );

@@ -35,7 +35,7 @@ kinds = ?5, aggregates = ?6, headers = ?7, on_dead = ?8, \
 revision = revision + ((topics, kinds, aggregates, headers) <> (?2, ?5, ?6, ?7) OR tenant IS NOT ?3) WHERE name = ?1";
 /// Without order no row holds its key, and no row waits for a turn. By the index of keys; takes the
 /// write lock.
-const DELIVERY_UNBLOCK: &str = "UPDATE postbox_delivery SET holds = 0, updated_at = ?2, \
+const DELIVERY_UNBLOCK: &str = "UPDATE postbox_delivery INDEXED BY postbox_delivery_key SET holds = 0, updated_at = ?2, \
 due_at = iif(state = 'blocked', ?2, due_at), state = iif(state = 'blocked', 'retrying', state) \
 WHERE subscription = ?1 AND holds = 1";
 /// Every filter is kept. By primary key; takes the write lock.
@@ -108,13 +108,13 @@ const LANE_GRANT: &str = concat!(
 );
 /// Makes events due that wait for a call of the former holder (`Disposition::IN_FLIGHT`). Index
 /// `postbox_delivery_in_flight`; takes the write lock.
-const DELIVERIES_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
-WHERE subscription = ?1 AND lane = ?2 AND code = 'in_flight' AND state = 'retrying' AND due_at > ?3";
+const DELIVERIES_MAKE_DUE: &str = "UPDATE postbox_delivery INDEXED BY postbox_delivery_in_flight SET due_at = ?3, updated_at = ?3 \
+WHERE subscription = ?1 AND lane = ?2 AND code IN ('in_flight', 'alone') AND code = 'in_flight' AND state = 'retrying' AND due_at > ?3";
 /// Counts a crash against events that the former holder sent alone and recorded no outcome for: it
 /// crashed while sending them (`Disposition::ALONE`, `RELAY_CRASHED`). Index
 /// `postbox_delivery_in_flight`; takes the write lock.
-const DELIVERY_COUNT_CRASH: &str = "UPDATE postbox_delivery SET crashes = crashes + 1, code = 'relay_crashed', error = ?4, updated_at = ?3 \
-WHERE subscription = ?1 AND lane = ?2 AND code = 'alone' AND state = 'retrying'";
+const DELIVERY_COUNT_CRASH: &str = "UPDATE postbox_delivery INDEXED BY postbox_delivery_in_flight SET crashes = crashes + 1, code = 'relay_crashed', error = ?4, updated_at = ?3 \
+WHERE subscription = ?1 AND lane = ?2 AND code IN ('in_flight', 'alone') AND code = 'alone' AND state = 'retrying'";
 /// By primary key; takes the write lock; changes nothing for a stale epoch.
 const LANE_RENEW: &str = "UPDATE postbox_lane SET lease_until = ?6, lease_ttl = ?7 \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";

@@ -38,7 +38,9 @@ impl Maintain for SqliteStore {
 
     async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
         let log = log.clone();
-        self.write("note_unrouted", move |tx, now| note_unrouted(tx, &log, now)).await
+        // Events that a filter matches now may never have been handed out, so they may not be on
+        // disk.
+        self.change_or_look(Flush::Always, "note_unrouted", false, move |tx, now| note_unrouted(tx, &log, now)).await
     }
 
     async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
@@ -150,7 +152,7 @@ fn delete(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], gone: &[i64])
 fn prune_missing(tx: &Transaction<'_>, readers: &[Reader], table: &str, oldest_kept: i64, dry_run: bool) -> Work<u64> {
     // By `postbox_delivery_missing`.
     let missing = format!(
-        "FROM postbox_delivery d WHERE d.subscription = ?1 \
+        "FROM postbox_delivery d INDEXED BY postbox_delivery_missing WHERE d.subscription = ?1 \
          AND d.code = 'event_missing' AND d.state IN ('dead', 'discarded') AND d.updated_at <= ?2 \
          AND NOT EXISTS (SELECT 1 FROM {table} l WHERE l.seq = d.seq)"
     );

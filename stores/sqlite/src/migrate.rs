@@ -72,6 +72,12 @@ pub(crate) fn create_log(session: &mut Session, log: &LogName) -> Work<()> {
 fn up(session: &mut Session) -> Work<Vec<String>> {
     let connection = session.create()?;
     refuse_newer(applied(connection)?)?;
+    let encoding: String = connection.query_row("PRAGMA encoding", [], |row| row.get(0))?;
+    if encoding != "UTF-8" {
+        // Text is measured in bytes, and searched for NUL.
+        let message = format!("the database keeps text in {encoding}, Postbox needs UTF-8; make a new file for it");
+        return Err(Error::new(ErrorKind::Mismatch, "migrate", "encoding_unsupported", message).into());
+    }
     let mode = enter_wal(connection)?;
     if mode != "wal" {
         let message = format!(

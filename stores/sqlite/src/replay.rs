@@ -12,6 +12,7 @@ use crate::clock::timestamp;
 use crate::decode::{Decoded, Head, LOG_COLUMNS, integer, lossy, seq};
 use crate::inspect::Reader;
 use crate::unrouted::UNROUTED_FORGET;
+use crate::window::DELIVERY_KEY_HELD;
 use crate::window::log_end;
 
 /// How many rows one step reads: some tens of milliseconds of the write lock, however few of them
@@ -62,7 +63,9 @@ impl<'a> SendAgain<'a> {
 }
 
 /// Adds the delivery row of an event that leaves the stream for another reason than a failure. It
-/// is due now, or at `deliver_at`. `row` has [`crate::decode::HEAD_COLUMNS`].
+/// is due now, at `deliver_at`, or once those before it in its key are done: if many rows of a key
+/// were due, each call of `due` would look at all of them to find the first. `row` has
+/// [`crate::decode::HEAD_COLUMNS`].
 pub(crate) fn leave_stream(
     tx: &Transaction<'_>,
     reader: &Reader,
@@ -74,10 +77,15 @@ pub(crate) fn leave_stream(
 ) -> Work<()> {
     let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));
     let later = deliver_at.filter(|at| *at > now);
-    let state = if later.is_some() { State::Scheduled } else { State::Retrying };
     let holds = reader.stored.ordering == Ordering::Key && key.is_some() && later.is_none();
     let (name, lane) = (reader.name.as_str(), reader.lane(head));
-    let (state, due_at) = (state.as_str(), later.unwrap_or(now));
+    let mut is_held = tx.prepare_cached(DELIVERY_KEY_HELD)?;
+    let (state, due_at) = match later {
+        Some(at) => (State::Scheduled, Some(at)),
+        None if holds && is_held.exists(params![name, key, seq])? => (State::Blocked, None),
+        None => (State::Retrying, Some(now)),
+    };
+    let state = state.as_str();
     let values = params![name, seq, lane, id, head.topic, key, created_at, state, holds, replay, due_at, now];
     tx.prepare_cached(DELIVERY_LEAVE)?.execute(values)?;
     Ok(())

@@ -80,8 +80,7 @@ pub(crate) fn log_table(log: &LogName) -> String {
 ///   also be text that SQLite's date functions understand (`datetime('now', '+1 hour')`), UTC.
 /// - A row with a `seq` of its own is refused: at or below a cursor it would never be sent. For a
 ///   row without one, NEW.seq is -1 in a BEFORE trigger.
-/// - `payload` is the last column, so that rows which a lane passes over are judged without reading
-///   their overflow pages.
+/// - `payload` is the last column, so that statements without it read no overflow page.
 pub(crate) fn log_ddl(log: &LogName) -> String {
     let table = log_table(log);
     let id_pattern = [8, 4, 4, 4, 12].map(|digits| "[0-9a-f]".repeat(digits)).join("-");

@@ -45,14 +45,14 @@ WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_un
 const DELIVERY_IN_RANGE: &str =
     "SELECT seq, state FROM postbox_delivery WHERE subscription = ?1 AND seq > ?2 AND seq <= ?3";
 /// Whether any key of the subscription is held, by `postbox_delivery_key`; no lock.
-const DELIVERY_ANY_HELD: &str = "SELECT 1 FROM postbox_delivery WHERE subscription = ?1 AND holds = 1 LIMIT 1";
+const DELIVERY_ANY_HELD: &str =
+    "SELECT 1 FROM postbox_delivery INDEXED BY postbox_delivery_key WHERE subscription = ?1 AND holds = 1 LIMIT 1";
 /// Whether an earlier event holds a key, by `postbox_delivery_key`; no lock.
-const DELIVERY_KEY_HELD: &str =
-    "SELECT 1 FROM postbox_delivery WHERE subscription = ?1 AND key = ?2 AND holds = 1 AND seq < ?3 LIMIT 1";
+pub(crate) const DELIVERY_KEY_HELD: &str = "SELECT 1 FROM postbox_delivery INDEXED BY postbox_delivery_key WHERE subscription = ?1 AND key = ?2 AND holds = 1 AND seq < ?3 LIMIT 1";
 /// When the lane's first row is due, by `postbox_delivery_due`. Skips rows behind the head of their
 /// key (`postbox_delivery_key`); no lock.
 const DELIVERY_NEXT_DUE: &str = "SELECT d.due_at FROM postbox_delivery d WHERE d.subscription = ?1 AND d.lane = ?2 \
-AND d.state IN ('retrying', 'scheduled') AND (d.holds = 0 OR NOT EXISTS (SELECT 1 FROM postbox_delivery h \
+AND d.state IN ('retrying', 'scheduled') AND (d.holds = 0 OR NOT EXISTS (SELECT 1 FROM postbox_delivery h INDEXED BY postbox_delivery_key \
 WHERE h.subscription = d.subscription AND h.key = d.key AND h.holds = 1 AND h.seq < d.seq)) ORDER BY d.due_at LIMIT 1";
 
 /// How far a lease has read.
@@ -281,14 +281,16 @@ fn hold(tx: &Transaction<'_>, lease: &Lease, batch: &mut Batch) -> Work<()> {
     if batch.deliveries.is_empty() || any.is_none() {
         return Ok(());
     }
-    let mut first: HashMap<&Key, Seq> = HashMap::new();
+    // Before the last event of each key: the row may be of an event between them, which was marked
+    // dead before it was read.
+    let mut last: HashMap<&Key, Seq> = HashMap::new();
     for delivery in &batch.deliveries {
         if let Some(key) = &delivery.event.key {
-            first.entry(key).or_insert(delivery.seq);
+            last.insert(key, delivery.seq);
         }
     }
     let mut statement = tx.prepare_cached(DELIVERY_KEY_HELD)?;
-    for (key, seq) in first {
+    for (key, seq) in last {
         if statement.query_row(params![name, key.as_str(), seq.0], |_| Ok(())).optional()?.is_some() {
             batch.held.insert(key.clone());
         }

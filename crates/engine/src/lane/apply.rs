@@ -140,7 +140,18 @@ impl Lane {
         let _in_flight = Gauge::up(&context.metrics.in_flight, refs.len());
         let (answer, blocked) = tokio::select! {
             biased;
-            () = self.lease.abandon.cancelled() => return Err(Error::stale("apply")),
+            () = self.lease.abandon.cancelled() => {
+                if !self.lease.is_lost() {
+                    return Err(dropped("the relay stops"));
+                }
+                // Where handlers and renewals share a thread (SQLite), the lease ends while they
+                // work. They would be called again without end.
+                if took() >= context.settings.lease_ttl / 2 {
+                    let text = format!("the transaction took {:?}, until the lease had ended", rounded(took()));
+                    failed(Outcome::retry("handler_outlived_lease", text));
+                }
+                return Err(Error::stale("apply"));
+            }
             answer = watched(context, call.catch_unwind()) => answer,
             () = context.clock.sleep(context.settings.deliver_timeout) => {
                 context.metrics.add(&context.metrics.timeouts, 1);
@@ -191,6 +202,10 @@ impl Lane {
                 Err(dropped("a handler ended the transaction"))
             }
             Ok(Err(error)) if self.failed("apply", &error) => {
+                // Otherwise an event whose effect the store cannot commit would stop its lane.
+                if error.kind() == ErrorKind::Internal {
+                    failed(Outcome::retry(error.code().to_owned(), error.message()));
+                }
                 context.clock.sleep(context.store_backoff(1)).await;
                 Err(dropped("the transaction's end is unknown"))
             }

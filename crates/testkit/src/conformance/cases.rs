@@ -161,7 +161,7 @@ macro_rules! conformance_suite {
     (mark, $fixture:expr) => {
         $crate::conformance_cases! { mark, $fixture,
             a_marked_event_is_dead_wherever_it_stood what_is_decided_or_delivered_is_not_marked what_waits_for_its_time_is_not_marked
-            the_key_of_a_marked_event_goes_on the_key_of_a_marked_event_waits_where_dead_ones_hold_theirs
+            the_key_of_a_marked_event_goes_on a_marked_event_holds_its_key_in_the_middle_of_a_page the_key_of_a_marked_event_waits_where_dead_ones_hold_theirs
             an_event_marked_in_flight_stays_dead an_event_marked_before_it_was_read_is_revived_once_it_is_passed
         }
     };

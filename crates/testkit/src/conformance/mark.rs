@@ -104,6 +104,21 @@ pub async fn the_key_of_a_marked_event_waits_where_dead_ones_hold_theirs(fixture
     assert_eq!(payloads(&lane.drain_due().await), ["7"]);
 }
 
+/// The marked event is neither the first nor the last of its key.
+pub async fn a_marked_event_holds_its_key_in_the_middle_of_a_page(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &halting()).await;
+    let ids = append(&lane.store, [keyed("a", "1"), keyed("a", "2"), keyed("a", "3")]).await;
+    assert_eq!(lane.mark_dead(these(&ids[1..2])).await, 1);
+    let batch = lane.next(10).await;
+    assert_eq!(batch.held.len(), 1, "{:?}", batch.held);
+    let waits = |index: &usize| !batch.discarded.contains(&batch.deliveries[*index].seq);
+    let settled = (0..batch.deliveries.len()).map(|index| (index, if waits(&index) { Block } else { Discarded }));
+    lane.settle(&batch, settled.collect()).await;
+    assert_eq!(payloads(&lane.drain_due().await), ["1"]);
+    assert_eq!(lane.replay(these(&ids[1..2])).await, 1);
+    assert_eq!(payloads(&lane.drain_due().await), ["2", "3"]);
+}
+
 /// Its call was under way. It may arrive, and its outcome then changes nothing.
 pub async fn an_event_marked_in_flight_stays_dead(fixture: &dyn StoreFixture) {
     let rows = [(keyed("a", "1"), retry_now()), (keyed("b", "2"), retry_now()), (keyed("c", "3"), retry_now())];

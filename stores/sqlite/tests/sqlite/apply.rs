@@ -1,11 +1,13 @@
 //! A handler's effect, the position and the delivery rows commit together.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
     Append, Decide, Delivery, Disposition, Inspect, Lease, Log, LogName, NewEvent, Outcome, Postbox, Result,
-    Settlement, SourceName, State, Store as _,
+    Settlement, SourceName, State, Store as _, Subscription, SubscriptionName,
 };
+use postbox_engine::{Relay, RelaySettings};
 use postbox_sqlite::{Sqlite, once_in};
 use rusqlite::Transaction;
 
@@ -37,6 +39,10 @@ fn ledger(tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
         "orphan" => {
             tx.execute("INSERT INTO booking (account) VALUES (42)", []).expect("accepted for now");
             Outcome::DELIVERED
+        }
+        "lost" => {
+            tx.execute_batch("ROLLBACK").expect("rolled back");
+            Outcome::retry("disk_full", "no space left")
         }
         "commit" => {
             tx.execute_batch("COMMIT").expect("committed");
@@ -89,6 +95,41 @@ async fn a_handler_that_ends_the_transaction_is_refused() {
     assert_eq!(error.code(), "handler_ended_transaction");
     let stats = fixture.store.stats(&lease.subscription).await.expect("counted");
     assert_eq!(stats.pending, 1, "nothing was settled");
+}
+
+/// As SQLite does by itself if the disk is full.
+#[tokio::test]
+async fn a_transaction_that_a_failed_handler_lost_is_no_end_of_its_event() {
+    let (fixture, lease) = prepared(&[("a", "1"), ("b", "lost")]).await;
+    let error = fixture.apply(&lease).await.expect_err("lost");
+    assert!(error.is_transaction_lost(), "{error}");
+    assert!(fixture.entries().is_empty(), "nothing is kept");
+}
+
+/// The renewal of the lease waits for the thread that runs them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn handlers_that_together_outlast_the_lease_are_called_fewer_at_a_time() {
+    let fixture = fixture().await;
+    fixture.connect().execute_batch("CREATE TABLE ledger (entry TEXT NOT NULL)").expect("made");
+    let events = (0..12).map(|n| NewEvent::json("t", n.to_string()).key(n.to_string())).collect::<Vec<_>>();
+    fixture.store.append(&LogName::outbox(), &events).await.expect("appended");
+    let slow = |tx: &Transaction<'_>, delivery: &Delivery| {
+        std::thread::sleep(Duration::from_millis(200));
+        ledger(tx, delivery)
+    };
+    let name: SubscriptionName = "slow".parse().expect("a name");
+    let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
+    let settings = RelaySettings { lease_ttl: Duration::from_secs(1), ..RelaySettings::default() };
+    let relay = Relay::builder(Arc::new(fixture.store.clone()), subscription).settings(settings);
+    let relay = relay.apply(fixture.store.apply(slow)).build().expect("built");
+    let all = async {
+        while fixture.store.stats(&name).await.map_or(0, |stats| stats.dispatched) < 12 {
+            // It ends with an error when the lane is lost.
+            drop(relay.drain(None).await);
+        }
+    };
+    tokio::time::timeout(common::PATIENCE, all).await.expect("they end");
+    assert_eq!(fixture.entries().len(), 12, "each once");
 }
 
 #[tokio::test]

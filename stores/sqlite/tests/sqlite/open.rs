@@ -116,6 +116,19 @@ async fn a_database_without_our_tables_is_left_as_it_is() {
 }
 
 #[tokio::test]
+async fn a_file_in_another_encoding_is_refused_and_left_as_it_is() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("shop.db");
+    let connection = rusqlite::Connection::open(&path).expect("opened");
+    connection.execute_batch("PRAGMA encoding = 'UTF-16'; CREATE TABLE mine (n)").expect("made");
+    let before = fs::read(&path).expect("read");
+    let store = SqliteStore::open(SqliteConfig::new(&path)).await.expect("opened");
+    let error = store.up().await.expect_err("refused");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "encoding_unsupported"));
+    assert_eq!(fs::read(&path).expect("read"), before);
+}
+
+#[tokio::test]
 async fn a_newer_schema_is_refused_and_not_removed() {
     let fixture = fixture().await;
     fixture.connect().execute("INSERT INTO postbox_migration VALUES (99, '0099_future', 0)", []).expect("inserted");
