@@ -174,7 +174,7 @@ async fn two_subscriptions_may_publish_one_event_to_one_stream() {
         assert_eq!(broker.stored("EVENTS").await.len(), 4);
         // Without the right to look, a known message is taken for a repetition.
         let keys = format!("subject = \"in.{{topic}}\"\nstream = \"EVENTS\"\n{AS_LIMITED}");
-        let limited = sink_with(&url, &keys, &context(SHORT)).await;
+        let limited = sink_with(&url, &keys, &context(6 * SHORT)).await;
         for _ in 0..2 {
             assert_eq!(said(&deliver(&limited, &sent).await[0]), "duplicate");
         }

@@ -107,7 +107,7 @@ impl SchemaName {
         format!("'{escaped}'")
     }
 
-    /// Fills a template; see [`template`].
+    /// Fills a template of `template.rs`.
     pub fn sql(&self, template: &str) -> String {
         self.fill(template, &[])
     }
