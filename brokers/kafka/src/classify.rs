@@ -145,7 +145,7 @@ pub(crate) fn error(operation: &'static str, failure: &Failure) -> Error {
             _ => (ErrorKind::Unavailable, "kafka_refused"),
         },
         _ if operation == "connect" => (ErrorKind::Unavailable, "kafka_connect_failed"),
-        Cause::Client => {
+        Cause::Client if operation == "receive" => {
             let text = format!(
                 "{} (if a partition stands still, its next batch cannot be read: stop all members, and move the group \
                  past it with kafka-consumer-groups.sh --reset-offsets)",

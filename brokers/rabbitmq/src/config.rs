@@ -10,7 +10,7 @@ use postbox_config::{
     from_core, integer, nested, secret, size, table, text,
 };
 use postbox_core::envelope::Binding;
-use postbox_core::{Down, Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
+use postbox_core::{Down, Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template, Topic};
 
 use crate::classify::MISSING;
 use crate::connection::Servers;
@@ -87,10 +87,14 @@ table! {
         /// Most messages that are received and not yet stored (prefetch).
         in_flight: u16 = integer(1..=u16::MAX), default(256);
         /// The topic of messages that have no routing key.
-        topic: Option<String> = text(name), unset("the name of the queue", r#""orders""#);
+        topic: Option<String> = text(topic), unset("the name of the queue", r#""orders""#);
         /// The content type of messages that have none.
         content_type: String = text(name), default("application/json");
     }
+}
+
+fn topic(text: &str) -> Result<String, String> {
+    Topic::new(text).map(|_| text.to_owned()).map_err(|error| error.message().to_owned())
 }
 
 fn name(text: &str) -> Result<String, String> {

@@ -18,6 +18,8 @@ use crate::{RedisSinkConfig, classify, fields, stream};
 const BATCH_MAX: usize = 1_000;
 /// How many keys the server examines in one step of a search for streams, in about 0.2 ms.
 const SCAN_KEYS: usize = 1_000;
+/// The longest wait to drop a connection.
+const DROP_TIMEOUT: Duration = Duration::from_millis(100);
 /// The most steps of a search, because a database may have millions of other keys.
 const SCAN_STEPS_MAX: usize = 50;
 
@@ -84,9 +86,10 @@ impl RedisSink {
 
     /// Makes the next call reconnect: this connection is lost, or leads to a server that accepts no
     /// writes.
-    fn drop_connection(&self) {
-        // If it is locked, another call is connecting. Waiting for it could outlast the call.
-        if let Ok(mut connection) = self.connection.try_lock() {
+    async fn drop_connection(&self) {
+        // If it is locked for longer, another call is connecting. Waiting for it could outlast this
+        // one.
+        if let Ok(mut connection) = timeout(DROP_TIMEOUT, self.connection.lock()).await {
             *connection = None;
         }
     }
@@ -125,14 +128,14 @@ impl RedisSink {
                 let outcomes: Vec<Outcome> = answers.iter().map(outcome).collect();
                 // The server may no longer be the primary, and its name may lead to another by now.
                 if outcomes.iter().any(|outcome| matches!(outcome, Outcome::Unavailable { .. })) {
-                    self.drop_connection();
+                    self.drop_connection().await;
                 }
                 return outcomes;
             }
             Ok(Err(error)) => classify::unanswered(&error),
             Err(_) => classify::timed_out(),
         };
-        self.drop_connection();
+        self.drop_connection().await;
         vec![lost; pipeline.len()]
     }
 }
@@ -195,7 +198,7 @@ impl Sink for RedisSink {
     }
 
     async fn close(&self) {
-        self.drop_connection();
+        self.drop_connection().await;
     }
 }
 

@@ -9,7 +9,7 @@ use postbox_core::{AckToken, Error, ErrorKind, Inbound, Outage, RawMessage, Resu
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
-use crate::group_commit::COMMITS_MAX;
+use crate::group_commit::{COMMITS_MAX, is_refused_alone};
 use crate::{Receiver, log_excerpt};
 
 /// Maximum messages to ask for at once: one full commit.
@@ -133,7 +133,12 @@ impl Receiver {
                         while let Some(settled) = settling.next().await {
                             in_flight -= settled.count;
                         }
-                        in_flight -= self.settle(source, std::mem::take(&mut ended)).await.count;
+                        let settled = self.settle(source, std::mem::take(&mut ended)).await;
+                        in_flight -= settled.count;
+                        if settled.failed {
+                            let wait = settle_backoff.get_or_insert_with(Backoff::new).next();
+                            not_before = self.clock.monotonic() + wait;
+                        }
                     }
                 }
                 Some(settled) = settling.next(), if !settling.is_empty() => {
@@ -245,7 +250,7 @@ impl Receiver {
                     pending.poison = Some((failure.code().to_owned(), why));
                     kept.push(pending);
                 }
-                ErrorKind::Invalid | ErrorKind::Conflict | ErrorKind::Internal => settlement.nak.push(pending.token),
+                _ if is_refused_alone(&failure) => settlement.nak.push(pending.token),
                 // The store is down, or it refuses everything (rights, schema). If the messages
                 // were given back, a broker that counts deliveries would give up all it has.
                 _ => {

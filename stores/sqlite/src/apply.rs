@@ -101,6 +101,11 @@ type Outcomes = Vec<Option<Outcome>>;
 
 #[async_trait]
 impl Apply for Applier {
+    /// Both are jobs of the thread that writes.
+    fn blocks_renewal(&self) -> bool {
+        true
+    }
+
     async fn apply(
         &self,
         lease: &Lease,

@@ -34,7 +34,7 @@ const DELIVERY_DELETE: &str = "DELETE FROM postbox_delivery WHERE subscription =
 /// The head of a key, if it is blocked, becomes due now: what it waited for is gone. By
 /// `postbox_delivery_key`; takes the write lock.
 const DELIVERY_RELEASE_HEAD: &str = "UPDATE postbox_delivery SET state = 'retrying', due_at = ?3, updated_at = ?3 \
-WHERE subscription = ?1 AND state = 'blocked' AND seq = (SELECT min(seq) FROM postbox_delivery \
+WHERE subscription = ?1 AND state = 'blocked' AND seq = (SELECT min(seq) FROM postbox_delivery INDEXED BY postbox_delivery_key \
 WHERE subscription = ?1 AND key = ?2 AND holds = 1)";
 
 /// A settlement that owns what another thread needs of it, without the payloads.

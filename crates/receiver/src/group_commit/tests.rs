@@ -35,6 +35,9 @@ impl Receive for Gated {
         if has("broken") {
             return Err(Error::new(ErrorKind::Internal, "receive", "store_error", "it does not work"));
         }
+        if has("orphan") {
+            return Err(Error::new(ErrorKind::NotFound, "receive", "reference_missing", "a trigger refused it"));
+        }
         if has("bad") {
             return Err(Error::invalid("receive", "text_invalid", "the database does not like it"));
         }
@@ -341,6 +344,10 @@ async fn in_order_there_is_one_commit_at_a_time_and_none_past_a_failure() {
         assert!(group.commit(large).await.iter().all(Result::is_err), "{first}");
     }
     assert_eq!(store.calls(calls.len() + 3).await.len(), calls.len() + 3, "nothing was tried past a failure");
+    // A trigger of the application may refuse a single message.
+    let committed = group.commit([message("7", 10), message("orphan", 10)].to_vec()).await;
+    assert_eq!((committed[0].is_ok(), committed[1].is_ok()), (true, false));
+    assert!(committed[1].as_ref().is_err_and(|error| is_refused_alone(error)));
     let large = [message("bad", COMMIT_BYTES_MAX), message("6", 10)].to_vec();
     let committed = group.commit(large).await;
     assert_eq!((committed[0].is_ok(), committed[1].is_ok()), (false, true), "an invalid one is passed");
