@@ -14,7 +14,6 @@ const API_TIMEOUT: Duration = Duration::from_secs(5);
 /// Error numbers of missing things.
 const NO_CONSUMER: u32 = 10_014;
 const NO_STREAM: u32 = 10_059;
-pub(crate) const NO_MESSAGE: u32 = 10_037;
 
 /// Calls the API. `Ok(Err(…))` means that the server refused.
 pub(crate) async fn call(client: &Client, name: &str, body: &Value) -> Result<Result<Value, Refusal>, Down> {
@@ -71,11 +70,8 @@ async fn stream_info(client: &Client, stream: &str) -> Result<Option<Value>, Dow
 
 /// Returns the subject of a message; `None` if the stream has it no more.
 pub(crate) async fn subject_of(client: &Client, stream: &str, number: u64) -> Result<Option<String>, Down> {
-    match call(client, &format!("STREAM.MSG.GET.{stream}"), &json!({ "seq": number })).await? {
-        Ok(answer) => Ok(answer["message"]["subject"].as_str().map(str::to_owned)),
-        Err(refusal) if refusal.err_code == NO_MESSAGE => Ok(None),
-        Err(refusal) => Err(classify::not_done(&format!("a message of {stream} cannot be read"), &refusal)),
-    }
+    let answer = call(client, &format!("STREAM.MSG.GET.{stream}"), &json!({ "seq": number })).await?;
+    Ok(answer.ok().and_then(|answer| Some(answer["message"]["subject"].as_str()?.to_owned())))
 }
 
 /// Returns the streams that take any subject of a pattern.

@@ -138,7 +138,7 @@ impl NatsSink {
         let acked = self.publish_as(client, delivery, &subject, &id).await?;
         match &acked {
             Ok(Answer { stream: Some(stream), seq: Some(number), duplicate: true, .. })
-                if self.is_elsewhere(client, stream, *number, &subject).await? =>
+                if self.is_elsewhere(client, stream, *number, &subject).await =>
             {
                 let digest = Sha256::digest(&subject);
                 let own: String = digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
@@ -161,16 +161,15 @@ impl NatsSink {
         Ok(client.send_request(subject.to_owned(), request).await.map(|message| classify::read(&message)))
     }
 
-    /// Whether a message of a stream has another subject. If it is gone, or we may not look, it has
-    /// not: most known messages are repetitions.
-    async fn is_elsewhere(&self, client: &Client, stream: &str, number: u64, subject: &str) -> Result<bool, Outcome> {
+    /// Whether a message of a stream has another subject. If that cannot be known, it has not: most
+    /// known messages are repetitions.
+    async fn is_elsewhere(&self, client: &Client, stream: &str, number: u64, subject: &str) -> bool {
         if self.may_not_look.load(Ordering::Relaxed) {
-            return Ok(false);
+            return false;
         }
         match timeout(self.timeout / 3, subject_of(client, stream, number)).await {
-            Ok(Ok(known)) => Ok(known.is_some_and(|known| known != subject)),
-            Ok(Err(down)) => Err(down.ambiguous()),
-            Err(_) if !self.link.has_refused(&format!("$JS.API.STREAM.MSG.GET.{stream}")) => Err(classify::no_ack()),
+            Ok(Ok(known)) => known.is_some_and(|known| known != subject),
+            Ok(Err(_)) => false,
             Err(_) => {
                 self.may_not_look.store(true, Ordering::Relaxed);
                 warn!(
@@ -179,7 +178,7 @@ impl NatsSink {
                     "the server does not say which subjects known messages have; if other subscriptions publish to the \
                      stream, allow the user to publish to $JS.API.STREAM.MSG.GET.{stream}"
                 );
-                Ok(false)
+                false
             }
         }
     }
