@@ -33,18 +33,20 @@ pub(crate) fn properties(delivery: &Delivery, wrapped: &Wrapped<'_>) -> Result<P
 pub(crate) fn raw_message(publish: Publish, id_property: &str, content_type: &str) -> RawMessage {
     let properties = publish.properties.unwrap_or_default();
     let is_id = |name: &str| name.eq_ignore_ascii_case(id_property);
-    let id = properties.user_properties.iter().find(|(name, value)| is_id(name) && !value.is_empty());
-    let id = id.filter(|_| !Binding::MQTT.is_named(id_property, "id")).map(|(_, id)| id.clone()).or_else(|| {
+    let named = properties.user_properties.iter().find(|(name, value)| is_id(name) && !value.is_empty());
+    let named = named.map(|(_, id)| id.clone());
+    let of_cloudevent = || Binding::MQTT.id_of(&kept(&properties, |_| false));
+    let id = match Binding::MQTT.is_named(id_property, "id") {
         // A CloudEvent's id is unique only beside its source.
-        Binding::MQTT.id_of(&kept(&properties, |_| false)).or_else(|| id.map(|(_, id)| id.clone()))
-    });
-    let headers = kept(&properties, is_id);
+        true => of_cloudevent().or(named),
+        false => named.or_else(of_cloudevent),
+    };
     RawMessage {
         id,
         digest: Sha256::digest(&publish.payload).into(),
         topic: String::from_utf8_lossy(&publish.topic).into_owned(),
         key: None,
-        headers,
+        headers: kept(&properties, is_id),
         content_type: properties.content_type.unwrap_or_else(|| content_type.to_owned()),
         payload: publish.payload,
     }

@@ -109,8 +109,9 @@ impl NatsSink {
     }
 
     /// Makes the message of an event, or returns why there can be none.
-    fn message(&self, delivery: &Delivery, id: &str) -> Result<(HeaderMap, Bytes), Outcome> {
+    fn message(&self, delivery: &Delivery, id: &str) -> Result<(String, HeaderMap, Bytes), Outcome> {
         let event = &delivery.event;
+        let subject = subject::render(&self.subject, event)?;
         let wrapped = self.envelope.wrap(event, &self.source)?;
         let mut headers = HeaderMap::new();
         for (name, value) in delivery.headers().filter(|(name, _)| !is_reserved(name)) {
@@ -126,7 +127,7 @@ impl NatsSink {
         if let Some(stream) = &self.stream {
             insert(&mut headers, "Nats-Expected-Stream", stream)?;
         }
-        Ok((headers, wrapped.body))
+        Ok((subject, headers, wrapped.body))
     }
 
     /// Publishes an event.
@@ -134,31 +135,24 @@ impl NatsSink {
     /// A stream knows an id whatever the subject. If it has the event under another one, which
     /// another subscription publishes to, the event is published under an id of its own.
     async fn publish(&self, client: &Client, delivery: &Delivery) -> Result<Acked, Outcome> {
-        let (subject, id) = (subject::render(&self.subject, &delivery.event)?, delivery.dedupe_id());
-        let acked = self.publish_as(client, delivery, &subject, &id).await?;
-        match &acked {
-            Ok(Answer { stream: Some(stream), seq: Some(number), duplicate: true, .. })
-                if self.is_elsewhere(client, stream, *number, &subject).await =>
-            {
-                let digest = Sha256::digest(&subject);
-                let own: String = digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-                self.publish_as(client, delivery, &subject, &format!("{id}-{own}")).await
-            }
-            _ => Ok(acked),
+        let id = delivery.dedupe_id();
+        let acked = self.publish_as(client, delivery, &id).await?;
+        let Ok(Answer { stream: Some(stream), seq: Some(number), duplicate: true, .. }) = &acked else {
+            return Ok(acked);
+        };
+        let subject = subject::render(&self.subject, &delivery.event)?;
+        if !self.is_elsewhere(client, stream, *number, &subject).await {
+            return Ok(acked);
         }
+        let own: String = Sha256::digest(&subject)[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        self.publish_as(client, delivery, &format!("{id}-{own}")).await
     }
 
-    async fn publish_as(
-        &self,
-        client: &Client,
-        delivery: &Delivery,
-        subject: &str,
-        id: &str,
-    ) -> Result<Acked, Outcome> {
-        let (headers, body) = self.message(delivery, id)?;
+    async fn publish_as(&self, client: &Client, delivery: &Delivery, id: &str) -> Result<Acked, Outcome> {
+        let (subject, headers, body) = self.message(delivery, id)?;
         // The call has its own deadline.
         let request = Request::new().headers(headers).payload(body).timeout(None);
-        Ok(client.send_request(subject.to_owned(), request).await.map(|message| classify::read(&message)))
+        Ok(client.send_request(subject, request).await.map(|message| classify::read(&message)))
     }
 
     /// Whether a message of a stream has another subject. If that cannot be known, it has not: most
@@ -342,7 +336,7 @@ impl NatsSink {
 
 /// Creates the stream if configured, and compares its duplicate window with the time in which
 /// events can repeat.
-async fn prepare(client: &Client, target: &Target, warned: &AtomicBool) -> Result<(), Down> {
+async fn prepare(client: &Client, target: &Target, is_checked: &AtomicBool) -> Result<(), Down> {
     let streams = match &target.stream {
         Some(stream) => vec![stream.clone()],
         // Only for a warning: if we have no permission to ask, there is none.
@@ -360,7 +354,7 @@ async fn prepare(client: &Client, target: &Target, warned: &AtomicBool) -> Resul
         };
         let short = window.filter(|window| *window < target.repeats_within);
         if let Some(window) = short
-            && !warned.swap(true, Ordering::Relaxed)
+            && !is_checked.swap(true, Ordering::Relaxed)
         {
             warn!(
                 code = "dedupe_window_short", stream, ?window, repeats_within = ?target.repeats_within,

@@ -87,14 +87,10 @@ table! {
         /// Most messages that are received and not yet stored (prefetch).
         in_flight: u16 = integer(1..=u16::MAX), default(256);
         /// The topic of messages that have no routing key.
-        topic: Option<String> = text(topic), unset("the name of the queue", r#""orders""#);
+        topic: Option<Topic> = text(from_core::<Topic>), unset("the name of the queue", r#""orders""#);
         /// The content type of messages that have none.
         content_type: String = text(name), default("application/json");
     }
-}
-
-fn topic(text: &str) -> Result<String, String> {
-    Topic::new(text).map(|_| text.to_owned()).map_err(|error| error.message().to_owned())
 }
 
 fn name(text: &str) -> Result<String, String> {
@@ -224,8 +220,8 @@ impl SourceConfig for RabbitmqSourceTable {
 
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
         let (servers, spec) = (self.servers(&context.name), self.spec());
-        let topic = self.topic.as_ref().unwrap_or(&self.queue).clone();
-        let instead = (topic, self.content_type.clone());
+        let topic = self.topic.as_ref().map_or(self.queue.as_str(), Topic::as_str);
+        let instead = (topic.to_owned(), self.content_type.clone());
         Ok(Arc::new(RabbitmqSource::new(servers, spec, instead, Arc::clone(&context.clock))))
     }
 

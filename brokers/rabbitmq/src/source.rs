@@ -111,8 +111,8 @@ impl State {
 }
 
 impl RabbitmqSource {
-    /// Returns a source that connects when it is asked for messages.
-    /// Messages without a routing key or a content type get these.
+    /// Returns a source that connects when it is asked for messages. Messages without a routing key
+    /// or a content type get these.
     pub(crate) fn new(
         servers: Servers,
         spec: QueueSpec,

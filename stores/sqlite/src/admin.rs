@@ -142,7 +142,7 @@ impl SqliteStore {
         self.inspector().call(operation, move |session| step(&session.read()?, now)).await
     }
 
-    async fn write_with<T: Send + 'static>(
+    pub(crate) async fn write_with<T: Send + 'static>(
         &self,
         flush: Flush,
         operation: &'static str,

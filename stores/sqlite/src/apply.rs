@@ -199,10 +199,7 @@ impl Application {
                 continue;
             }
             let traced = Traced::process(delivery, self.lease.subscription.as_str());
-            let outcome = traced.span().in_scope(|| self.handle(tx, traced.delivery(), deferred));
-            let outcome = outcome.map_err(|error| {
-                if committed.load(Relaxed) { Error::transaction_ended("apply").into() } else { error }
-            })?;
+            let outcome = traced.span().in_scope(|| self.handle(tx, traced.delivery(), deferred, committed))?;
             traced.end(&outcome);
             blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
@@ -211,8 +208,14 @@ impl Application {
     }
 
     /// Runs the handler inside a savepoint. `deferred`: there are constraints that SQLite would
-    /// check only at the commit.
-    fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery, deferred: bool) -> Work<Outcome> {
+    /// check only at the commit. `committed` is set once a handler tried to commit.
+    fn handle(
+        &self,
+        tx: &Transaction<'_>,
+        delivery: &Delivery,
+        deferred: bool,
+        committed: &AtomicBool,
+    ) -> Work<Outcome> {
         tx.execute_batch("SAVEPOINT postbox_handler")?;
         let broken_before = if deferred { broken_keys(tx)? } else { 0 };
         let context = delivery.context();
@@ -222,7 +225,7 @@ impl Application {
         if tx.is_autocommit() {
             // After an error, SQLite may have rolled back by itself: the disk is full, or a page
             // cannot be read. Nothing was committed in either case, because a COMMIT is refused.
-            let ended = match outcome.is_delivered() {
+            let ended = match outcome.is_delivered() || committed.load(Relaxed) {
                 true => Error::transaction_ended("apply"),
                 false => Error::transaction_lost("apply", "it ended in a handler that failed"),
             };

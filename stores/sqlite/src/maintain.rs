@@ -40,7 +40,7 @@ impl Maintain for SqliteStore {
         let log = log.clone();
         // Events that a filter matches now may never have been handed out, so they may not be on
         // disk.
-        self.change_or_look(Flush::Always, "note_unrouted", false, move |tx, now| note_unrouted(tx, &log, now)).await
+        self.write_with(Flush::Always, "note_unrouted", move |tx, now| note_unrouted(tx, &log, now)).await
     }
 
     async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {

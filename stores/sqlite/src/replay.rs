@@ -12,8 +12,7 @@ use crate::clock::timestamp;
 use crate::decode::{Decoded, Head, LOG_COLUMNS, integer, lossy, seq};
 use crate::inspect::Reader;
 use crate::unrouted::UNROUTED_FORGET;
-use crate::window::DELIVERY_KEY_HELD;
-use crate::window::log_end;
+use crate::window::{DELIVERY_KEY_HELD, log_end};
 
 /// How many rows one step reads: some tens of milliseconds of the write lock, however few of them
 /// match.

@@ -291,7 +291,7 @@ fn hold(tx: &Transaction<'_>, lease: &Lease, batch: &mut Batch) -> Work<()> {
     }
     let mut statement = tx.prepare_cached(DELIVERY_KEY_HELD)?;
     for (key, seq) in last {
-        if statement.query_row(params![name, key.as_str(), seq.0], |_| Ok(())).optional()?.is_some() {
+        if statement.exists(params![name, key.as_str(), seq.0])? {
             batch.held.insert(key.clone());
         }
     }
