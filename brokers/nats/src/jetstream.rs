@@ -14,6 +14,10 @@ const API_TIMEOUT: Duration = Duration::from_secs(5);
 /// Error numbers of missing things.
 const NO_CONSUMER: u32 = 10_014;
 const NO_STREAM: u32 = 10_059;
+pub(crate) const NO_MESSAGE: u32 = 10_037;
+
+/// The code if nobody answers the API: JetStream is off, or out of reach, e.g. in another domain.
+pub(crate) const NO_JETSTREAM: &str = "nats_no_jetstream";
 
 /// Calls the API. `Ok(Err(…))` means that the server refused.
 pub(crate) async fn call(client: &Client, name: &str, body: &Value) -> Result<Result<Value, Refusal>, Down> {
@@ -24,7 +28,7 @@ pub(crate) async fn call(client: &Client, name: &str, body: &Value) -> Result<Re
     let message = answered.map_err(|error| match error.kind() {
         RequestErrorKind::NoResponders => {
             let text = "JetStream does not answer: it is off (nats-server -js), off for this account, or has no leader";
-            Down::new(ErrorKind::Unavailable, "nats_no_jetstream", text)
+            Down::new(ErrorKind::Unavailable, NO_JETSTREAM, text)
         }
         RequestErrorKind::TimedOut => {
             let text = format!("JetStream did not answer {name} in {API_TIMEOUT:?}; may the user call $JS.API.{name}?");
@@ -70,8 +74,14 @@ async fn stream_info(client: &Client, stream: &str) -> Result<Option<Value>, Dow
 
 /// Returns the subject of a message; `None` if the stream has it no more.
 pub(crate) async fn subject_of(client: &Client, stream: &str, number: u64) -> Result<Option<String>, Down> {
-    let answer = call(client, &format!("STREAM.MSG.GET.{stream}"), &json!({ "seq": number })).await?;
-    Ok(answer.ok().and_then(|answer| Some(answer["message"]["subject"].as_str()?.to_owned())))
+    match call(client, &format!("STREAM.MSG.GET.{stream}"), &json!({ "seq": number })).await? {
+        Ok(answer) => Ok(answer["message"]["subject"].as_str().map(str::to_owned)),
+        Err(refusal) if refusal.err_code == NO_MESSAGE => Ok(None),
+        Err(refusal) if refusal.err_code == NO_STREAM => {
+            Err(Down::new(ErrorKind::Mismatch, classify::NO_STREAM, format!("there is no stream {stream} here")))
+        }
+        Err(refusal) => Err(classify::not_done(&format!("a message of {stream} cannot be read"), &refusal)),
+    }
 }
 
 /// Returns the streams that take any subject of a pattern.

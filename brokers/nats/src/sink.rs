@@ -10,15 +10,18 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use postbox_core::envelope::Binding;
-use postbox_core::{Capabilities, Clock, Delivery, Down, Envelope, HighWaterMarks, Outcome, Result, Sink, Template};
+use postbox_core::{
+    Capabilities, Clock, Delivery, Down, Envelope, HighWaterMarks, Outcome, Result, Sink, Template, hex,
+};
 use sha2::{Digest as _, Sha256};
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
 use crate::classify::{self, Answer, NO_STREAM, no_stream};
 use crate::config;
 use crate::connection::{Link, Servers};
-use crate::jetstream::{NewStream, create_stream, duplicate_window, last_number, streams_of, subject_of};
+use crate::jetstream::{NO_JETSTREAM, NewStream, create_stream, duplicate_window, last_number, streams_of, subject_of};
 use crate::subject;
 
 /// The most events of a call. A client's queue holds 2,048, so two calls wait for the server, not
@@ -27,6 +30,9 @@ const BATCH_MAX: usize = 1_000;
 /// How many calls run at once. With order by key a call has one event of each key. The next calls
 /// are sent while the slowest ack of the first is outstanding.
 const CONCURRENCY: usize = 8;
+/// How many known messages are looked at at once. After a killed relay there can be thousands, and
+/// a server that is asked for all at once answers too late.
+const LOOKS_MAX: usize = 16;
 /// The most streams whose duplicate window is checked.
 const STREAMS_MAX: usize = 3;
 
@@ -57,7 +63,9 @@ pub struct NatsSink {
     source: String,
     timeout: Duration,
     concurrency: usize,
-    /// Set once nobody answered which subject a known message has.
+    /// For looks at known messages.
+    looks: Semaphore,
+    /// Set once it is known that we cannot look.
     may_not_look: AtomicBool,
     clock: Arc<dyn Clock>,
 }
@@ -103,6 +111,7 @@ impl NatsSink {
             source: how.source,
             timeout: how.timeout,
             concurrency: how.concurrency.unwrap_or(CONCURRENCY),
+            looks: Semaphore::new(LOOKS_MAX),
             may_not_look: AtomicBool::new(false),
             clock,
         }
@@ -141,10 +150,10 @@ impl NatsSink {
             return Ok(acked);
         };
         let subject = subject::render(&self.subject, &delivery.event)?;
-        if !self.is_elsewhere(client, stream, *number, &subject).await {
+        if !self.is_elsewhere(client, stream, *number, &subject).await? {
             return Ok(acked);
         }
-        let own: String = Sha256::digest(&subject)[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        let own = hex(&Sha256::digest(&subject)[..8]);
         self.publish_as(client, delivery, &format!("{id}-{own}")).await
     }
 
@@ -155,26 +164,31 @@ impl NatsSink {
         Ok(client.send_request(subject, request).await.map(|message| classify::read(&message)))
     }
 
-    /// Whether a message of a stream has another subject. If that cannot be known, it has not: most
-    /// known messages are repetitions.
-    async fn is_elsewhere(&self, client: &Client, stream: &str, number: u64, subject: &str) -> bool {
+    /// Whether a message of a stream has another subject. If it is gone, or we cannot look, it has
+    /// not: most known messages are repetitions.
+    async fn is_elsewhere(&self, client: &Client, stream: &str, number: u64, subject: &str) -> Result<bool, Outcome> {
+        let _turn = self.looks.acquire().await;
         if self.may_not_look.load(Ordering::Relaxed) {
-            return false;
+            return Ok(false);
         }
+        let may_not_ask = || self.link.has_refused(&format!("$JS.API.STREAM.MSG.GET.{stream}"));
         match timeout(self.timeout / 3, subject_of(client, stream, number)).await {
-            Ok(Ok(known)) => known.is_some_and(|known| known != subject),
-            Ok(Err(_)) => false,
-            Err(_) => {
-                self.may_not_look.store(true, Ordering::Relaxed);
-                warn!(
-                    code = "nats_duplicates_unseen",
-                    stream,
-                    "the server does not say which subjects known messages have; if other subscriptions publish to the \
-                     stream, allow the user to publish to $JS.API.STREAM.MSG.GET.{stream}"
-                );
-                false
-            }
+            Ok(Ok(known)) => return Ok(known.is_some_and(|known| known != subject)),
+            // The stream may be in another domain or account, whose API is out of reach.
+            Ok(Err(down)) if [NO_STREAM, NO_JETSTREAM].contains(&down.code()) => {}
+            Ok(Err(down)) => return Err(down.ambiguous()),
+            Err(_) if !may_not_ask() => return Err(classify::no_ack()),
+            Err(_) => {}
         }
+        if !self.may_not_look.swap(true, Ordering::Relaxed) {
+            warn!(
+                code = "nats_duplicates_unseen",
+                stream,
+                "this connection cannot ask which subjects known messages have; if other subscriptions publish to the \
+                 stream, allow the user to publish to $JS.API.STREAM.MSG.GET.{stream}, or use a stream for each"
+            );
+        }
+        Ok(false)
     }
 
     /// Returns the outcome of an event that no stream takes. If other events of the call were

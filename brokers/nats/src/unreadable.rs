@@ -16,13 +16,11 @@ use serde_json::{Value, json};
 use tracing::warn;
 
 use crate::classify;
-use crate::jetstream::{ConsumerSpec, call};
+use crate::jetstream::{ConsumerSpec, NO_MESSAGE, call};
 
 /// The most messages to look at: about twice what is in flight by default. Later ones are found
 /// once those before them are acknowledged.
 const LOOK_MAX: usize = 1_000;
-/// The error number if there is no message from a number on.
-const NO_MESSAGE: u32 = 10_037;
 
 /// Returns the messages that the consumer has delivered and that the client cannot read, with the
 /// readable part of their headers.
