@@ -2,6 +2,7 @@
 
 mod table;
 
+use std::collections::HashSet;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -109,7 +110,13 @@ impl HttpSinkConfig {
         if !(1..=CONCURRENCY_MAX).contains(&self.concurrency) {
             faults.push(format!("concurrency must be 1 to {CONCURRENCY_MAX}"));
         }
+        let mut names = HashSet::new();
         for (name, value) in &self.headers {
+            if !names.insert(name.to_ascii_lowercase()) {
+                faults.push(format!(
+                    "the header {name} is there twice, because upper and lower case are the same; keep one"
+                ));
+            }
             faults.extend(header_name_fault(name));
             faults.extend(header_value_fault(value).map(|fault| format!("the header {name}: {fault}")));
         }

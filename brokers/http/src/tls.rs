@@ -57,7 +57,9 @@ pub(crate) fn client_config(
             })?
         }
     };
-    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    // Not HTTP/2: a request that times out would leave its connection in use, and every later one
+    // would go to the same peer that does not answer.
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(config)
 }
 
