@@ -23,7 +23,7 @@ pub(super) struct ConnectionLimiter {
     limits: ServeLimits,
     clock: Arc<dyn Clock>,
     slots: Mutex<Slots>,
-    /// Notified when a connection has ended.
+    /// Notified when a connection has ended, and when one is idle while all slots are taken.
     freed: Notify,
 }
 
@@ -75,7 +75,6 @@ impl ConnectionLimiter {
             {
                 let mut slots = self.slots();
                 if slots.open < self.limits.connections.max(1) {
-                    slots.open += 1;
                     break;
                 }
                 if slots.closing == 0 {
@@ -84,6 +83,12 @@ impl ConnectionLimiter {
             }
             self.freed.notified().await;
         }
+        self.admit()
+    }
+
+    /// Returns a slot even if all are taken.
+    pub(super) fn admit(self: &Arc<Self>) -> Arc<Slot> {
+        self.slots().open += 1;
         let slot = Slot { limiter: Arc::clone(self), close: Arc::new(Notify::new()), state: Mutex::default() };
         slot.change(|_| {});
         Arc::new(slot)
@@ -109,10 +114,13 @@ impl ConnectionLimiter {
         }
     }
 
-    /// Closes connections without a request in service, and those whose body is older than `grace`.
-    pub(super) fn close_unfinished(&self, grace: Duration) {
+    /// Closes connections that have waited this long for a head, or for the rest of a body.
+    pub(super) fn close_unfinished(&self, head: Duration, body: Duration) {
         let now = self.clock.monotonic();
-        self.close(|idle| idle.waits_for == WaitsFor::Head || now.saturating_sub(idle.since) >= grace);
+        self.close(|idle| {
+            let most = if idle.waits_for == WaitsFor::Head { head } else { body };
+            now.saturating_sub(idle.since) >= most
+        });
     }
 
     fn close(&self, wanted: impl Fn(&Idle) -> bool) {
@@ -209,6 +217,10 @@ impl Slot {
             slots.idle.insert(number, Idle { since, waits_for, close: Arc::clone(&self.close) });
             (number, waits_for)
         });
+        // A newcomer that found every connection busy may take this one's slot.
+        if state.idle.is_some() && slots.open >= self.limiter.limits.connections {
+            self.limiter.freed.notify_one();
+        }
     }
 }
 

@@ -102,17 +102,21 @@ pub async fn serve(
     let limits = ServeLimits { header_timeout: limits.header_timeout.max(HEADER_TIMEOUT_MIN), ..limits };
     let limiter = ConnectionLimiter::new(limits, Arc::clone(&clock));
     let (stopping, stopped) = watch::channel(false);
-    let mut connections = JoinSet::new();
+    let (mut connections, mut newcomer) = (JoinSet::new(), None);
     tokio::select! {
         () = stop => {}
-        () = accept(&listener, &router, &limiter, &*clock, &stopped, &mut connections) => {}
+        () = accept(&listener, &router, &limiter, &*clock, &stopped, &mut connections, &mut newcomer) => {}
     }
-    drop(listener);
     stopping.send_replace(true);
+    // Clients that wait for a slot, or in the listener's queue, may have sent their requests.
+    // They get slots beyond the limit, so that they do not evict each other.
+    for stream in newcomer.into_iter().chain(queued(listener, limits.connections)) {
+        connections.spawn(serve_late(stream, limiter.admit(), router.clone(), stopped.clone()));
+    }
     let finish = async { while connections.join_next().await.is_some() {} };
     let send_away = async {
         loop {
-            limiter.close_unfinished(STOP_GRACE);
+            limiter.close_unfinished(STOP_SWEEP, STOP_GRACE);
             clock.sleep(STOP_SWEEP).await;
         }
     };
@@ -137,11 +141,10 @@ async fn accept(
     clock: &dyn Clock,
     stopped: &watch::Receiver<bool>,
     connections: &mut JoinSet<()>,
+    // An accepted connection without a slot.
+    newcomer: &mut Option<TcpStream>,
 ) {
     let mut sweeping = std::pin::pin!(sweep(limiter, clock));
-    // An accepted connection without a slot. Kept outside of the loop, because the `select!` below
-    // drops the other branches' state when one completes.
-    let mut newcomer = None;
     loop {
         tokio::select! {
             () = &mut sweeping => {}
@@ -152,7 +155,7 @@ async fn accept(
                 }
             }
             accepted = listener.accept(), if newcomer.is_none() => match accepted {
-                Ok((stream, _)) => newcomer = Some(stream),
+                Ok((stream, _)) => *newcomer = Some(stream),
                 Err(error) if is_client_abort(&error) => {}
                 Err(error) => {
                     warn!(%error, cure = "raise the limit of open files (ulimit -n)", "accept failed");
@@ -163,10 +166,33 @@ async fn accept(
     }
 }
 
+/// Returns the connections that wait in the listener's queue, which is closed.
+fn queued(listener: TcpListener, max: usize) -> Vec<TcpStream> {
+    let Ok(listener) = listener.into_std() else { return Vec::new() };
+    let next = || loop {
+        match listener.accept() {
+            Ok((stream, _)) => return stream.set_nonblocking(true).and_then(|()| TcpStream::from_std(stream)).ok(),
+            Err(error) if is_client_abort(&error) => {}
+            Err(_) => return None,
+        }
+    };
+    std::iter::from_fn(next).take(max).collect()
+}
+
 /// Whether the client aborted before it was accepted; the listener is fine.
 fn is_client_abort(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
+}
+
+/// Serves a connection that was accepted during a stop, if its request has arrived.
+async fn serve_late(stream: TcpStream, slot: Arc<Slot>, router: Router, stopped: watch::Receiver<bool>) {
+    // The server library ends a connection that is told to stop before anything was read from it.
+    tokio::select! {
+        () = slot.closed() => return,
+        _ = stream.readable() => {}
+    }
+    serve_connection(stream, slot, router, stopped).await;
 }
 
 /// Serves one connection from the first byte to the last.

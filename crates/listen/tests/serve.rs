@@ -172,18 +172,57 @@ async fn an_answer_that_is_not_read_holds_up_nobody() {
     assert!(hear(&mut lazy).await.len() < 64 * 1024 * 1024);
 }
 
-#[tokio::test]
-async fn a_stop_lets_requests_in_service_finish_and_nobody_else_delays_it() {
+/// A router whose answer waits; says when a request is in service, and is told when to answer.
+fn waiting() -> (Router, Arc<Notify>, Arc<Notify>) {
     let (begun, finish) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let (tell, wait) = (Arc::clone(&begun), Arc::clone(&finish));
-    let router = Router::new().route(
-        "/",
-        get(async move || {
-            tell.notify_one();
-            wait.notified().await;
-            "done"
-        }),
-    );
+    let answer = get(async move || {
+        tell.notify_one();
+        wait.notified().await;
+        "done"
+    });
+    (Router::new().route("/", answer), begun, finish)
+}
+
+/// A newcomer that finds all connections busy must not wait until one ends: they may stay open.
+#[tokio::test]
+async fn a_connection_that_was_busy_gives_way_once_it_is_idle() {
+    let (router, begun, finish) = waiting();
+    let server = start(router, ServeLimits { connections: 1, ..LIMITS }).await;
+    let mut busy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    timeout(DEADLINE, begun.notified()).await.expect("the request is in service");
+    let mut next = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
+    // Later, it would find the other one idle.
+    for _ in 0..10 {
+        pause().await;
+    }
+    finish.notify_one();
+    assert!(hear(&mut next).await.starts_with("HTTP/1.1 404"));
+    assert!(hear(&mut busy).await.ends_with("done"));
+}
+
+#[tokio::test]
+async fn a_stop_serves_requests_that_have_arrived_and_were_not_accepted() {
+    let (router, begun, finish) = waiting();
+    let server = start(router, ServeLimits { connections: 1, ..LIMITS }).await;
+    let mut busy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    timeout(DEADLINE, begun.notified()).await.expect("the request is in service");
+    let mut waiting = Vec::new();
+    for _ in 0..3 {
+        waiting.push(connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n").await);
+    }
+    server.stop.send(()).unwrap();
+    for waiting in &mut waiting {
+        assert!(hear(waiting).await.starts_with("HTTP/1.1 404"));
+    }
+    finish.notify_one();
+    assert!(hear(&mut busy).await.ends_with("done"));
+    timeout(DEADLINE, server.task).await.expect("it has stopped").unwrap();
+}
+
+#[tokio::test]
+async fn a_stop_lets_requests_in_service_finish_and_nobody_else_delays_it() {
+    let (router, begun, finish) = waiting();
     let server = start(router, LIMITS).await;
     let mut busy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
     let mut idle: Vec<_> = Vec::new();
@@ -214,14 +253,11 @@ async fn http_1_is_spoken_and_http_2_is_refused() {
         .unwrap()
         .with_root_certificates(rustls::RootCertStore::empty())
         .with_no_client_auth();
-    let client = || reqwest::Client::builder().no_proxy().tls_backend_preconfigured(tls.clone());
-    let client_1 = client().http1_only().build().unwrap();
-    for answer in futures::future::join_all((0..20).map(|_| client_1.get(&url).send())).await {
+    let client = reqwest::Client::builder().no_proxy().tls_backend_preconfigured(tls).build().unwrap();
+    for answer in futures::future::join_all((0..20).map(|_| client.get(&url).send())).await {
         let answer = answer.unwrap();
         assert_eq!((answer.version(), answer.status().as_u16()), (http::Version::HTTP_11, 200));
     }
-    let client_2 = client().http2_prior_knowledge().build().unwrap();
-    timeout(DEADLINE, client_2.get(&url).send()).await.expect("an end in time").expect_err("no HTTP/2");
     let mut preface = connect(&server, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await;
     assert_eq!(hear(&mut preface).await, "");
 }
