@@ -47,6 +47,8 @@ pub(crate) enum Answer {
     Unmapped(&'static str),
     /// The source's `convert` function panicked.
     ConvertPanicked,
+    /// What may be right later, for a sender that repeats only what gets a server error.
+    Later(&'static str),
     Busy,
     /// The source's rate is exceeded; with the wait until the next message is allowed.
     TooMany(Duration),
@@ -86,6 +88,10 @@ const CODES: [&str; 29] = [
     "store_unavailable",
 ];
 
+/// The text of every refusal. It does not say which part was wrong: that would help an attacker who
+/// guesses.
+const UNVERIFIED: &str = "unverified";
+
 impl Answer {
     pub(crate) fn code(&self) -> &'static str {
         self.code_and_status().0
@@ -111,24 +117,39 @@ impl Answer {
             Self::EncodingRefused => ("encoding_refused", StatusCode::UNSUPPORTED_MEDIA_TYPE),
             Self::TransferRefused => ("transfer_refused", StatusCode::NOT_IMPLEMENTED),
             Self::BodyTooLarge => ("body_too_large", StatusCode::PAYLOAD_TOO_LARGE),
-            Self::BodyTooSlow => ("body_too_slow", StatusCode::REQUEST_TIMEOUT),
-            Self::BodyPushedOut => ("body_pushed_out", StatusCode::REQUEST_TIMEOUT),
+            // These limits are ours, and a sender need not repeat what gets 408.
+            Self::BodyTooSlow => ("body_too_slow", StatusCode::SERVICE_UNAVAILABLE),
+            Self::BodyPushedOut => ("body_pushed_out", StatusCode::SERVICE_UNAVAILABLE),
             Self::BodyBroken => ("body_broken", StatusCode::BAD_REQUEST),
             Self::Unmapped(code) => (*code, StatusCode::UNPROCESSABLE_ENTITY),
             // A server error, so that the sender repeats the message: the function may be fixed by
             // then.
             Self::ConvertPanicked => ("convert_panicked", StatusCode::INTERNAL_SERVER_ERROR),
+            Self::Later(code) => (*code, StatusCode::SERVICE_UNAVAILABLE),
             Self::Busy => ("busy", StatusCode::SERVICE_UNAVAILABLE),
             Self::TooMany(_) => ("rate_limited", StatusCode::TOO_MANY_REQUESTS),
             Self::StoreDown => ("store_unavailable", StatusCode::SERVICE_UNAVAILABLE),
         }
     }
 
+    /// Returns the answer to SNS, which repeats a message after 429 and 5xx only: a genuine message
+    /// that is refused for now would be lost.
+    pub(crate) fn for_sns(self) -> Self {
+        match self {
+            Self::Refused(refusal) if refusal.is_stale() || refusal == Refusal::CertificateExpired => {
+                Self::Later(UNVERIFIED)
+            }
+            Self::Unmapped(code) => Self::Later(code),
+            Self::BodyTooLarge => Self::Later(self.code()),
+            other => other,
+        }
+    }
+
     /// When the sender should repeat: after a second if the ingress is busy, later after an outage.
     fn retry_after(&self) -> Option<HeaderValue> {
         match self {
-            Self::Busy => Some(HeaderValue::from_static("1")),
-            Self::StoreDown | Self::ConfirmationFailed | Self::CertificateUnavailable => {
+            Self::Busy | Self::BodyTooSlow | Self::BodyPushedOut => Some(HeaderValue::from_static("1")),
+            Self::StoreDown | Self::ConfirmationFailed | Self::CertificateUnavailable | Self::Later(_) => {
                 Some(HeaderValue::from_static("10"))
             }
             // Rounded up to whole seconds: a sender that comes at the exact moment could be too
@@ -142,8 +163,7 @@ impl Answer {
 impl IntoResponse for Answer {
     fn into_response(self) -> Response {
         let text = match &self {
-            // The body does not say which part was wrong: that would help an attacker who guesses.
-            Self::Refused(_) => "unverified".to_owned(),
+            Self::Refused(_) => UNVERIFIED.to_owned(),
             Self::Challenge(challenge) => challenge.clone(),
             other => other.code().to_owned(),
         };

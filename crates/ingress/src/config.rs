@@ -64,9 +64,9 @@ table! {
         ///
         /// All bodies of the source share 12 MiB, or three times this if that is more. When that is
         /// full, [the oldest unverified body is dropped with
-        /// 408](../decisions/bodies-that-do-not-end.md).
+        /// 503](../decisions/bodies-that-do-not-end.md).
         body_max: usize = size(1..=PAYLOAD_BYTES_MAX), default("1MiB");
-        /// The longest a body may take to arrive; then 408.
+        /// The longest a body may take to arrive; then 503.
         body_timeout: Duration = duration(Duration::from_millis(100)), default("10s");
         /// Most verified messages being stored at once; others get 503 with `Retry-After`.
         concurrency: usize = integer(1..=CONCURRENCY_MAX), default(256);

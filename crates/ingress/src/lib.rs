@@ -24,11 +24,11 @@
 //! | 200 | stored before: the same body (duplicate), or another one (conflict: rejected, counted, logged); a handshake; or your own function ([`WebhookSource::convert`]) returned nothing to store |
 //! | 401 | not verified; the body never gives the reason, the counter does |
 //! | 404 | no such source |
-//! | 408, 413, 415, 501 | the body is too slow (or was dropped as the oldest when the buffer was full), is too large, has a content encoding, or a transfer coding other than `chunked` |
+//! | 413, 415, 501 | the body is too large, has a content encoding, or a transfer coding other than `chunked` |
 //! | 422 | verified, but it has no id, topic or tenant where the mapping expects it, or breaks a limit of events |
 //! | 429 + `Retry-After` | verified, but above the source's rate; nothing is stored |
 //! | 500 | your own function panicked |
-//! | 503 + `Retry-After` | the store is down or too slow, or too many messages are being received |
+//! | 503 + `Retry-After` | the store is down or too slow, too many messages are being received, or the body is too slow (or was dropped as the oldest when the buffer was full). SNS gets it also for a genuine message that is refused for now |
 //!
 //! A replay storm is logged as a warning once in ten minutes: within a minute, a source had at
 //! least 100 verified arrivals, and more than half of them were repetitions (known ids, or

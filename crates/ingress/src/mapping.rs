@@ -7,7 +7,7 @@ use http::{HeaderMap, header};
 use postbox_core::envelope::{Binding, decode};
 use postbox_core::header::MESSAGE_ID;
 use postbox_core::limits::{MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, OCCURRED_AT_MIN};
-use postbox_core::{Error, Inbound, NewEvent, SourceName};
+use postbox_core::{Error, Inbound, NewEvent, SourceName, hex};
 use postbox_receiver::log_excerpt;
 use postbox_webhook::{Scheme, Verified};
 use sha2::{Digest, Sha256};
@@ -307,7 +307,7 @@ impl VerifiedRequest<'_> {
                 Origin::Header(name) => only(self.headers, name).map_err(|()| format!("{origin} is there twice"))?,
                 Origin::Json(pointer) => text_at(&self.body, pointer),
                 Origin::SignedId => self.verified.message_id.clone(),
-                Origin::BodyDigest => Some(digest_text(digest)),
+                Origin::BodyDigest => Some(format!("sha256:{}", hex(digest))),
             };
             if let Some(text) = found.filter(|text| !text.is_empty()) {
                 return Ok(Some(text));
@@ -320,11 +320,6 @@ impl VerifiedRequest<'_> {
 /// Whether an event can have this text as its kind, aggregate or content type.
 fn is_word(text: &str) -> bool {
     (1..=NAME_BYTES_MAX).contains(&text.len()) && !text.chars().any(char::is_control)
-}
-
-fn digest_text(digest: &[u8; 32]) -> String {
-    let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("sha256:{hex}")
 }
 
 /// Returns the single value of a header as text, with CloudEvents attributes decoded.

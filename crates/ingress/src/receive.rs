@@ -36,7 +36,10 @@ pub(crate) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Pat
     state.counters.count(&answer);
     ingress.observe(state, &answer);
     debug!(source = %state.source.name, answer = answer.code(), "webhook received");
-    answer
+    match state.source.check {
+        Check::Sns(_) => answer.for_sns(),
+        Check::Keys(_) => answer,
+    }
 }
 
 impl Ingress {

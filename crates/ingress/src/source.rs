@@ -17,7 +17,7 @@ pub struct SourceLimits {
     pub body_bytes: usize,
     /// Memory for all bodies that are being received. Default 12 MiB, and at least three bodies of
     /// the largest size. Only bytes that arrived count, so slow senders block nobody. When it is
-    /// full, the oldest unverified body is dropped (408).
+    /// full, the oldest unverified body is dropped (503).
     pub buffered_bytes: usize,
     /// Time limit for a body. Default 10 s.
     pub body_timeout: Duration,

@@ -13,8 +13,8 @@
 //!   certificate was named F / [`FETCHES_PER_SECOND`] times cannot be delayed by forgers who began
 //!   when it did. Forgers who prepared for longer can delay it until their prepared names are used
 //!   up, minutes at most.
-//! - A message whose certificate ranks too low is refused at once and not kept waiting, so forgers
-//!   hold no connections. Its URL is counted all the same.
+//! - A message whose certificate ranks too low is refused at once and not kept waiting. Its URL is
+//!   counted all the same. Few messages wait for one fetch, so forgers hold few connections.
 //! - A certificate that has verified a message is never evicted for one that has not.
 //! - Warnings about all this are rate limited.
 
@@ -27,7 +27,6 @@ use std::time::Duration;
 use postbox_core::{Bucket, Clock, Rate, lock};
 use postbox_http::Fetched;
 use postbox_receiver::LogThrottle;
-use postbox_webhook::Refusal;
 use postbox_webhook::sns::{Certificate, CertificateUrl};
 use tokio::sync::oneshot;
 use tracing::warn;
@@ -44,9 +43,10 @@ pub(crate) const FETCHES_PER_SECOND: u32 = 50;
 const FETCH_BURST: Duration = Duration::from_millis(200);
 /// Most concurrent fetches. At a fifth of a second each, 16 are enough to use the rate.
 pub(crate) const FETCHES_MAX: usize = 16;
-/// Most messages that wait for certificates: a quarter of the connections a server usually allows.
+/// Most messages that wait for a fetch to begin, and most that wait for the fetches under way: each
+/// a quarter of the connections a server usually allows.
 const ASKERS_MAX: usize = 128;
-/// How long a URL that AWS does not have is not fetched again.
+/// How long a URL without a certificate is not fetched again.
 const REFUSED_FOR: Duration = Duration::from_secs(60);
 /// Most URLs whose requests are counted: 160 s of 200 forgeries a second, in 4 MiB.
 const COUNTS_MAX: usize = 32 * 1024;
@@ -150,18 +150,22 @@ impl Certificates {
         let (found, why) = match fetched {
             Fetched::Body(pem) => match Certificate::from_pem(&waiting.url, &pem) {
                 Ok(certificate) => (Ok(certificate), String::new()),
-                Err(error) => (Err(Answer::Refused(Refusal::CertificateUrlRefused)), error.to_string()),
+                Err(error) => {
+                    state.refuse(url, now);
+                    (Err(Answer::CertificateUnavailable), error.to_string())
+                }
             },
-            // AWS has no such certificate, so the message is forged.
-            Fetched::Refused(why) => (Err(Answer::Refused(Refusal::CertificateUrlRefused)), why),
+            // Most likely AWS has no such certificate, and the message is forged. But a firewall
+            // may have answered, and SNS does not repeat what it is told to be wrong.
+            Fetched::Refused(why) => {
+                state.refuse(url, now);
+                (Err(Answer::CertificateUnavailable), why)
+            }
             Fetched::Failed(why) => (Err(Answer::CertificateUnavailable), why),
         };
         match &found {
             Ok(certificate) => state.keep(url, certificate.clone()),
             Err(answer) => {
-                if matches!(answer, Answer::Refused(_)) {
-                    state.refuse(url, now);
-                }
                 if let Some(times) = state.failures.observe(now) {
                     let code = answer.code();
                     warn!(url, code, why, times, "failed to fetch SNS signing certificate");
@@ -180,18 +184,22 @@ impl State {
     /// Queues an asker, perhaps evicting others. Fails at once if there is no place.
     fn ask(&mut self, url: &CertificateUrl, asker: oneshot::Sender<Found>, now: Duration) -> Result<(), Answer> {
         match self.refused.get(url.as_str()) {
-            Some(until) if now < *until => return Err(Answer::Refused(Refusal::CertificateUrlRefused)),
+            Some(until) if now < *until => return Err(Answer::CertificateUnavailable),
             _ => {}
         }
         let rank = self.counts.add(url.as_str(), now);
-        let its = self.waiting.get_mut(url.as_str()).map(|waiting| {
+        let is_fetched = self.waiting.get_mut(url.as_str()).map(|waiting| {
             waiting.rank = rank;
             waiting.askers.retain(|asker| !asker.is_closed());
-            waiting.askers.len()
+            waiting.fetching
         });
         // A certificate that is being fetched does not count as queued: its askers take no place
         // from others.
-        if its.is_some_and(|askers| askers >= ASKERS_MAX) || !self.make_room(url, rank) {
+        let has_place = match is_fetched {
+            Some(true) => self.askers(true) < ASKERS_MAX,
+            _ => self.make_room(url, rank),
+        };
+        if !has_place {
             return Err(Answer::CertificateUnavailable);
         }
         let waiting = self.waiting.entry(url.as_str().to_owned()).or_insert_with(|| Waiting {
@@ -209,10 +217,7 @@ impl State {
         self.waiting.retain(|_, waiting| {
             waiting.fetching || waiting.url == *url || waiting.askers.iter().any(|asker| !asker.is_closed())
         });
-        let queued = |state: &Self| -> usize {
-            state.waiting.values().filter(|waiting| !waiting.fetching).map(|waiting| waiting.askers.len()).sum()
-        };
-        while queued(self) >= ASKERS_MAX {
+        while self.askers(false) >= ASKERS_MAX {
             let others = self.waiting.values().filter(|waiting| !waiting.fetching && waiting.url != *url);
             let Some(last) = others.min_by_key(|waiting| waiting.rank).filter(|waiting| waiting.rank < rank) else {
                 return false;
@@ -221,6 +226,11 @@ impl State {
             self.waiting.remove(&last);
         }
         true
+    }
+
+    /// Returns how many messages wait for fetches under way, or for fetches to begin.
+    fn askers(&self, fetching: bool) -> usize {
+        self.waiting.values().filter(|waiting| waiting.fetching == fetching).map(|waiting| waiting.askers.len()).sum()
     }
 
     /// Returns the certificate to fetch next.
@@ -296,8 +306,11 @@ impl Fetcher {
         if let Err(wait) = state.bucket.take(now) {
             return Next::Wait(wait);
         }
+        let places = ASKERS_MAX.saturating_sub(state.askers(true)).max(1);
         if let Some(waiting) = state.waiting.get_mut(&url) {
             waiting.fetching = true;
+            // The senders of the others repeat them.
+            waiting.askers.truncate(places);
         }
         self.url = Some(url.clone());
         Next::Fetch(url)
