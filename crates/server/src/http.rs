@@ -1,10 +1,11 @@
 //! The HTTP side: health, readiness, status, metrics, and incoming webhooks.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{Query, Request, State};
+use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
@@ -40,7 +41,9 @@ impl Api {
 
     /// Whether this request may read more than whether the service is healthy and ready.
     fn may_read(&self, headers: &HeaderMap) -> bool {
-        let Some(token) = &self.token else { return true };
+        let Some(token) = &self.token else {
+            return !self.address.ip().is_loopback() || names_this_machine(headers);
+        };
         let given = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
         // Compared in constant time: the time must not reveal how much of a wrong token matches.
         given
@@ -94,8 +97,23 @@ async fn with_token(State(api): State<Arc<Api>>, request: Request, next: Next) -
     if api.may_read(request.headers()) {
         return next.run(request).await;
     }
+    if api.token.is_none() {
+        let cure = "only an address or localhost as host may read this without a token: set server.status_token\n";
+        return (StatusCode::MISDIRECTED_REQUEST, cure).into_response();
+    }
     let asks = [(header::WWW_AUTHENTICATE, "Bearer")];
     (StatusCode::UNAUTHORIZED, asks, "this needs the status token: authorization: Bearer …\n").into_response()
+}
+
+/// Whether a request names its host by address or as localhost. A web page whose name was made to
+/// lead to this machine (DNS rebinding) can make a browser here ask under that name only.
+fn names_this_machine(headers: &HeaderMap) -> bool {
+    let Some(host) = headers.get(header::HOST) else { return true };
+    let host = host.to_str().unwrap_or_default().parse::<Authority>();
+    host.is_ok_and(|host| {
+        let name = host.host();
+        name.eq_ignore_ascii_case("localhost") || name.trim_matches(['[', ']']).parse::<IpAddr>().is_ok()
+    })
 }
 
 /// Ready: the store is reachable with the right schema, every relay works, no breaker is open and

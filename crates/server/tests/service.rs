@@ -44,7 +44,8 @@ async fn stop(service: Service) -> Result<()> {
 /// One HTTP exchange: status and body.
 async fn exchange(address: SocketAddr, head: &str, body: &str) -> Result<(u16, String)> {
     let mut stream = TcpStream::connect(address).await?;
-    let request = format!("{head}\r\nhost: test\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+    let request =
+        format!("{head}\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}", body.len());
     stream.write_all(request.as_bytes()).await?;
     let mut answer = String::new();
     timeout(DEADLINE, stream.read_to_string(&mut answer)).await??;

@@ -319,13 +319,24 @@ pub(crate) async fn until_waited_for(holder: &tokio_postgres::Client) -> Result<
 
 /// Sends a GET to a running service; returns the whole answer.
 pub(crate) async fn get(address: &str, path: &str, headers: &str) -> Result<String> {
+    get_as("localhost", address, path, headers).await
+}
+
+/// The same under another name of the host.
+pub(crate) async fn get_as(host: &str, address: &str, path: &str, headers: &str) -> Result<String> {
     let mut stream = TcpStream::connect(address).await?;
-    let request = format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n{headers}\r\n");
+    let request = format!("GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n{headers}\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await?;
     Ok(answer)
 }
+
+/// The parameters of the function that reads a lane on Postgres.
+pub(crate) const WINDOW_PARAMETERS: &str =
+    "(inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[],
+  of_tenant text, of_kinds text[], of_aggregates text[], of_headers jsonb, of_subscription int, under_epoch bigint,
+  under_revision int, last_place text, last_snap text, last_settled bigint, read_after bigint, look_max bigint)";
 
 /// Sends a signal to a process that this test started.
 pub(crate) fn signal(pid: u32, name: &str) -> Result<()> {

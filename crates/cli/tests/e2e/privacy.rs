@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use anyhow::{Result, ensure};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
-use crate::env::{FILE_SINK, Kind, TestEnv, get, http_sink};
+use crate::env::{FILE_SINK, Kind, TestEnv, get, get_as, http_sink};
 use crate::sender::partner;
 
 #[tokio::test]
@@ -66,6 +66,29 @@ async fn with_a_status_token_strangers_learn_only_whether_it_is_ready() -> Resul
     ensure!(get(&served.address, "/status", &right).await?.contains("\"subscription\":\"out\""));
     let log = served.terminate().await?;
     ensure!(log.iter().all(|line| !line.contains(TOKEN)), "{log:#?}");
+    Ok(())
+}
+
+/// A page in the operator's browser can have its name lead to this machine, and asks under it.
+#[tokio::test]
+async fn without_a_token_web_pages_learn_only_whether_it_is_ready() -> Result<()> {
+    let server = "[server]\nlisten = \"127.0.0.1:0\"\n";
+    let http = http_sink("http://127.0.0.1:1/");
+    let env = TestEnv::with(Kind::Sqlite, &format!("[subscriptions.out]\n{http}{server}")).await?;
+    env.insert_three().await?;
+    let served = env.serve_with(&[]).await?;
+    served.logged("connect_refused", 1).await?;
+    for path in ["/metrics", "/status", "/high-water-marks"] {
+        let page = get_as("rebound.example:8600", &served.address, path, "").await?;
+        ensure!(page.starts_with("HTTP/1.1 421") && page.contains("set server.status_token"), "{page}");
+        for host in ["127.0.0.1:8600", "[::1]:8600", "LOCALHOST"] {
+            ensure!(get_as(host, &served.address, path, "").await?.starts_with("HTTP/1.1 200"), "{host}{path}");
+        }
+    }
+    let ready = get_as("rebound.example", &served.address, "/readyz", "").await?;
+    ensure!(ready.starts_with("HTTP/1.1 503") && !ready.contains("breaker"), "{ready}");
+    ensure!(get_as("rebound.example", &served.address, "/healthz", "").await?.ends_with("ok\n"));
+    served.terminate().await?;
     Ok(())
 }
 

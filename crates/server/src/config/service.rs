@@ -47,7 +47,8 @@ table! {
         /// Requests for `/metrics`, and for the reasons at `/readyz`, must send `authorization:
         /// Bearer TOKEN`.
         ///
-        /// At least 16 visible characters. Without it everybody who reaches the port may read them.
+        /// At least 16 visible characters. Without it everybody who reaches the port may read them; on
+        /// loopback only if they name the host by address or as `localhost`, which no web page can.
         /// `/healthz` and the status of `/readyz` need no token; `postbox doctor` sends it.
         status_token: Option<Secret> = secret().check(visible), unset("none", r#""env:POSTBOX_STATUS_TOKEN""#);
     }
