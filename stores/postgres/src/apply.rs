@@ -2,7 +2,7 @@
 //! exactly once.
 
 use std::panic::AssertUnwindSafe;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use async_trait::async_trait;
 use futures::FutureExt as _;
@@ -25,6 +25,9 @@ use crate::settle::settle_in;
 /// Behaviour:
 /// - `tx` is a savepoint. An outcome other than delivered, an SQL error or a panic rolls back what
 ///   this call did, and nothing else.
+/// - Several events share the transaction. The role, the search_path and the statement and lock
+///   timeouts that a handler sets end with its call; any other setting (`SET LOCAL`) stays for the
+///   handlers after it.
 /// - The handler must not commit or roll back by SQL. It should wait for nothing but the database,
 ///   because the transaction stays open meanwhile.
 #[async_trait]
@@ -84,18 +87,37 @@ struct TxApply<H> {
 /// written at the end of the transaction. Written first, it would lock the lane while handlers run,
 /// and the lease could not be renewed.
 pub(crate) const APPLY_BEGIN: &str = "SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text,
-CASE WHEN pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off' THEN pg_catalog.set_config('synchronous_commit', 'on', true) END";
+CASE WHEN pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off' THEN pg_catalog.set_config('synchronous_commit', 'on', true) END,
+pg_catalog.set_config('postbox.begin_role', pg_catalog.current_setting('role'), true),
+pg_catalog.set_config('postbox.begin_search_path', pg_catalog.current_setting('search_path'), true),
+pg_catalog.set_config('postbox.begin_statement_timeout', pg_catalog.current_setting('statement_timeout'), true),
+pg_catalog.set_config('postbox.begin_lock_timeout', pg_catalog.current_setting('lock_timeout'), true)";
+
+/// Restores the role, the search_path and the timeouts that the transaction began with. A handler's
+/// `SET LOCAL` outlives its savepoint.
+pub(crate) const SETTINGS_BACK: &str =
+    "SELECT pg_catalog.set_config('role', pg_catalog.current_setting('postbox.begin_role'), true),
+pg_catalog.set_config('search_path', pg_catalog.current_setting('postbox.begin_search_path'), true),
+pg_catalog.set_config('statement_timeout', pg_catalog.current_setting('postbox.begin_statement_timeout'), true),
+pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('postbox.begin_lock_timeout'), true)";
 
 /// Whether a transaction with this id was committed; reads the commit log.
 const XACT_COMMITTED: &str =
     "SELECT (pg_catalog.pg_xact_status('{xid}') OPERATOR(pg_catalog.=) 'committed')::pg_catalog.text";
 
-/// Saves the search_path that the handlers worked with, and sets our own. Evaluated from left to
-/// right.
-pub(crate) const PATH_OURS: &str = "SELECT pg_catalog.set_config('postbox.search_path', pg_catalog.current_setting('search_path'), true), pg_catalog.set_config('search_path', 'pg_catalog', true)";
-/// Restores the handlers' search_path; see [`PATH_OURS`].
-pub(crate) const PATH_THEIRS: &str =
-    "SELECT pg_catalog.set_config('search_path', pg_catalog.current_setting('postbox.search_path'), true)";
+/// Saves the role and search_path that the last handler worked with, and sets our own.
+pub(crate) static SETTINGS_OURS: LazyLock<String> = LazyLock::new(|| {
+    format!(
+        "SELECT pg_catalog.set_config('postbox.role', pg_catalog.current_setting('role'), true),
+pg_catalog.set_config('postbox.search_path', pg_catalog.current_setting('search_path'), true);
+{SETTINGS_BACK};
+SELECT pg_catalog.set_config('search_path', 'pg_catalog', true)"
+    )
+});
+/// Restores what [`SETTINGS_OURS`] saved.
+pub(crate) const SETTINGS_THEIRS: &str =
+    "SELECT pg_catalog.set_config('role', pg_catalog.current_setting('postbox.role'), true),
+pg_catalog.set_config('search_path', pg_catalog.current_setting('postbox.search_path'), true)";
 
 /// Checks that a handler's effect can be committed. A failed statement that the handler ignored
 /// leaves its savepoint aborted. A violated deferred constraint would fail the whole transaction at
@@ -126,17 +148,17 @@ impl<H: TxHandler> Apply for TxApply<H> {
         let mut lent = Lent { tx: &mut tx, handler: &self.handler };
         let outcomes = call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
         // From here on the lane is locked, so the rest is bounded in time: a host that vanishes now
-        // must not delay a take-over. The handlers may have set a search_path of their own, while
-        // our statements need Postgres's own names. It is restored afterwards, because deferred
+        // must not delay a take-over. The handlers may have set a role and a search_path of their
+        // own, while our statements need ours. Theirs are restored afterwards, because deferred
         // triggers run at the commit.
         let (bounded, pinned, settled) = futures::join!(
             tx.batch_execute(&self.store.inner.modes.soon_over),
-            tx.batch_execute(PATH_OURS),
+            tx.batch_execute(&SETTINGS_OURS),
             settle_in(&self.store, tx.client(), lease, &subscription, &settlement),
         );
         bounded.and(pinned).map_err(failed)?;
         settled?;
-        tx.batch_execute(PATH_THEIRS).await.map_err(failed)?;
+        tx.batch_execute(SETTINGS_THEIRS).await.map_err(failed)?;
         tx.commit().await.map_err(failed)?;
         session.ended();
         committed(&self.store, lease, &settlement);
@@ -155,13 +177,13 @@ impl<H: TxHandler> Calls for Lent<'_, '_, H> {
         self.tx.client().rows(&sql, &[]).await
     }
 
-    async fn call(&mut self, delivery: &Delivery) -> Result<Outcome> {
+    async fn call(&mut self, delivery: &Delivery, after: &str) -> Result<Outcome> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
         let savepoint = self.tx.savepoint("postbox_handler").await.map_err(failed)?;
         let failed = |error: tokio_postgres::Error| after_handler(classify("apply", &error));
         let mut outcome = handled(delivery, self.handler.handle(&savepoint, delivery)).await;
         if outcome.is_delivered() {
-            match savepoint.batch_execute(EFFECT_CHECK).await {
+            match savepoint.batch_execute(&format!("{EFFECT_CHECK}; {after}")).await {
                 Ok(()) => {}
                 Err(error) => match error.as_db_error() {
                     Some(refusal) => outcome = effect_refused(refusal.message()),
@@ -179,8 +201,9 @@ pub(crate) trait Calls {
     /// Executes a statement on the connection. Its columns are `text`.
     fn rows(&mut self, sql: String) -> impl Future<Output = Result<Vec<Row>>> + Send;
 
-    /// Calls the handler in a savepoint. An error means that the transaction itself is lost.
-    fn call(&mut self, delivery: &Delivery) -> impl Future<Output = Result<Outcome>> + Send;
+    /// Calls the handler in a savepoint, and executes statements after its effect. An error means
+    /// that the transaction itself is lost.
+    fn call(&mut self, delivery: &Delivery, after: &str) -> impl Future<Output = Result<Outcome>> + Send;
 }
 
 /// Calls the handler for every delivery that is not blocked by an earlier failure of its key, and
@@ -201,7 +224,9 @@ pub(crate) async fn call_each<'d>(
             continue;
         }
         let traced = Traced::process(delivery, lease.subscription.as_str());
-        let called = transaction.call(traced.delivery()).instrument(traced.span().clone()).await;
+        // The last one's settings hold until the commit, for deferred triggers.
+        let after = if outcomes.len() + 1 < deliveries.len() { SETTINGS_BACK } else { "" };
+        let called = transaction.call(traced.delivery(), after).instrument(traced.span().clone()).await;
         if let Err(error) = &called
             && error.is_transaction_ended()
             && first_text(transaction.rows(XACT_COMMITTED.replace("{xid}", &xid)).await.unwrap_or_default()) == "true"

@@ -28,19 +28,18 @@ FROM (SELECT * FROM {s}.delivery AS f
 LEFT JOIN {log} AS l ON l.seq = d.seq AND {of_its_tenant}
 ORDER BY d.letter_at, d.seq";
 
-/// Records what became of the letters. Locks the lane first, as every writer of its rows does.
-/// Indexes: primary keys of `lane` and `delivery`. Locks both.
-const LETTERS_WRITE: &str = "
-WITH held AS MATERIALIZED (
-  SELECT l.subscription, l.lane FROM {s}.lane AS l
-  WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp() FOR UPDATE),
-written AS (
-  UPDATE {s}.delivery AS d SET letters = CASE WHEN e.wait IS NULL THEN e.replays + 1 ELSE d.letters END,
-    letter_at = CASE WHEN e.wait IS NULL THEN d.letter_at ELSE clock_timestamp() + e.wait * interval '1 microsecond' END
-  FROM held CROSS JOIN unnest($4::bigint[], $5::int[], $6::bigint[]) AS e(seq, replays, wait)
-  WHERE d.subscription = held.subscription AND d.lane = held.lane AND d.seq = e.seq
-    AND d.state = 'dead' AND d.replays = e.replays AND d.letters <= e.replays)
-SELECT EXISTS (SELECT FROM held)";
+/// Locks the lane, as every writer of its rows does. Index: primary key. Locks the row.
+const LETTERS_LOCK: &str = "
+SELECT FROM {s}.lane AS l
+WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp() FOR UPDATE";
+
+/// Records what became of the letters. A statement of its own after the lock, so that it sees what
+/// was written before. Index: primary key of `delivery`. Locks the rows.
+pub(crate) const LETTERS_WRITE: &str = "
+UPDATE {s}.delivery AS d SET letters = CASE WHEN e.wait IS NULL THEN e.replays + 1 ELSE d.letters END,
+  letter_at = CASE WHEN e.wait IS NULL THEN d.letter_at ELSE clock_timestamp() + e.wait * interval '1 microsecond' END
+FROM unnest($3::bigint[], $4::int[], $5::bigint[]) AS e(seq, replays, wait) CROSS JOIN LATERAL {row_of_entry}
+WHERE d.ctid = found.place AND d.lane = $2 AND d.state = 'dead' AND d.replays = e.replays AND d.letters <= e.replays";
 
 #[async_trait]
 impl DeadLetters for PostgresStore {
@@ -65,11 +64,17 @@ impl DeadLetters for PostgresStore {
         let waits: Vec<Option<i64>> = handovers.iter().map(|it| it.again.map(micros)).collect();
         let call = async |session: &Session| {
             let subscription = self.leased(session, lease).await?;
-            let (sql, lane) = (session.sql(LETTERS_WRITE), i32::from(lease.lane));
-            let params = params![subscription.id, lane, lease.epoch, seqs, replays, waits];
-            let write = async |session: &Session| Ok(session.row(&sql, &params).await?.get::<_, bool>(0));
-            let held = session.at_once(&self.inner.modes.write, write).await?;
-            if held { Ok(()) } else { Err(Error::stale("hand_over")) }
+            let [lock, write] = [LETTERS_LOCK, LETTERS_WRITE].map(|template| session.sql(template));
+            let lane = i32::from(lease.lane);
+            let of_lane = params![subscription.id, lane, lease.epoch];
+            let of_letters = params![subscription.id, lane, seqs, replays, waits];
+            let write = async |session: &Session| {
+                if session.rows(&lock, &of_lane).await?.is_empty() {
+                    return Err(Error::stale("hand_over"));
+                }
+                session.execute(&write, &of_letters).await.map(drop)
+            };
+            session.step_by_step(&self.inner.modes.write, write).await
         };
         self.call("hand_over", call).await
     }

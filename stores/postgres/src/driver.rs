@@ -13,7 +13,7 @@ use postbox_postgres_sql::Bound;
 use tokio::sync::Mutex;
 
 use crate::PostgresStore;
-use crate::apply::{self, Calls, EFFECT_CHECK, PATH_OURS, PATH_THEIRS};
+use crate::apply::{self, Calls, EFFECT_CHECK, SETTINGS_OURS, SETTINGS_THEIRS};
 use crate::execute::{Execute, Row};
 use crate::settle::settle_in;
 
@@ -33,6 +33,12 @@ pub trait Settles: Database {
 
     /// Executes statements without parameters, and ignores their results.
     fn run(connection: &mut Self::Connection, sql: String) -> impl Future<Output = Result<()>> + Send;
+
+    /// Whether a transaction is open that a handler began in the one that it was lent. `false` if
+    /// the driver ends such a transaction itself.
+    fn is_nested(_: &mut Self::Connection) -> bool {
+        false
+    }
 
     /// Executes a statement.
     fn rows(connection: &mut Self::Connection, statement: Statement) -> impl Future<Output = Result<Rows>> + Send;
@@ -111,7 +117,7 @@ where
     let mut lent = Lent::<D> { connection, handlers };
     let outcomes = apply::call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
     let soon_over = &store.inner.modes.soon_over;
-    D::run(connection, format!("{soon_over}; {PATH_OURS}")).await?;
+    D::run(connection, format!("{soon_over}; {}", *SETTINGS_OURS)).await?;
     let settled = {
         let on = On::<D>(Mutex::new(&mut *connection));
         settle_in(store, &on, lease, &subscription, &settlement).await
@@ -120,7 +126,7 @@ where
         same_database::<D>(store, connection).await?;
     }
     settled?;
-    D::run(connection, PATH_THEIRS.to_owned()).await?;
+    D::run(connection, SETTINGS_THEIRS.to_owned()).await?;
     Ok(Applied { store, lease, settlement, outcomes })
 }
 
@@ -202,12 +208,16 @@ where
         D::rows(self.connection, Statement::of(&sql, &[])).await
     }
 
-    async fn call(&mut self, delivery: &Delivery) -> Result<Outcome> {
+    async fn call(&mut self, delivery: &Delivery, after: &str) -> Result<Outcome> {
         let Self { connection, handlers } = self;
         D::run(connection, "SAVEPOINT postbox_handler".to_owned()).await?;
         let mut outcome = apply::handled(delivery, in_turn(*handlers, &mut **connection, delivery)).await;
+        if outcome.is_delivered() && D::is_nested(connection) {
+            let lost = Error::transaction_lost("apply", "a handler began a transaction in it, and did not end it");
+            outcome = Outcome::retry(lost.code().to_owned(), lost.message());
+        }
         if outcome.is_delivered() {
-            match D::run(connection, format!("{EFFECT_CHECK}; RELEASE SAVEPOINT postbox_handler")).await {
+            match D::run(connection, format!("{EFFECT_CHECK}; {after}; RELEASE SAVEPOINT postbox_handler")).await {
                 Ok(()) => return Ok(outcome),
                 Err(error) => match apply::after_handler(error) {
                     lost if lost.is_transaction_lost() => return Err(lost),

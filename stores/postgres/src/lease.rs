@@ -44,11 +44,15 @@ FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $2";
 /// `now()`, because the transaction may have waited, and a lease counts from the grant. A cursor of
 /// another cluster is not granted; [`SUBSCRIPTION_STATE`] reports it.
 ///
+/// The epoch is the time in microseconds, or one more than the last. So no two grants of a lane have
+/// the same one, even if a failover lost the first, and no two lanes of different databases.
+///
 /// If another owner's lease expired, that owner has crashed, which is counted. The count starts
 /// again if it held the lane for long: it renewed after ten times the length of its lease
 /// (`Lease::LONG`).
 const LANE_ACQUIRE: &str = "
-UPDATE {s}.lane AS n SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3,
+UPDATE {s}.lane AS n SET owner = $2, epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint),
+  lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3,
   granted_at = clock_timestamp(),
   crashes = {crashes_in_a_row} + CASE WHEN lease_until IS NULL OR coalesce(owner = $2, true) THEN 0 ELSE 1 END
 WHERE subscription = $1 AND lane = (

@@ -5,7 +5,7 @@
 
 use postbox_core::kit::{LOOK_EVENTS_MAX, lanes_apart, lanes_held, subscription_changed, subscription_exists};
 use postbox_core::limits::LANES_APART_MAX;
-use postbox_core::{LogName, ResetPlan, ResetTo, Result, SubscriptionName};
+use postbox_core::{Error, ErrorKind, LogName, ResetPlan, ResetTo, Result, SubscriptionName};
 use postbox_postgres_sql::{cursor_foreign, params};
 
 use crate::admin::lock_lanes;
@@ -50,9 +50,20 @@ WHERE s.id = $1 AND g.name = s.log AND {takes_all_new}";
 /// Locks the rows.
 const SUBSCRIPTION_DELETE: &str = "DELETE FROM {s}.subscription WHERE id = $1";
 
-/// The place before the first event that was appended at `$1` or later. Walks the log.
+/// The last place of a log. Index: primary key.
+const LOG_LAST: &str = "SELECT coalesce(max(l.seq), 0) FROM {log} AS l";
+
+/// The first event in a range of places, and whether it was appended at `$3` or later. Index:
+/// primary key.
+const LOG_AT: &str = "
+SELECT l.seq, l.created_at >= $3 FROM {log} AS l WHERE l.seq > $1 AND l.seq <= $2 ORDER BY l.seq LIMIT 1";
+
+/// The first event in a range of places that was appended at `$3` or later. Walks the range.
 const LOG_SINCE: &str = "
-SELECT coalesce(min(l.seq) - 1, 9223372036854775807) FROM {log} AS l WHERE l.created_at >= $1";
+SELECT l.seq FROM {log} AS l WHERE l.seq > $1 AND l.seq <= $2 AND l.created_at >= $3 ORDER BY l.seq LIMIT 1";
+
+/// How far the order of times may differ from that of places.
+const SINCE_MARGIN: i64 = 100_000;
 
 /// The effect of a reset, counted up to `$3`, and the epochs of all lanes. Indexes: the log's
 /// primary key, and `(xid, seq)`. No lock.
@@ -154,6 +165,13 @@ SELECT $1, a.lane, a.seq, a.key, CASE WHEN a.later IS NULL THEN 'retrying' ELSE 
   coalesce(a.later, statement_timestamp())
 FROM ahead AS a ORDER BY a.seq ON CONFLICT DO NOTHING RETURNING seq, key";
 
+/// Counts delivery rows up to a number. Index: primary key of `delivery`.
+const ROWS_COUNT: &str = "SELECT count(*) FROM (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 LIMIT $2) AS d";
+
+/// The most delivery rows that move to other lanes in one transaction: some seconds, in which the
+/// lanes are locked.
+const ROWS_MOVED_MAX: i64 = 200_000;
+
 /// Index: primary key. Locks the rows.
 const LANES_DELETE: &str = "DELETE FROM {s}.lane WHERE subscription = $1";
 
@@ -229,8 +247,29 @@ async fn place_of(session: &Session, log: &LogName, to: ResetTo) -> Result<i64> 
         ResetTo::Beginning => 0,
         ResetTo::Now => END,
         ResetTo::Seq(seq) => seq.0.saturating_sub(1).max(0),
-        ResetTo::Time(time) => session.row(&session.log_sql(LOG_SINCE, log), &params![time]).await?.get(0),
+        ResetTo::Time(time) => place_since(session, log, time).await?,
     })
+}
+
+/// Returns the place before the first event that was appended at a time or later. Bisects, because
+/// times rise with places; but nearly only, so a margin before the place found is walked.
+async fn place_since(session: &Session, log: &LogName, time: jiff::Timestamp) -> Result<i64> {
+    let [last, at, since] = [LOG_LAST, LOG_AT, LOG_SINCE].map(|template| session.log_sql(template, log));
+    let (mut low, mut high): (i64, i64) = (0, session.row(&last, &[]).await?.get(0));
+    let mut found = None;
+    while high - low > SINCE_MARGIN {
+        let middle = low + (high - low) / 2;
+        match session.rows(&at, &params![middle, high, time]).await?.first() {
+            Some(row) if !row.get::<_, bool>(1) => low = row.get(0),
+            later => {
+                found = later.map(|row| row.get(0)).or(found);
+                high = middle;
+            }
+        }
+    }
+    let low = low - SINCE_MARGIN;
+    let earlier = session.rows(&since, &params![low, high, time]).await?.first().map(|row| row.get(0));
+    Ok(earlier.or(found).map_or(END, |seq: i64| seq - 1))
 }
 
 /// Returns what a reset would do.
@@ -278,6 +317,13 @@ pub(crate) async fn reset(session: &Session, name: &SubscriptionName, to: ResetT
 pub(crate) async fn set_lanes(session: &Session, name: &SubscriptionName, lanes: u16) -> Result<()> {
     let known = look_up(session, name).await?;
     let (id, sql) = (known.id, |template: &str| session.log_sql(template, &known.log));
+    let most = ROWS_MOVED_MAX + 1;
+    if session.row(&sql(ROWS_COUNT), &params![id, most]).await?.get::<_, i64>(0) == most {
+        let message = format!(
+            "{name} has more than {ROWS_MOVED_MAX} events that are dead or wait for a retry or a time; discard them or let them go out, and try again"
+        );
+        return Err(Error::new(ErrorKind::Conflict, "set_lanes", "rows_many", message));
+    }
     if lock(session, name, &known).await?.1 == i32::from(lanes) {
         return Ok(());
     }

@@ -7,9 +7,12 @@
 use std::time::Duration;
 
 use crate::admin::CLEAR_FOLLOWER_DUE;
+use crate::dead_letters::LETTERS_WRITE;
+use crate::due::DELIVERY_READ_DUE;
 use crate::prune::prune;
 use crate::session::Session;
 use crate::settle::{DELIVERY_COUNT, DELIVERY_DELETE, DELIVERY_RELEASE, DELIVERY_UPDATE};
+use crate::window::KEYS_HELD;
 use crate::{PostgresConfig, PostgresStore, SchemaName};
 use postbox_core::kit::{LOOK_EVENTS_MAX, PRUNE_ROWS_MAX};
 use postbox_core::{LogName, Migrate as _, Prune};
@@ -267,17 +270,24 @@ async fn a_settlement_reads_its_own_rows_whatever_the_statistics_say() {
         ];
         let delete = params![many, seqs, befores, replays, lane, place];
         let (count, release) = (params![many, seqs, befores, replays], params![many, keys]);
-        let calls: [(&str, &[Param<'_>]); 5] = [
-            (DELIVERY_UPDATE, &update),
-            (DELIVERY_DELETE, &delete),
-            (DELIVERY_COUNT, &count),
-            (DELIVERY_RELEASE, &release),
-            (CLEAR_FOLLOWER_DUE, &release),
+        let letters = params![many, lane, seqs, replays, waits];
+        let (inline, most, lane_number) = (1024, SETTLED + 1, 0);
+        let due = params![inline, most, lane_number, many];
+        let modes = &store.inner.modes;
+        let calls: [(&str, &str, &[Param<'_>]); 8] = [
+            (DELIVERY_UPDATE, &modes.write, &update),
+            (DELIVERY_DELETE, &modes.write, &delete),
+            (DELIVERY_COUNT, &modes.write, &count),
+            (DELIVERY_RELEASE, &modes.write, &release),
+            (CLEAR_FOLLOWER_DUE, &modes.write, &release),
+            (LETTERS_WRITE, &modes.write, &letters),
+            (DELIVERY_READ_DUE, &modes.read, &due),
+            (KEYS_HELD, "BEGIN", &release),
         ];
-        for (template, params) in calls {
-            session.begin(&store.inner.modes.write).await.expect("begun");
+        for (template, mode, params) in calls {
+            session.begin(mode).await.expect("begun");
             let before = rows_read(&session).await;
-            let sql = SchemaName::default().sql(template);
+            let sql = session.log_sql(template, &LogName::outbox());
             session.rows(&sql, params).await.expect("executed");
             let [_, rows] = rows_read_since(&session, before).await;
             session.client().batch_execute("ROLLBACK").await.expect("ended");
@@ -327,9 +337,12 @@ struct LaneCase {
 }
 
 /// Calls the window function: most rows, lane, lanes, topics and tenant; then where the lane
-/// stands; then the place to continue after.
+/// stands; then the place to continue after, and how many places to look at.
 macro_rules! window {
     ($lanes:literal, $topics:literal, $to:literal, $after:literal) => {
+        window!($lanes, $topics, $to, $after, "10000")
+    };
+    ($lanes:literal, $topics:literal, $to:literal, $after:literal, $look:literal) => {
         concat!(
             "SELECT count(*) FROM postbox.outbox_window(16384, 501, 0, ",
             $lanes,
@@ -339,12 +352,14 @@ macro_rules! window {
             $to,
             "', 0, ",
             $after,
+            ", ",
+            $look,
             ")"
         )
     };
 }
 
-const LANE_CASES: [LaneCase; 8] = [
+const LANE_CASES: [LaneCase; 11] = [
     LaneCase {
         name: "no news",
         window: ("1:1:", "651:651:", 0, 0),
@@ -395,6 +410,30 @@ const LANE_CASES: [LaneCase; 8] = [
         call: window!("1", "NULL", "700:700:", "50000"),
         indexes: &["outbox_xid_seq"],
         rows_max: 400,
+    },
+    LaneCase {
+        name: "a page of a topic that no event has",
+        window: ("1:1:", "700:700:", 0, i64::MAX),
+        call: window!("1", "'{rare}'", "700:700:", "50000"),
+        indexes: &["outbox_pkey"],
+        rows_max: 10_010,
+    },
+    LaneCase {
+        name: "stragglers of a topic that no event has",
+        window: ("601:651:650", "700:700:", 0, 0),
+        call: window!("1", "'{rare}'", "700:700:", "50000"),
+        indexes: &["outbox_xid_seq"],
+        // A sixth of the places that are looked at.
+        rows_max: 2_000,
+    },
+    LaneCase {
+        name: "a window of more rows than its bounds are looked for in",
+        window: ("1:1:", "102:102:", 0, 0),
+        call: window!("1", "'{rare}'", "102:102:", "NULL", "500"),
+        indexes: &["outbox_xid_seq", "outbox_pkey"],
+        // Of its 99,834 rows, the bounds read as many as a hundred calls look at, and the walk those
+        // of one.
+        rows_max: 51_000,
     },
     LaneCase {
         name: "a settled position",

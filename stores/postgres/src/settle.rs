@@ -206,9 +206,10 @@ struct SettleCall<'a, E> {
 
 impl<E: Execute> SettleCall<'_, E> {
     async fn write_all(&self, session: &Session) -> Result<()> {
-        let (begun, moved) = futures::join!(session.begin(&self.store.inner.modes.write), self.move_position());
-        begun?;
-        let position = moved?;
+        // Not sent together: if only BEGIN were refused, the position would be committed alone, and
+        // the repetition would find it written, without the rows.
+        session.begin(&self.store.inner.modes.write).await?;
+        let position = self.move_position().await?;
         let writing = async {
             match position {
                 Position::Moved => self.write_rows().await,

@@ -4,7 +4,7 @@
 
 use async_trait::async_trait;
 use postbox_core::limits::BATCH_EVENTS_MAX;
-use postbox_core::{BatchLimit, Criteria, LogName, Result, Tail, Tailed, place_invalid};
+use postbox_core::{BatchLimit, Criteria, Error, ErrorKind, LogName, Result, Tail, Tailed, place_invalid};
 use postbox_postgres_sql::{check_log_name, is_meant, is_undefined, log_unknown, params};
 
 use crate::PostgresStore;
@@ -20,8 +20,10 @@ const INLINE_BYTES_MAX: i32 = 4 * 1024;
 /// Reads no payload with its row, so that one that the server cannot return fails alone.
 const WITHOUT_PAYLOADS: i32 = -1;
 
-/// The present snapshot. Fails if there is no such log. No lock.
-const SNAPSHOT: &str = "SELECT pg_current_snapshot()::text, EXISTS (SELECT FROM {log} AS l)";
+/// The present snapshot; none on a standby, whose snapshots do not list the transactions that still
+/// run. Fails if there is no such log. No lock.
+const SNAPSHOT: &str =
+    "SELECT CASE WHEN NOT pg_is_in_recovery() THEN pg_current_snapshot()::text END, EXISTS (SELECT FROM {log} AS l)";
 
 /// The place before the first row of transactions that began after a snapshot. Index: `(xid, seq)`.
 /// `OFFSET 0`, because otherwise `min` walks the primary key from its start.
@@ -83,7 +85,11 @@ async fn page(
     inline: i32,
 ) -> Result<(Vec<Stored>, Tailed, Option<Window>)> {
     let nothing = |place: String| (Vec::new(), Tailed { events: Vec::new(), place, more: false }, None);
-    let now: String = session.row(&session.log_sql(SNAPSHOT, log), &[]).await?.get(0);
+    let now: Option<String> = session.row(&session.log_sql(SNAPSHOT, log), &[]).await?.get(0);
+    let now = now.ok_or_else(|| {
+        let message = "the database is a standby, where events of open transactions would be missed; name the primary in the store's URL";
+        Error::new(ErrorKind::Unavailable, "tail", "store_read_only", message)
+    })?;
     let window = match place {
         None => return Ok(nothing(now)),
         Some(Place::Between(from)) if *from == now => return Ok(nothing(now)),

@@ -20,9 +20,11 @@ use crate::payload::{fill_payloads, fitting};
 use crate::session::Session;
 use crate::subscription::{LANE_TAKE_FILTER, SubscriptionRow};
 
-/// How many windows without events for the lane one call passes before it returns, so that a call
-/// stays short.
+/// How many windows, or parts of one, without events for the lane a call passes before it returns,
+/// so that it stays short.
 const WINDOWS_PER_CALL_MAX: usize = 8;
+/// The most places of a window that one statement looks at, whatever it finds: a tenth of a second.
+const WINDOW_LOOK_MAX: i64 = 200_000;
 /// The largest payload, in bytes, that may be read with its row.
 const INLINE_BYTES_MAX: usize = 16 * 1024;
 /// The smallest such limit, in bytes: below this, a second round trip costs more than the bytes.
@@ -36,7 +38,7 @@ WHERE subscription {=} $1 AND lane {=} $2 AND epoch {=} $3 AND lease_until {>} p
 
 /// Reads a page, or opens the next window. `0001_window.sql` describes its arguments, writes and
 /// answers.
-const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9::pg_catalog.text::pg_catalog.jsonb, $10, $11, $12, $13, $14, $15, $16)";
+const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9::pg_catalog.text::pg_catalog.jsonb, $10, $11, $12, $13, $14, $15, $16, $17)";
 
 /// A further page of a window without stragglers, directly from the log. Index: primary key.
 const WINDOW_PAGE: &str = "
@@ -47,10 +49,16 @@ WHERE l.seq > $7 AND l.seq <= $8 AND l.xid >= $9::text::xid8 AND pg_visible_in_s
   AND ($13::text IS NULL OR l.headers @> $13::text::jsonb)
 ORDER BY l.seq LIMIT $2";
 
-/// Which of the given keys are held. Index: `delivery_held`.
-const KEYS_HELD: &str = "
-SELECT asked.key FROM pg_catalog.unnest($2::pg_catalog.text[]) AS asked(key)
-WHERE EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.key {=} asked.key AND d.holds)";
+/// The place before the next row of a window. Index: primary key.
+const WINDOW_REST: &str = "
+SELECT l.seq {-} 1 FROM {log} AS l WHERE l.seq {>} $1 AND l.seq {<=} $2 ORDER BY l.seq LIMIT 1";
+
+/// Which of the given keys are held. Index: `delivery_held`, key by key behind a fence: a planner
+/// that knows of no held rows joins with all of them.
+pub(crate) const KEYS_HELD: &str = "
+SELECT asked.key FROM pg_catalog.unnest($2::pg_catalog.text[]) AS asked(key) CROSS JOIN LATERAL (
+  SELECT FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.key {=} asked.key AND d.holds
+  ORDER BY d.key, d.seq LIMIT 1 OFFSET 0) AS held";
 
 /// Which of the given events were discarded or marked dead. Index: primary key of `delivery`.
 const EVENTS_DISCARDED: &str = "
@@ -101,7 +109,7 @@ SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $
    FROM {s}.delivery AS d
    WHERE d.subscription {=} $1 AND d.lane {=} $2 AND d.due_at IS NOT NULL
      AND (NOT d.holds OR d.seq {=} (SELECT h.seq FROM {s}.delivery AS h
-       WHERE h.subscription {=} d.subscription AND h.key {=} d.key AND h.holds ORDER BY h.seq LIMIT 1))
+       WHERE h.subscription {=} d.subscription AND h.key {=} d.key AND h.holds ORDER BY h.key, h.seq LIMIT 1))
    ORDER BY d.due_at LIMIT 1)";
 
 /// What is known of a lane's delivery rows.
@@ -202,6 +210,8 @@ struct Answer {
     /// The window that was opened, if any.
     window: Option<String>,
     bounds: Option<Bounds>,
+    /// How far the window was looked through, if not to its end.
+    looked: Option<i64>,
 }
 
 impl Answer {
@@ -216,6 +226,7 @@ impl Answer {
                 Some(low) => Some(Bounds { low, high: row.try_get(column + 5)?, xid_low: row.try_get(column + 6)? }),
                 None => None,
             },
+            looked: row.try_get(column + 7)?,
         })
     }
 }
@@ -230,12 +241,17 @@ impl NextBatch<'_> {
         if at.revision != revision && at.settled < at.read {
             return Err(filter_changed());
         }
-        at.revision = revision;
+        if at.revision != revision {
+            // What the former filter passed over may be wanted now.
+            (at.revision, at.drained) = (revision, false);
+        }
         let mut due_in = None;
+        // Looked through up to here, and nothing beyond `at.read` is for the lane.
+        let mut looked = at.read;
         for _ in 0..WINDOWS_PER_CALL_MAX {
             let unsettled = at.settled < at.read;
             let after = if !at.drained {
-                Some(at.read)
+                Some(looked)
             } else if unsettled {
                 // The window's last batch is not settled. Opening the next window now would lose it
                 // after a crash.
@@ -246,6 +262,7 @@ impl NextBatch<'_> {
             let (rows, answer) = self.ask(&at, after).await?;
             if let Some(window) = answer.window {
                 at.enter(window.into());
+                looked = at.read;
             }
             if matches!(answer.verdict.as_str(), "page" | "window") {
                 at.bounds = answer.bounds.or(at.bounds);
@@ -254,7 +271,11 @@ impl NextBatch<'_> {
             let exceptions = Exceptions::ask(session, self.lease, id, left, at.read).await?;
             due_in = exceptions.due_in;
             if !rows.is_empty() {
-                return self.give(at, rows, exceptions).await;
+                return self.give(at, rows, answer.looked, exceptions).await;
+            }
+            if let Some(place) = answer.looked {
+                looked = place;
+                continue;
             }
             if answer.verdict == "nothing" || (at.drained && unsettled) {
                 break;
@@ -264,8 +285,11 @@ impl NextBatch<'_> {
             // memory of one window at most.
             self.lane.advance(at.clone());
         }
-        self.lane.advance(at);
-        Ok(Batch { due_in, ..Batch::default() })
+        // A call that found nothing in a long stretch passes it, so that the next one looks on.
+        let end = Some(looked).filter(|looked| !at.drained && *looked > at.read);
+        at.read = end.unwrap_or(at.read);
+        let is_current = self.lane.advance(at);
+        Ok(Batch { end: end.filter(|_| is_current).map(Seq), due_in, ..Batch::default() })
     }
 
     /// Starts from the position in the database.
@@ -296,11 +320,13 @@ impl NextBatch<'_> {
             let window = session.answer(self.call_window(at, after, rows_max));
             let page = session.answer(self.read_page(at, page));
             let (window, page) = futures::join!(window, page);
-            let (mut rows, answer) = window?;
-            rows.extend(page?);
+            let (mut rows, mut answer) = window?;
+            let (page, looked) = page?;
+            rows.extend(page);
+            answer.looked = answer.looked.or(looked);
             Ok((rows, answer))
         };
-        let (rows, answer) = self.session.at_once(mode, calls).await?;
+        let (rows, mut answer) = self.session.at_once(mode, calls).await?;
         match answer.verdict.as_str() {
             "stale" => return Err(Error::stale("next_batch")),
             // Do not read on under this lease, even if everything handed out is settled.
@@ -313,6 +339,14 @@ impl NextBatch<'_> {
         }
         if let Some(place) = &answer.place {
             self.lane.found_at(place);
+        }
+        if let (Some(looked), Some((_, bounds))) = (answer.looked, page)
+            && (rows.len() as i64) < self.params.rows
+        {
+            let rest = self.session.log_sql(WINDOW_REST, &self.params.subscription.log);
+            let found = self.session.rows(&rest, &params![looked, bounds.high]).await?;
+            let rest = found.first().map(|row| row.get(0));
+            answer.looked = if rows.is_empty() { rest } else { rest.map(|_: i64| looked) };
         }
         Ok((rows, answer))
     }
@@ -344,7 +378,8 @@ impl NextBatch<'_> {
             place,
             window,
             settled,
-            after
+            after,
+            WINDOW_LOOK_MAX
         ];
         let sql = self.session.log_sql(LANE_WINDOW, &subscription.log);
         let mut found = pin!(self.session.client().query_typed_raw(&sql, params).await?);
@@ -361,18 +396,19 @@ impl NextBatch<'_> {
         Ok((rows, answer))
     }
 
-    /// Rows of the window after a place. They are valid only if the function confirms, in the same
-    /// transaction, that the window is ours.
+    /// Rows of the window after a place, and how far it was looked through if not to its end. They
+    /// are valid only if the function confirms, in the same transaction, that the window is ours.
     async fn read_page(
         &self,
         at: &Position,
         page: Option<(i64, &Bounds)>,
-    ) -> Result<Vec<Stored>, tokio_postgres::Error> {
-        let Some((after, Bounds { low, high, xid_low })) = page else { return Ok(Vec::new()) };
+    ) -> Result<(Vec<Stored>, Option<i64>), tokio_postgres::Error> {
+        let Some((after, Bounds { low, high: end, xid_low })) = page else { return Ok((Vec::new(), None)) };
         let low = after.max(*low);
-        if low >= *high {
-            return Ok(Vec::new());
+        if low >= *end {
+            return Ok((Vec::new(), None));
         }
+        let high = low.saturating_add(WINDOW_LOOK_MAX).min(*end);
         let ReadParams { inline_bytes, rows, lane, lanes, subscription, .. } = self.params;
         let (likes, tenant, headers) = (&subscription.likes, subscription.tenant(), &subscription.headers);
         let (kinds, aggregates, window) = (subscription.kinds(), subscription.aggregates(), &*at.window);
@@ -397,11 +433,17 @@ impl NextBatch<'_> {
         while let Some(row) = found.try_next().await? {
             page.extend(stored(&row));
         }
-        Ok(page)
+        Ok((page, (high < *end).then_some(high)))
     }
 
     /// Makes a batch of the rows and records how far it goes.
-    async fn give(&self, mut at: Position, mut rows: Vec<Stored>, exceptions: Exceptions) -> Result<Batch> {
+    async fn give(
+        &self,
+        mut at: Position,
+        mut rows: Vec<Stored>,
+        looked: Option<i64>,
+        exceptions: Exceptions,
+    ) -> Result<Batch> {
         let found = rows.len();
         // No more than the page size: beyond it, rows of the one half (stragglers and later rows)
         // may come before rows of the other that were not read.
@@ -412,8 +454,8 @@ impl NextBatch<'_> {
             row.delivery.replay = self.params.subscription.replay_of(row.delivery.seq);
         }
         let (held, discarded) = self.held_and_discarded(exceptions, &rows).await?;
-        let end = rows.last().map_or(at.read, Stored::seq);
-        (at.read, at.drained) = (end, !more);
+        let end = looked.filter(|_| !more).or(rows.last().map(Stored::seq)).unwrap_or(at.read);
+        (at.read, at.drained) = (end, !more && looked.is_none());
         at.given.extend(rows.iter().map(Stored::seq));
         if !self.lane.advance(at) {
             if !self.lane.is_of(self.lease.epoch) {

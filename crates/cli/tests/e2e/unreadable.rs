@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::servers::Postgres;
 
 use crate::endpoint::{Endpoint, firsts, takes_all};
-use crate::env::{DEADLINE, Kind, TestEnv, cases, get, on_both, until};
+use crate::env::{DEADLINE, Kind, TestEnv, WINDOW_PARAMETERS, cases, get, on_both, until};
 
 /// The code of every dead event.
 fn dead_codes(env: &TestEnv) -> Result<Vec<String>> {
@@ -211,8 +211,7 @@ async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
     let endpoint = Endpoint::start(takes_all)?;
     let env = TestEnv::with(Kind::Postgres, &endpoint.subscription("out")).await?;
     let relay = env.serve().await?;
-    let body = "(inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[], of_tenant text,
-      of_kinds text[], of_aggregates text[], of_headers jsonb, of_subscription int, under_epoch bigint, under_revision int, last_place text, last_snap text, last_settled bigint, read_after bigint)";
+    let body = WINDOW_PARAMETERS;
     env.sql(&format!(
         "ALTER FUNCTION postbox.outbox_window RENAME TO kept;
          CREATE FUNCTION postbox.outbox_window{body} RETURNS SETOF record LANGUAGE plpgsql AS

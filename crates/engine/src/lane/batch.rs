@@ -35,7 +35,7 @@ impl Lane {
         round: &CancellationToken,
     ) -> Result<Progress> {
         let mut verdicts = self.plan(batch, carried);
-        if self.careful.take_stream() {
+        if !batch.deliveries.is_empty() && self.careful.take_stream() {
             verdicts.set_aside(&batch.deliveries, self.context.holds_keys());
         }
         match &self.context.destination {

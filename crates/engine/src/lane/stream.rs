@@ -120,10 +120,16 @@ impl Lane {
         limit: BatchLimit,
         round: &CancellationToken,
     ) -> Result<bool> {
-        let Some(batch) = self.read(until, limit, round).await?.filter(|batch| !batch.is_empty()) else {
-            return Ok(false);
+        let batch = loop {
+            let Some(batch) = self.read(until, limit, round).await?.filter(|batch| !batch.is_empty()) else {
+                return Ok(false);
+            };
+            let batch = Arc::new(batch);
+            if !batch.deliveries.is_empty() {
+                break batch;
+            }
+            self.settle_delivered(&batch).await?;
         };
-        let batch = Arc::new(batch);
         let limits = self.limits(true);
         match self.deliver(&batch, &HashSet::new(), limits, None, round).await? {
             Progress::Delivered => _ = self.settle_delivered(&batch).await?,

@@ -108,6 +108,12 @@ impl<'a> Pump<'a> {
                         armed.answered(&line.talk);
                         return (self.seen, Some(End::Reset));
                     }
+                    Harm::Refuse => {
+                        // After the type and the length, up to the NUL at the end.
+                        let text = self.seen + 5..self.seen + length - 1;
+                        self.kept[text].fill(b'?');
+                        armed.spring(line.talk.call.clone());
+                    }
                     Harm::Delay | Harm::Hang => self.holding = Some(armed),
                 }
             }

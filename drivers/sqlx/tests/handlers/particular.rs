@@ -56,6 +56,9 @@ pub(crate) async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec
 /// As a timeout of the server does, e.g. `idle_in_transaction_session_timeout`.
 const ENDS_ITSELF: &str = "SELECT pg_terminate_backend(pg_backend_pid())";
 
+/// A role without any rights here, and a path without its tables.
+const SETS: &str = "SELECT set_config('role', 'pg_monitor', true), set_config('search_path', 'pg_catalog', true)";
+
 async fn odd(delivery: Delivery, Tx(tx): Tx<'_, Driver>) -> Result<(), Failure> {
     let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
     if payload.starts_with("nested") {
@@ -65,6 +68,7 @@ async fn odd(delivery: Delivery, Tx(tx): Tx<'_, Driver>) -> Result<(), Failure> 
     }
     write(tx, &payload).await;
     match payload.as_str() {
+        "sets" | "sets as the last" => execute(tx, SETS).await?,
         "fails and hides it" => drop(execute(tx, "SELECT 1 / 0").await),
         "fails" => execute(tx, "SELECT 1 / 0").await?,
         "loses its connection" => execute(tx, ENDS_ITSELF).await?,
@@ -85,6 +89,14 @@ async fn transactions_that_a_handler_begins_are_savepoints() {
     let panicked = drained(&fixture, &["nested and left", "nested and panics", "nested and kept", "1"]).await;
     assert_eq!(panicked, codes(&[("nested and panics", "panic")]));
     assert_eq!(fixture.effects().await, ["behind it", "nested and kept", "behind it", "1"]);
+}
+
+/// A setting outlives the handler's savepoint, so it would apply to others and to the settlement.
+#[tokio::test]
+async fn the_role_and_path_that_a_handler_sets_end_with_it() {
+    let fixture = direct().await;
+    assert_eq!(drained(&fixture, &["sets", "1", "sets as the last"]).await, []);
+    assert_eq!(fixture.effects().await, ["sets", "1", "sets as the last"]);
 }
 
 #[tokio::test]

@@ -10,8 +10,8 @@
 --
 -- The parameters: the largest payload to read inline; the most rows (0: only the verdict); what the
 -- lane and its subscription want; the lane under an epoch; the filter's revision; where the lane's
--- row was last seen; the window and the position that the caller remembers; and the place to read
--- on after in that window, or NULL to look for the next one.
+-- row was last seen; the window and the position that the caller remembers; the place to read on
+-- after in that window, or NULL to look for the next one; and how many places to look at.
 --
 -- The result: rows in two runs of `seq` order (stragglers, then the others), and a last row without
 -- `seq`, whose `verdict` is the outcome of the call:
@@ -26,7 +26,9 @@
 --   window   the next window is open and written; it may hold nothing that is wanted
 -- `low`, `high` and `xid_low` bound the rows of a window without stragglers. Its further pages can
 -- then be read without this function, which collects its rows before returning them and costs a
--- third more (measured). `left_stream`: the subscription has delivery rows.
+-- third more (measured). `left_stream`: the subscription has delivery rows. `looked`: the window was
+-- looked through up to here only (without rows: up to the next row of it). A call looks at a bounded number of places, whatever it finds: with
+-- a filter that few events pass it would otherwise not end in time, and begin again at the same one.
 --
 -- A cursor that was made in another cluster, whose transaction ids mean nothing here, raises an
 -- error with the state PB001.
@@ -42,9 +44,9 @@ BEGIN
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_window(
       inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[], of_tenant text,
       of_kinds text[], of_aggregates text[], of_headers jsonb, of_subscription int, under_epoch bigint, under_revision int,
-      last_place text, last_snap text, last_settled bigint, read_after bigint)
+      last_place text, last_snap text, last_settled bigint, read_after bigint, look_max bigint)
     RETURNS TABLE ({column_types},
-      verdict text, left_stream boolean, place text, window_to text, low bigint, high bigint, xid_low text)
+      verdict text, left_stream boolean, place text, window_to text, low bigint, high bigint, xid_low text, looked bigint)
     LANGUAGE plpgsql VOLATILE {pinned}
     AS ${tag}_body$
     #variable_conflict use_column
@@ -56,7 +58,11 @@ BEGIN
       after_seq bigint := coalesce(read_after, 0);
       window_low bigint;
       window_high bigint;
+      window_rows bigint;
       window_passed bigint;
+      -- The first of the stragglers, and the last place that this call looks at.
+      late_low bigint;
+      look_to bigint;
       ended xid8[];
       given bigint := 0;
       stragglers bigint := 0;
@@ -121,8 +127,8 @@ BEGIN
         -- bound we could name. The ranges leave out transactions that still run, so that nobody
         -- reads what a large one has written so far. `OFFSET 0`, because a plain min(seq) over a
         -- range of xid becomes a walk of the primary key from its start.
-        SELECT min(seen.seq) - 1, max(seen.seq) INTO window_low, window_high
-          FROM (
+        SELECT min(seen.seq) - 1, max(seen.seq), count(*) INTO window_low, window_high, window_rows FROM (
+          SELECT seen.seq FROM (
             SELECT edge AS low, lead(edge) OVER (ORDER BY edge) AS high
             FROM (
               SELECT (pg_snapshot_xmax(old_snap)::text::numeric - 1)::text::xid8 AS edge
@@ -133,7 +139,13 @@ BEGIN
           ) AS gap
           CROSS JOIN LATERAL (
             SELECT x.seq FROM {s}."{tag}_log" AS x WHERE x.xid > gap.low AND x.xid < gap.high ORDER BY x.xid, x.seq OFFSET 0
-          ) AS seen;
+          ) AS seen
+          LIMIT 100 * look_max + 1) AS seen;
+        IF window_rows > 100 * look_max THEN
+          -- To read them all would take too long; a walk from the beginning needs no bounds.
+          window_low := 0;
+          window_high := 9223372036854775807;
+        END IF;
       END IF;
 
       -- (a) The stragglers: rows of transactions that were running when the window began, found
@@ -143,32 +155,46 @@ BEGIN
       -- statement, because in one statement with (b) the planner walks the whole primary key for
       -- this half (20 times slower).
       IF cardinality(ended) > 0 THEN
-        news := news OR EXISTS (SELECT FROM unnest(ended) AS running(xid) CROSS JOIN LATERAL (
-          SELECT FROM {s}."{tag}_log" AS l WHERE l.xid >= running.xid AND l.xid <= running.xid
+        late_low := (SELECT min(hit.seq) - 1 FROM unnest(ended) AS running(xid) CROSS JOIN LATERAL (
+          SELECT l.seq FROM {s}."{tag}_log" AS l WHERE l.xid >= running.xid AND l.xid <= running.xid AND l.seq > after_seq
           ORDER BY l.xid, l.seq LIMIT 1 OFFSET 0) AS hit);
-        IF news THEN
-          RETURN QUERY SELECT late.*, NULL::text, NULL::boolean, NULL::text, NULL::text, NULL::bigint, NULL::bigint, NULL::text
-            FROM unnest(ended) AS running(xid)
-            CROSS JOIN LATERAL (
-              SELECT {columns} FROM {s}."{tag}_log" AS l
-              WHERE l.xid >= running.xid AND l.xid <= running.xid AND l.seq > after_seq AND {wanted}
-              ORDER BY l.xid, l.seq LIMIT rows_max OFFSET 0
-            ) AS late
-            ORDER BY late.seq LIMIT rows_max;
-          GET DIAGNOSTICS stragglers = ROW_COUNT;
-        END IF;
+        news := news OR late_low IS NOT NULL;
+      END IF;
+      look_to := least(late_low, CASE WHEN window_low < window_high THEN window_low END, 9223372036854775807 - look_max) + look_max;
+      IF late_low IS NOT NULL THEN
+        RETURN QUERY SELECT late.*, NULL::text, NULL::boolean, NULL::text, NULL::text, NULL::bigint, NULL::bigint, NULL::text, NULL::bigint
+          FROM unnest(ended) AS running(xid)
+          CROSS JOIN LATERAL (
+            SELECT {columns} FROM {s}."{tag}_log" AS l
+            WHERE l.xid >= running.xid AND l.xid <= running.xid AND l.seq > late_low AND l.seq <= look_to AND {wanted}
+            ORDER BY l.xid, l.seq LIMIT rows_max OFFSET 0
+          ) AS late
+          ORDER BY late.seq LIMIT rows_max;
+        GET DIAGNOSTICS stragglers = ROW_COUNT;
       END IF;
       -- (b) All other rows: a walk of the primary key between two bounds. By seq rather than xid,
       -- because a transaction with an early id that writes late would come before the events that
       -- it follows.
       IF window_low < window_high THEN
-        RETURN QUERY SELECT {columns}, NULL::text, NULL::boolean, NULL::text, NULL::text, NULL::bigint, NULL::bigint, NULL::text
+        RETURN QUERY SELECT {columns}, NULL::text, NULL::boolean, NULL::text, NULL::text, NULL::bigint, NULL::bigint, NULL::text, NULL::bigint
           FROM {s}."{tag}_log" AS l
-          WHERE l.seq > window_low AND l.seq <= window_high AND l.xid >= pg_snapshot_xmax(old_snap)
+          WHERE l.seq > window_low AND l.seq <= least(window_high, look_to) AND l.xid >= pg_snapshot_xmax(old_snap)
             AND pg_visible_in_snapshot(l.xid, new_snap) AND {wanted}
           ORDER BY l.seq LIMIT rows_max;
         GET DIAGNOSTICS given = ROW_COUNT;
         news := true;
+      END IF;
+      IF (look_to < window_high OR late_low IS NOT NULL) AND given < rows_max AND stragglers < rows_max THEN
+        looked := least(
+          (SELECT l.seq - 1 FROM {s}."{tag}_log" AS l WHERE l.seq > greatest(look_to, window_low) AND l.seq <= window_high ORDER BY l.seq LIMIT 1),
+          (SELECT min(hit.seq) - 1 FROM unnest(ended) AS running(xid) CROSS JOIN LATERAL (
+            SELECT l.seq FROM {s}."{tag}_log" AS l WHERE l.xid >= running.xid AND l.xid <= running.xid AND l.seq > look_to
+            ORDER BY l.xid, l.seq LIMIT 1 OFFSET 0) AS hit));
+        -- Without rows, the next call begins at the next one. With rows, it begins where this one ends,
+        -- because the caller settles up to there.
+        IF looked IS NOT NULL AND given + stragglers > 0 THEN
+          looked := look_to;
+        END IF;
       END IF;
       IF news AND cardinality(ended) = 0 THEN
         low := coalesce(CASE WHEN read_after IS NULL THEN window_low ELSE at.low END, 0);
@@ -187,7 +213,7 @@ BEGIN
       -- rows in the write-ahead log, and flushes them. It need not wait if everything is flushed
       -- already and no standby has to confirm, or if nothing is handed out: a crash that undoes
       -- this write undoes it for the next call too.
-      IF given + stragglers = 0
+      IF given + stragglers = 0 AND looked IS NULL
          OR (pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn() AND current_setting('synchronous_standby_names') = '') THEN
         PERFORM set_config('synchronous_commit', 'off', true);
       ELSIF current_setting('synchronous_commit') = 'off' THEN
@@ -195,9 +221,9 @@ BEGIN
       END IF;
       window_low := coalesce(window_low, 0);
       window_high := coalesce(window_high, 0);
-      -- A window without events for the lane is passed at once, except the first, which has no
-      -- known end.
-      window_passed := CASE WHEN given + stragglers = 0 AND pg_snapshot_xmax(old_snap) > '1' THEN window_high ELSE 0 END;
+      -- A window without events for the lane is passed at once, except one without a known end.
+      window_passed := CASE WHEN given + stragglers = 0 AND looked IS NULL AND window_high < 9223372036854775807
+        THEN window_high ELSE 0 END;
       -- Conditional on the very cursor that was read, not only on the epoch. This call may complete
       -- after its caller gave up and asked again under the same epoch. A second window opened over
       -- the first would skip the first unread. The ctid protects nothing, because an UPDATE by ctid

@@ -2,13 +2,17 @@
 //! filter, deleted rows.
 
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, Disposition, Entry, Error, ErrorKind, Filter, Lease, Log as _, LogName,
-    Maintain as _, NewEvent, OwnerId, Settlement, Subscription, SubscriptionName, TopicPattern,
+    Append as _, Batch, BatchLimit, Delivery, Disposition, Entry, Error, ErrorKind, Filter, Lease, Log as _, LogName,
+    Maintain as _, NewEvent, Outcome, OwnerId, Settlement, Subscription, SubscriptionName, TopicPattern,
 };
+use postbox_engine::Relay;
 use postbox_postgres::{PostgresConfig, PostgresStore};
+use postbox_router::handler_sink;
+use postbox_testkit::proxy::{FaultProxy, Harm, Point};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
 
 use crate::support;
@@ -179,7 +183,7 @@ async fn a_lost_grant_is_granted_again() {
     assert!(store.acquire(&name(), &owner("one"), &known, TTL).await.expect("asked").lease.is_none());
     assert!(store.acquire(&name(), &owner("two"), &[], TTL).await.expect("asked").lease.is_none());
     let lease = store.acquire(&name(), &owner("one"), &[], TTL).await.expect("asked").lease.expect("ours already");
-    assert_eq!((lease.lane, lease.epoch), (lost.lane, lost.epoch + 1));
+    assert!(lease.lane == lost.lane && lease.epoch > lost.epoch);
     assert!(store.renew(&lost, TTL).await.expect_err("fenced").is_stale());
 }
 
@@ -245,38 +249,153 @@ async fn a_filter_that_was_taken_back_passes_nothing_over() {
     assert_eq!(deliver(store, &lease).await.expect("delivered"), ["2", "3", "4"]);
 }
 
+/// A pooler may refuse BEGIN alone. What follows it then runs outside of any transaction.
+#[tokio::test]
+async fn a_settlement_without_its_transaction_moves_nothing() {
+    let fixture = support::on(Version::V15).await;
+    let proxy = FaultProxy::in_front_of(&fixture.url).await;
+    let store = PostgresStore::connect(PostgresConfig::new(proxy.url(&fixture.url))).await.expect("a store");
+    let lease = take(&store, "one").await.expect("taken");
+    append(&store, "t", "1").await;
+    let batch = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
+    let settle = async || {
+        let later = Disposition::Retry {
+            after: Duration::ZERO,
+            counted: true,
+            code: "c".into(),
+            error: String::new(),
+            took: None,
+        };
+        let entries = vec![Entry { delivery: &batch.deliveries[0], disposition: later }];
+        store.settle(&lease, Settlement { position: batch.end, entries, hold_keys: true, rewind: false }).await
+    };
+    let trap = proxy.trap(Point::Statement("BEGIN".into()), Harm::Refuse);
+    settle().await.expect_err("refused");
+    assert!(trap.is_sprung());
+    settle().await.expect("settled");
+    let due = store.due(&lease, BatchLimit::default()).await.expect("read");
+    assert_eq!(due.deliveries.len(), 1, "it is not lost");
+}
+
+/// Far above the time, so that the next epochs are one more each.
+const FAR: i64 = 9_000_000_000_000_000;
+
+async fn set_epoch(fixture: &support::Fixture, to: &str) {
+    let set = format!("UPDATE postbox.lane SET epoch = {to}, owner = NULL, lease_until = NULL");
+    fixture.client().await.batch_execute(&set).await.expect("set");
+}
+
 /// After a failover the epoch may be lower than one that this process knew.
 #[tokio::test]
 async fn a_lower_epoch_after_a_failover_is_read_under() {
     let fixture = support::on(Version::V15).await;
     let store = &fixture.store;
-    for n in 1..=3 {
+    store.subscribe(&subscription(&[])).await.expect("subscribed");
+    for (epoch, payload) in [(FAR, "1"), (0, "2")] {
+        set_epoch(&fixture, &epoch.to_string()).await;
         let lease = take(store, "one").await.expect("taken");
-        append(store, "t", &n.to_string()).await;
-        assert_eq!(deliver(store, &lease).await.expect("delivered"), [n.to_string()]);
-        store.release(&lease).await.expect("released");
+        assert_eq!(lease.epoch > FAR, epoch == FAR);
+        append(store, "t", payload).await;
+        assert_eq!(deliver(store, &lease).await.expect("delivered"), [payload]);
     }
-    fixture.client().await.batch_execute("UPDATE postbox.lane SET epoch = 0").await.expect("taken back");
-    let lease = take(store, "one").await.expect("taken");
-    assert_eq!(lease.epoch, 1);
-    append(store, "t", "4").await;
-    assert_eq!(deliver(store, &lease).await.expect("delivered"), ["4"]);
 }
 
-/// After a failover, a grant may carry an epoch under which this process has read before. The
-/// events that it handed out then are handed out again.
+/// Should a grant carry an epoch under which this process has read before, the events that it
+/// handed out then are handed out again.
 #[tokio::test]
 async fn an_epoch_that_is_granted_again_is_read_from_the_cursor() {
     let fixture = support::on(Version::V15).await;
     let store = &fixture.store;
+    store.subscribe(&subscription(&[])).await.expect("subscribed");
+    set_epoch(&fixture, &FAR.to_string()).await;
     let lease = take(store, "one").await.expect("taken");
     let events = [NewEvent::json("t", "1"), NewEvent::json("t", "2")];
     store.append(&LogName::outbox(), &events).await.expect("appended");
     let one = BatchLimit { events: 1, ..BatchLimit::default() };
     assert_eq!(store.next_batch(&lease, one).await.expect("read").deliveries.len(), 1);
-    let back = "UPDATE postbox.lane SET epoch = epoch - 1, lease_until = NULL";
-    fixture.client().await.batch_execute(back).await.expect("taken back");
+    set_epoch(&fixture, "epoch - 1").await;
     let again = take(store, "one").await.expect("taken");
     assert_eq!(again.epoch, lease.epoch);
     assert_eq!(deliver(store, &again).await.expect("delivered"), ["1", "2"]);
+}
+
+/// A failover loses a grant, and the lane is granted to another owner. The first must not write
+/// under the second's lease.
+#[tokio::test]
+async fn two_grants_of_a_lane_never_have_one_epoch() {
+    let fixture = support::on(Version::V15).await;
+    let store = &fixture.store;
+    let lost = take(store, "one").await.expect("taken");
+    set_epoch(&fixture, "0").await;
+    let elsewhere = PostgresStore::connect(PostgresConfig::new(&fixture.url)).await.expect("a store");
+    let lease = take(&elsewhere, "two").await.expect("taken");
+    assert_ne!(lease.epoch, lost.epoch);
+    assert!(store.renew(&lost, TTL).await.expect_err("refused").is_stale());
+    store.release(&lost).await.expect("nothing to release");
+    append(store, "t", "1").await;
+    assert!(deliver(store, &lost).await.expect_err("refused").is_stale());
+    assert_eq!(deliver(&elsewhere, &lease).await.expect("delivered"), ["1"]);
+}
+
+/// One call looks at a bounded number of places. What a rare topic has is found all the same, and
+/// an empty stretch costs no walk.
+#[tokio::test]
+async fn a_filter_that_few_events_pass_is_looked_on_for() {
+    let fixture = support::on(Version::V15).await;
+    let (store, client) = (&fixture.store, fixture.client().await);
+    let to = async |place: i64| {
+        let set = format!("SELECT setval('postbox.outbox_seq_seq', {place})");
+        client.batch_execute(&set).await.expect("set");
+    };
+    for place in [1, 150_000, 300_000, 450_000, 60_000_000_000] {
+        to(place).await;
+        append(store, "often", "{}").await;
+    }
+    append(store, "rare", "1").await;
+    store.subscribe(&subscription(&["rare"])).await.expect("subscribed");
+    let lease = store.acquire(&name(), &owner("one"), &[], TTL).await.expect("acquired").lease.expect("a free lane");
+    assert_eq!(deliver(store, &lease).await.expect("delivered"), ["1"], "in one call");
+    // In a window with known bounds, longer than one call looks at.
+    for n in 0..20 {
+        to(60_000_100_000 + n * 150_000).await;
+        append(store, "often", "{}").await;
+    }
+    append(store, "rare", "2").await;
+    let found = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
+    assert!(found.deliveries.is_empty() && found.end.is_some(), "{found:?}");
+    let settlement = Settlement { position: found.end, hold_keys: true, ..Settlement::default() };
+    store.settle(&lease, settlement).await.expect("settled");
+    assert_eq!(deliver(store, &lease).await.expect("delivered"), ["2"]);
+    // A transaction that ran when the last window began, far behind and far ahead of its rows.
+    let mut other = fixture.client().await;
+    let open = other.transaction().await.expect("begun");
+    let late = "INSERT INTO postbox.outbox (topic, payload) VALUES ('often', '{}'), ('rare', '3')";
+    open.batch_execute(late).await.expect("inserted");
+    to(60_050_000_000).await;
+    append(store, "rare", "4").await;
+    assert_eq!(deliver(store, &lease).await.expect("delivered"), ["4"]);
+    to(60_060_000_000).await;
+    open.batch_execute(&late.replace('3', "5")).await.expect("inserted");
+    open.commit().await.expect("committed");
+    to(60_070_000_000).await;
+    append(store, "rare", "6").await;
+    let mut found = Vec::new();
+    while found.len() < 3 {
+        found.extend(deliver(store, &lease).await.expect("delivered"));
+    }
+    assert_eq!(found, ["3", "5", "6"]);
+    assert!(deliver(store, &lease).await.expect("read").is_empty());
+    // A relay passes the stretches in between, and a drain does not end in them.
+    let (sent, mut arrived) = tokio::sync::mpsc::unbounded_channel();
+    let sink = handler_sink(move |delivery: Delivery| {
+        drop(sent.send(String::from_utf8_lossy(&delivery.event.payload).into_owned()));
+        async { Outcome::DELIVERED }
+    });
+    let all = Subscription { name: SubscriptionName::new("all").expect("a name"), ..subscription(&["rare"]) };
+    let relay = Relay::builder(Arc::new(store.clone()), all).sink(Arc::new(sink)).build().expect("built");
+    relay.drain(None).await.expect("drained");
+    let mut found = Vec::new();
+    arrived.recv_many(&mut found, 10).await;
+    found.sort();
+    assert_eq!(found, ["1", "2", "3", "4", "5", "6"]);
 }

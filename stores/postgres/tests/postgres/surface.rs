@@ -73,7 +73,7 @@ async fn rows(client: &Client) -> Vec<String> {
     let mut rows = Vec::new();
     for (what, columns, order) in [
         ("subscription", "name, replays, paused_by, paused_why, paused_until", "id"),
-        ("lane", "subscription, lane, last_seq, delivered, epoch", "subscription, lane"),
+        ("lane", "subscription, lane, last_seq, delivered", "subscription, lane"),
         (
             "delivery",
             "seq, lane, key, state, ordered, halt, holds, attempts, replays, crashes, due_at IS NULL, due_at < now(), code, error, letters, letter_at",

@@ -7,7 +7,7 @@ use tokio::task::JoinHandle;
 
 use super::{Planted, causes};
 use crate::endpoint::{Endpoint, Shut, takes_all};
-use crate::env::{FILE_SINK, Kind, TestEnv, until_waited_for};
+use crate::env::{FILE_SINK, Kind, TestEnv, WINDOW_PARAMETERS, until_waited_for};
 use crate::sender::partner;
 
 causes! {
@@ -166,8 +166,7 @@ async fn a_function_that_fails(kind: Kind) -> Result<Planted> {
     let endpoint = Endpoint::start(takes_all)?;
     let planted = Planted::new(kind, endpoint.subscription("out")).await?.served().await?;
     planted.served[0].logged("lane taken", 1).await?;
-    let body = "(inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[], of_tenant text,
-      of_kinds text[], of_aggregates text[], of_headers jsonb, of_subscription int, under_epoch bigint, under_revision int, last_place text, last_snap text, last_settled bigint, read_after bigint)";
+    let body = WINDOW_PARAMETERS;
     let sql = format!(
         "ALTER FUNCTION postbox.outbox_window RENAME TO kept;
          CREATE FUNCTION postbox.outbox_window{body} RETURNS SETOF record LANGUAGE plpgsql AS
