@@ -93,6 +93,12 @@ impl Settles for DieselAsync {
         status.change_transaction_depth(TransactionDepthChange::IncreaseDepth).map_err(failed)
     }
 
+    /// A future that was dropped inside of `transaction` ends nothing.
+    fn is_nested(connection: &mut AsyncPgConnection) -> bool {
+        let status = AnsiTransactionManager::transaction_manager_status_mut(connection);
+        status.transaction_depth().is_ok_and(|depth| depth.is_some_and(|depth| depth.get() > 1))
+    }
+
     async fn rows(connection: &mut AsyncPgConnection, statement: Statement) -> Result<Rows> {
         let rows = postbox_diesel::query(statement.sql, statement.texts).load::<Texts>(connection).await;
         rows.map(|rows| rows.into_iter().map(|Texts(columns)| columns).collect()).map_err(failed)

@@ -15,6 +15,7 @@ use diesel_async::pooled_connection::AsyncDieselConnectionManager;
 use diesel_async::pooled_connection::deadpool::Object;
 use diesel_async::{AsyncConnection as _, RunQueryDsl as _, SimpleAsyncConnection as _};
 pub(crate) use postbox_diesel_async::DieselAsync as Driver;
+use postbox_testkit::conformance::ApplyFixture as _;
 
 pub(crate) type Pool = diesel_async::pooled_connection::deadpool::Pool<Connection>;
 
@@ -58,8 +59,26 @@ async fn execute(tx: &mut Connection, sql: &str) -> Result<(), Failure> {
     tx.batch_execute(sql).await
 }
 
+/// The driver does not end a nested transaction whose future is dropped. To release the handler's
+/// savepoint would keep half of it.
+#[tokio::test]
+async fn a_nested_transaction_that_is_given_up_keeps_nothing() {
+    let fixture = suites::direct().await;
+    let lost = particular::drained(&fixture, &["nested and dropped", "1"]).await;
+    assert_eq!(lost, particular::codes(&[("nested and dropped", "handler_lost_transaction")]));
+    assert_eq!(fixture.effects().await, ["1"]);
+}
+
 /// Writes the effect in a nested transaction, which ends as the effect says.
 async fn nested(tx: &mut Connection, effect: &str) -> Result<(), Failure> {
+    if effect == "nested and dropped" {
+        let unfinished = tx.transaction(async |nested| {
+            write(nested, effect).await;
+            std::future::pending::<Result<(), Failure>>().await
+        });
+        drop(tokio::time::timeout(std::time::Duration::from_millis(200), unfinished).await);
+        return Ok(());
+    }
     let ended = tx.transaction(async |nested| {
         write(nested, effect).await;
         match effect {
