@@ -143,7 +143,7 @@ impl Context {
     }
 
     /// Fills in what an event leaves out.
-    fn fill(&self, event: &mut NewEvent) {
+    fn fill_ids(&self, event: &mut NewEvent) {
         let mut carry = |name: &str, value: &Option<String>| {
             if let (Some(value), false) = (value, event.headers.contains_key(name)) {
                 event.headers.insert(name.to_owned(), value.clone());
@@ -152,15 +152,18 @@ impl Context {
         carry(header::CORRELATION_ID, &self.correlation_id);
         carry(header::CAUSATION_ID, &self.causation_id);
         carry(header::ACTOR, &self.actor);
+        if event.tenant.is_none() {
+            event.tenant.clone_from(&self.tenant);
+        }
+    }
+
+    fn fill_trace(&self, event: &mut NewEvent) {
         // Vendor state belongs to its parent span and never goes with another one.
         if !event.headers.contains_key(header::TRACEPARENT) && self.traceparent.is_some() {
             event.headers.remove(header::TRACESTATE);
             for (name, value) in [(header::TRACEPARENT, &self.traceparent), (header::TRACESTATE, &self.tracestate)] {
                 event.headers.extend(value.clone().map(|value| (name.to_owned(), value)));
             }
-        }
-        if event.tenant.is_none() {
-            event.tenant.clone_from(&self.tenant);
         }
     }
 }
@@ -176,11 +179,15 @@ pub fn in_context<'e>(events: impl Into<Cow<'e, [NewEvent]>>) -> Cow<'e, [NewEve
         return events;
     }
     for event in events.to_mut() {
+        if let Some(context) = &context {
+            context.fill_ids(event);
+        }
+        // A new trace context takes only the room that is left.
         if traced {
             trace::created(event, context.as_deref());
         }
         if let Some(context) = &context {
-            context.fill(event);
+            context.fill_trace(event);
         }
     }
     events

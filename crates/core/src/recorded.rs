@@ -86,18 +86,18 @@ impl Recorded {
         self
     }
 
-    /// Returns the events, in order.
-    pub fn events(&self) -> &[NewEvent] {
-        &self.events
+    /// Returns the events, in order. Fails as the append would, if one could not be encoded.
+    pub fn events(&self) -> Result<&[NewEvent]> {
+        match &self.fault {
+            None => Ok(&self.events),
+            Some(fault) => Err(Error::new(fault.kind(), "append", fault.code().to_owned(), fault.message())),
+        }
     }
 }
 
 impl IntoEvents<Recorded> for &Recorded {
     fn into_events(self) -> Result<Vec<NewEvent>> {
-        match &self.fault {
-            None => Ok(self.events.clone()),
-            Some(fault) => Err(Error::new(fault.kind(), "append", fault.code().to_owned(), fault.message())),
-        }
+        self.events().map(<[NewEvent]>::to_vec)
     }
 }
 
@@ -136,7 +136,7 @@ mod tests {
     }
 
     fn topics(work: &Recorded) -> Vec<&str> {
-        work.events().iter().map(|event| event.topic.as_str()).collect()
+        work.events().expect("encoded").iter().map(|event| event.topic.as_str()).collect()
     }
 
     #[test]

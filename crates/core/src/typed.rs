@@ -165,6 +165,17 @@ pub struct One<Kind>(PhantomData<Kind>);
 /// Marks several.
 #[derive(Debug)]
 pub struct Many<Kind>(PhantomData<Kind>);
+/// Marks a `Result`, which has to be unwrapped first (`?`).
+#[derive(Debug)]
+pub struct NotUnwrapped<Kind>(PhantomData<Kind>);
+
+/// Makes an append of a `Result` ambiguous, and so an error of the compiler. As an iterator, one that
+/// failed would append nothing, and nobody would notice.
+impl<T: IntoEvent<Kind>, E, Kind> IntoEvents<NotUnwrapped<Kind>> for Result<T, E> {
+    fn into_events(self) -> Result<Vec<NewEvent>, Error> {
+        Ok(Vec::new())
+    }
+}
 
 impl<E: IntoEvent<Kind>, Kind> IntoEvents<One<Kind>> for E {
     fn into_events(self) -> Result<Vec<NewEvent>> {

@@ -65,6 +65,9 @@ fn checked_topic(topic: LitStr) -> Result<LitStr> {
         let message = "a topic is not empty and has no white space; use dots, as in \"order.paid\"";
         return Err(syn::Error::new(topic.span(), message));
     }
+    if text.contains('*') {
+        return Err(syn::Error::new(topic.span(), "a type has one topic, not a pattern of topics"));
+    }
     Ok(topic)
 }
 

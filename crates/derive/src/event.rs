@@ -55,7 +55,9 @@ fn written_key(input: &DeriveInput, key: &LitStr) -> Result<TokenStream> {
         return Err(syn::Error::new(key.span(), format!("`{name}` is no struct; only a field of one can be the key")));
     };
     let missing = || syn::Error::new(key.span(), format!("`{name}` has no field `{}`", key.value()));
-    let member: Member = key.parse().map_err(|_| missing())?;
+    // A keyword is a field's name as a raw identifier.
+    let raw = || syn::parse_str(&format!("r#{}", key.value()));
+    let member: Member = key.parse().or_else(|_| raw()).map_err(|_| missing())?;
     if !data.fields.members().any(|field| field == member) {
         return Err(missing());
     }
@@ -147,6 +149,9 @@ mod tests {
     fn the_field_of_a_tuple_is_named_by_its_number() {
         let derived = derive(quote! { #[event(topic = "t", key = "1")] struct Moved(u8, String); }).expect("derived");
         assert!(derived.to_string().contains(&quote! { (&self.1) }.to_string()), "{derived}");
+        let derived =
+            derive(quote! { #[event(topic = "t", key = "type")] struct Moved { r#type: u8 } }).expect("derived");
+        assert!(derived.to_string().contains(&quote! { (&self.r#type) }.to_string()), "{derived}");
     }
 
     #[test]
@@ -166,6 +171,7 @@ mod tests {
             (r#"#[event(topic = "t", keys = "b")] struct A { b: u8 }"#, known),
             (r#"#[event(topic = "t", topic = "u")] struct A;"#, "this is said twice; keep one"),
             (r#"#[event(topic = "order paid")] struct A;"#, topic),
+            (r#"#[event(topic = "order.*")] struct A;"#, "a type has one topic, not a pattern of topics"),
             (r#"#[event(topic = "")] struct A;"#, topic),
             (r#"#[event(topic = "t", schema_version = 0)] struct A;"#, version),
             (r#"#[event(topic = "t", schema_version = 4294967296)] struct A;"#, version),

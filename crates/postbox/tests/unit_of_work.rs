@@ -85,7 +85,10 @@ async fn a_unit_of_work_carries_on_the_context_of_its_append() {
     let append = || Postbox::new(store.clone()).append(&mut tx, &work);
     Context::new().actor("teller").scope_sync(append).expect("appended");
     tx.commit();
-    assert!(work.events().iter().all(|event: &NewEvent| event.headers.is_empty()), "only what is appended");
+    assert!(
+        work.events().expect("encoded").iter().all(|event: &NewEvent| event.headers.is_empty()),
+        "only what is appended"
+    );
     let see = async |delivery: Delivery| assert_eq!(delivery.event.actor(), Some("teller"));
     let reader = Subscription::new("reader".parse().expect("a name"), LogName::outbox());
     let sink = handler_sink(see);

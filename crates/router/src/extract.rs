@@ -36,11 +36,20 @@ impl<T: TypedEvent + DeserializeOwned + Send, S> Extract<S> for Event<T> {
 
     fn extract(delivery: &Delivery, _: &S) -> Result<Self, Outcome> {
         decode(&delivery.event).map(Event).map_err(|error| {
-            // The cause names the field. It may quote the payload, as the dead event does anyway.
-            let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}")).unwrap_or_default();
+            let cause = std::error::Error::source(&error).map(|cause| format!(": {}", unquoted(&cause.to_string())));
+            let cause = cause.unwrap_or_default();
             Outcome::dead(error.code().to_owned(), format!("{}{cause}", error.message()))
         })
     }
+}
+
+/// What serde says of a payload, without the value that it quotes: errors go into logs and traces.
+fn unquoted(said: &str) -> String {
+    let Some(rest) = [", expected", ", there are"].iter().find_map(|rest| said.rfind(rest)) else {
+        return said.to_owned();
+    };
+    let found = said[..rest].find(['"', '`']).map_or(&said[..rest], |quote| said[..quote].trim_end());
+    format!("{found}{}", &said[rest..])
 }
 
 /// The router's state, cloned; see [`Router::with_state`](crate::Router::with_state).

@@ -14,8 +14,9 @@ pub(crate) const HANDLER_ERROR: &str = "handler_error";
 const HANDLER_REFUSED: &str = "handler_refused";
 
 /// A handler error that chooses the outcome of the event. It may be anywhere in the chain of causes
-/// of another error, e.g. of an `anyhow::Error`, so `?` works with it. It is then the whole
-/// outcome: rules, and texts around it, do not count.
+/// of another error, or a context of an `anyhow::Error`, so `?` works with it. It is then the whole
+/// outcome: rules, and texts around it, do not count. An error that is `#[error(transparent)]` hides
+/// it.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -62,11 +63,32 @@ impl StdError for Failure {}
 #[derive(Default, Clone)]
 pub struct FailureRules(Vec<Arc<Rule>>);
 
-type Rule = dyn Fn(&(dyn StdError + 'static)) -> bool + Send + Sync;
+type Rule = dyn Fn(Failed<'_>) -> bool + Send + Sync;
+
+/// A handler's error. What is a context of an `anyhow::Error` is not found in its chain.
+#[derive(Clone, Copy)]
+enum Failed<'e> {
+    Standard(&'e (dyn StdError + 'static)),
+    Anyhow(&'e anyhow::Error),
+}
+
+impl<'e> Failed<'e> {
+    /// Returns all errors of a type in it.
+    fn all<E: StdError + Send + Sync + 'static>(self) -> impl Iterator<Item = &'e E> {
+        let (context, first) = match self {
+            Self::Standard(error) => (None, error),
+            Self::Anyhow(error) => (error.downcast_ref(), error.as_ref() as &(dyn StdError + 'static)),
+        };
+        context.into_iter().chain(Chain(Some(first)).filter_map(|error| error.downcast_ref()))
+    }
+}
 
 impl FailureRules {
-    pub(crate) fn dead_on<E: StdError + 'static>(&mut self, picks: impl Fn(&E) -> bool + Send + Sync + 'static) {
-        self.0.push(Arc::new(move |error| error.downcast_ref::<E>().is_some_and(&picks)));
+    pub(crate) fn dead_on<E: StdError + Send + Sync + 'static>(
+        &mut self,
+        picks: impl Fn(&E) -> bool + Send + Sync + 'static,
+    ) {
+        self.0.push(Arc::new(move |failed| failed.all::<E>().any(&picks)));
     }
 
     pub(crate) fn extend(&mut self, others: Self) {
@@ -74,13 +96,12 @@ impl FailureRules {
     }
 
     /// Returns the outcome for a handler error and its causes.
-    fn judge<'e>(&self, chain: impl Iterator<Item = &'e (dyn StdError + 'static)> + Clone) -> Outcome {
-        if let Some(Failure(outcome)) = chain.clone().find_map(|error| error.downcast_ref()) {
+    fn judge<'e>(&self, failed: Failed<'e>, chain: impl Iterator<Item = &'e (dyn StdError + 'static)>) -> Outcome {
+        if let Some(Failure(outcome)) = failed.all().next() {
             return outcome.clone();
         }
-        let text = chain.clone().map(ToString::to_string).collect::<Vec<_>>().join(": ");
-        let mut causes = chain;
-        match causes.any(|error| self.0.iter().any(|picks| picks(error))) {
+        let text = chain.map(ToString::to_string).collect::<Vec<_>>().join(": ");
+        match self.0.iter().any(|picks| picks(failed)) {
             true => Outcome::dead(HANDLER_REFUSED, text),
             false => Outcome::retry(HANDLER_ERROR, text),
         }
@@ -123,12 +144,12 @@ impl<'e> Iterator for Chain<'e> {
 
 impl<E: StdError + 'static> IntoFailure<Standard> for E {
     fn into_outcome(self, rules: &FailureRules) -> Outcome {
-        rules.judge(Chain(Some(&self)))
+        rules.judge(Failed::Standard(&self), Chain(Some(&self)))
     }
 }
 
 impl IntoFailure<Anyhow> for anyhow::Error {
     fn into_outcome(self, rules: &FailureRules) -> Outcome {
-        rules.judge(self.chain())
+        rules.judge(Failed::Anyhow(&self), self.chain())
     }
 }

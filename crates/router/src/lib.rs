@@ -143,11 +143,12 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
     }
 
     /// Sets the handler of every event that no other handler wants. The router then wants every
-    /// topic.
+    /// topic, so the handler cannot take an [`Event<T>`](Event).
     ///
     /// Replaces an earlier one.
     #[must_use]
     pub fn fallback<H: Handler<S, D, Arguments>, Arguments: 'static>(mut self, handler: H) -> Self {
+        const { assert!(H::TOPIC.is_none(), "a handler with an Event<T> is for its topic only: use Router::on") };
         self.fallback = Some(Route::new(handler));
         self
     }
@@ -156,7 +157,7 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
     /// of this type that the predicate selects. The error may be anywhere in the chain of causes.
     /// Applies to the whole router.
     #[must_use]
-    pub fn dead_on<E: std::error::Error + 'static>(
+    pub fn dead_on<E: std::error::Error + Send + Sync + 'static>(
         mut self,
         picks: impl Fn(&E) -> bool + Send + Sync + 'static,
     ) -> Self {

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use jsonschema::{ValidationError, Validator};
+use jsonschema::error::ValidationErrorKind;
+use jsonschema::{Retrieve, Uri, ValidationError, Validator};
 use postbox_core::{Error, ErrorKind, Result, Schemas, Topic};
 use serde_json::Value;
 
@@ -43,7 +44,8 @@ impl JsonSchemas {
 
     fn insert(mut self, topic: &str, schema_version: u32, schema: &Value) -> Result<Self> {
         Topic::new(topic)?;
-        let validator = jsonschema::validator_for(schema).map_err(|error| invalid(topic, schema_version, &error))?;
+        let options = jsonschema::options().with_retriever(NoOtherDocuments);
+        let validator = options.build(schema).map_err(|error| invalid(topic, schema_version, &error))?;
         let versions = self.validators.entry(topic.to_owned()).or_default();
         if versions.insert(schema_version, validator).is_some() {
             let message = format!("{topic} has two schemas of version {schema_version}; keep one");
@@ -74,6 +76,15 @@ impl fmt::Debug for JsonSchemas {
     }
 }
 
+/// Fetches nothing, whatever features of `jsonschema` other crates turn on.
+struct NoOtherDocuments;
+
+impl Retrieve for NoOtherDocuments {
+    fn retrieve(&self, uri: &Uri<String>) -> std::result::Result<Value, Box<dyn std::error::Error + Send + Sync>> {
+        Err(format!("it refers to another document, {uri}").into())
+    }
+}
+
 fn invalid(topic: &str, schema_version: u32, error: &dyn fmt::Display) -> Error {
     let message = format!("the schema of {topic}, version {schema_version}, cannot be used: {error}");
     Error::invalid("add schema", "schema_invalid", message)
@@ -83,9 +94,24 @@ fn invalid(topic: &str, schema_version: u32, error: &dyn fmt::Display) -> Error 
 /// secret, and errors go into logs.
 fn listed<'e>(issues: impl Iterator<Item = ValidationError<'e>>) -> Vec<String> {
     let mut issues = issues.map(|issue| {
-        let place = issue.instance_path().as_str();
-        let place = if place.is_empty() { "/" } else { place };
-        format!("{place} ({}): {}", issue.kind().keyword(), issue.masked())
+        let rule = issue.schema_path().as_str();
+        // The name of a property that the schema does not name comes from the payload. A short
+        // number is the place in a list.
+        let is_place = |name: &str| name.len() <= 5 && name.bytes().all(|byte| byte.is_ascii_digit());
+        let is_known = |name: &str| is_place(name) || rule.split('/').any(|of_rule| of_rule == name);
+        let named = |name: &str| if is_known(name) { format!("/{name}") } else { "/…".to_owned() };
+        let place: String = issue.instance_path().as_str().split('/').skip(1).map(named).collect();
+        let place = if place.is_empty() { "/" } else { &place };
+        let kind = issue.kind();
+        let why = match kind {
+            ValidationErrorKind::AdditionalProperties { unexpected: names }
+            | ValidationErrorKind::UnevaluatedProperties { unexpected: names } => {
+                format!("{} properties are not allowed", names.len())
+            }
+            ValidationErrorKind::PropertyNames { .. } => "the name of a property is not allowed".to_owned(),
+            _ => issue.masked().to_string(),
+        };
+        format!("{place} ({}): {why}", kind.keyword())
     });
     let mut listed: Vec<String> = issues.by_ref().take(ISSUES_MAX).collect();
     match issues.count() {
@@ -122,6 +148,21 @@ mod tests {
         assert!(!error.message().contains("secret"), "{error}");
         assert!(check("{}").expect_err("refused").message().matches("/ (required): ").count() == 2);
         assert!(check("{").expect_err("refused").message().contains("not JSON (line 1, column 1)"));
+    }
+
+    /// Names of properties are part of the payload too.
+    #[test]
+    fn a_name_that_the_schema_does_not_name_is_not_quoted() {
+        for schema in [
+            r#"{"propertyNames": {"maxLength": 3}}"#,
+            r#"{"additionalProperties": false}"#,
+            r#"{"unevaluatedProperties": false}"#,
+            r#"{"additionalProperties": {"type": "integer"}}"#,
+        ] {
+            let schemas = JsonSchemas::new().add("t", 1, schema).expect("a schema");
+            let error = schemas.check("t", 1, br#"{"secret": "secret"}"#).expect_err("refused");
+            assert!(!error.message().contains("secret"), "{error}");
+        }
     }
 
     #[test]

@@ -223,6 +223,17 @@ async fn errors_are_retried_or_dead_by_their_type_wherever_it_is_in_the_chain() 
             (Dead, "address_unknown", "no such customer"),
         ),
         (
+            Router::new().on(async |_: Event<Paid>| {
+                fail(anyhow::anyhow!("no row").context(Failure::dead("address_unknown", "no such customer")))
+            }),
+            (Dead, "address_unknown", "no such customer"),
+        ),
+        (
+            Router::new()
+                .on(async |_: Event<Paid>| fail(anyhow::anyhow!("x").context(MailError::Refused).context("y"))),
+            (Dead, "handler_refused", "the mail server says Refused: x"),
+        ),
+        (
             Router::new().on(async |_: Event<Paid>| fail(Failure::retry("printer", "on fire").after(S))),
             (Retrying, "printer", "on fire"),
         ),
