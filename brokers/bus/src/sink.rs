@@ -7,7 +7,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use postbox_core::{
     Capabilities, Delivery, ErrorKind, Event, Inbound, Key, LogName, NewEvent, Outcome, Receive, Sink, SourceName,
-    Tenant, death_of, header,
+    Tenant, death_of, header, hex,
 };
 use sha2::{Digest as _, Sha256};
 
@@ -45,7 +45,7 @@ impl BusSink {
     fn inbound(&self, delivery: &Delivery) -> Inbound {
         let Event { topic, key, tenant, payload, .. } = &delivery.event;
         let digest = content_digest(&delivery.event);
-        let mark: String = digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        let mark = hex(&digest[..8]);
         let message_id = message_id(delivery, &mark);
         let Event { aggregate, version, kind, source, content_type, mut headers, occurred_at, expires_at, .. } =
             delivery.event.clone();

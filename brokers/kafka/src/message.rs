@@ -4,7 +4,7 @@ use bytes::Bytes;
 use krafka::ConsumerRecord;
 use krafka::producer::Record;
 use postbox_core::envelope::{Binding, Wrapped};
-use postbox_core::{Delivery, Headers, RawMessage};
+use postbox_core::{Delivery, Headers, RawMessage, hex};
 use sha2::{Digest as _, Sha256};
 
 /// The header with the id to deduplicate by.
@@ -60,7 +60,7 @@ pub(crate) fn raw_message(record: ConsumerRecord, id_header: &str, content_type:
 fn key(bytes: &[u8]) -> String {
     match str::from_utf8(bytes) {
         Ok(text) => text.to_owned(),
-        Err(_) => bytes.iter().map(|byte| format!("{byte:02x}")).collect(),
+        Err(_) => hex(bytes),
     }
 }
 

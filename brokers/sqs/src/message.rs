@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use aws_sdk_sqs::types::{Message, MessageAttributeValue, MessageSystemAttributeName};
 use postbox_core::envelope::Binding;
-use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage};
+use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage, hex};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 
@@ -136,10 +136,6 @@ fn is_name(name: &str) -> bool {
 fn group(key: &str) -> String {
     let is_name = (1..=GROUP_BYTES_MAX).contains(&key.len()) && key.bytes().all(|byte| byte.is_ascii_graphic());
     if is_name { key.to_owned() } else { format!("sha256:{}", hex(&Sha256::digest(key))) }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// How messages of a queue are converted.

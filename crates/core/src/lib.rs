@@ -50,6 +50,7 @@ pub mod envelope;
 mod error;
 mod event;
 mod find;
+mod hex;
 mod inspect;
 pub mod kit;
 mod lock;
@@ -91,6 +92,7 @@ pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
 pub use find::{Find, IdPrefix};
+pub use hex::hex;
 pub use inspect::{
     Attempt, Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted,
     UnroutedTopic,

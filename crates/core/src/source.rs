@@ -7,6 +7,7 @@ use bytes::Bytes;
 
 use crate::error::Result;
 use crate::event::{Headers, NewEvent, header};
+use crate::hex::hex;
 use crate::names::{SourceName, Topic};
 use crate::receive::Inbound;
 
@@ -42,8 +43,7 @@ impl RawMessage {
     /// Returns the id by which the message is stored once: the producer's, or `sha256:` and the
     /// digest.
     pub fn message_id(&self) -> String {
-        let digest = || self.digest.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-        self.id.clone().unwrap_or_else(|| format!("sha256:{}", digest()))
+        self.id.clone().unwrap_or_else(|| format!("sha256:{}", hex(&self.digest)))
     }
 
     /// Returns an event with the message's topic, key, headers and payload; `Invalid` if no event
@@ -80,8 +80,7 @@ impl RawMessage {
         let why: String = why.escape_debug().take(POISON_REASON_CHARS_MAX).collect();
         let reason = format!("{code}: {why}");
         let poison = |message: Self| {
-            let digest: String = message.digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-            let message_id = format!("poison:{}:{digest}", message.message_id());
+            let message_id = format!("poison:{}:{}", message.message_id(), hex(&message.digest[..8]));
             let mut event = NewEvent::new(topic.clone(), message.payload, message.content_type);
             event.headers = message.headers;
             event = event.source(source.to_string()).header(header::POISON, reason.clone());

@@ -1,7 +1,6 @@
 //! A collector of traces (OTLP over HTTP) in this process.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -10,6 +9,7 @@ use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
+use postbox_core::hex;
 use prost::Message as _;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
@@ -139,11 +139,4 @@ fn attributes(attributes: Vec<KeyValue>) -> BTreeMap<String, String> {
         other => format!("{other:?}"),
     };
     attributes.into_iter().map(|KeyValue { key, value, .. }| (key, text(value))).collect()
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        _ = write!(text, "{byte:02x}");
-        text
-    })
 }

@@ -5,6 +5,7 @@ use sha2::{Digest as _, Sha256};
 use super::binding::{Binding, decode};
 use crate::error::Result;
 use crate::event::Headers;
+use crate::hex::hex;
 use crate::limits::{HEADERS_MAX, MESSAGE_ID_BYTES_MAX};
 use crate::names::SourceName;
 use crate::receive::Inbound;
@@ -59,7 +60,7 @@ impl Binding {
         if id.len() <= MESSAGE_ID_BYTES_MAX {
             return Some(id);
         }
-        Some(Sha256::digest(id).iter().map(|byte| format!("{byte:02x}")).collect())
+        Some(hex(&Sha256::digest(id)))
     }
 
     /// Returns whether a header is the attribute of this name.

@@ -1,6 +1,6 @@
 //! Rejected messages: `list --state conflict --json`.
 
-use postbox_core::{Conflict, SourceName};
+use postbox_core::{Conflict, SourceName, hex};
 use serde::Serialize;
 
 /// A message id that arrived again with another body.
@@ -26,7 +26,6 @@ pub struct ConflictJson<'a> {
 
 impl<'a> From<&'a Conflict> for ConflictJson<'a> {
     fn from(conflict: &'a Conflict) -> Self {
-        let hex = |digest: &[u8]| digest.iter().map(|byte| format!("{byte:02x}")).collect();
         Self {
             source: &conflict.source,
             tenant: conflict.tenant.as_deref(),
