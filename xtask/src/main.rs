@@ -4,6 +4,7 @@
 //! from anywhere else.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
+mod docs;
 mod planted;
 mod servers;
 mod simulate;
@@ -65,6 +66,9 @@ enum Task {
 }
 
 fn main() -> ExitCode {
+    if let Some(done) = docs::rustdoc() {
+        return done;
+    }
     match run(Arguments::parse().task) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,

@@ -5,7 +5,7 @@ use std::process::Command;
 use anyhow::Context as _;
 
 use crate::steps::{Steps, cargo};
-use crate::{answers, root, servers};
+use crate::{answers, docs, root, servers};
 
 /// The single feature set.
 pub(crate) const WORKSPACE: [&str; 3] = ["--workspace", "--all-features", "--locked"];
@@ -33,7 +33,7 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
     if !fast {
         let published = published()?;
         steps.run("packages: every crate that users need can be published", || package(&published));
-        documentation(&mut steps, &published);
+        documentation(&mut steps)?;
     }
     if is_built {
         // Not concurrently: tests of leases and deadlines fail beside CPU-heavy work.
@@ -61,7 +61,8 @@ fn linted() -> Command {
 fn build(steps: &mut Steps) -> bool {
     let cure = "fix what is named above: cargo clippy --workspace --all-features --all-targets";
     let mut command = linted();
-    command.args(["build", "--quiet", "--all-targets"]).args(WORKSPACE);
+    // `--all-targets` would build each library once more as a benchmark, also those without tests.
+    command.args(["build", "--quiet", "--lib", "--bins", "--tests", "--examples"]).args(WORKSPACE);
     steps.command("build and lints: clippy, warnings denied", cure, &mut command)
 }
 
@@ -136,17 +137,17 @@ fn package(published: &[String]) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn documentation(steps: &mut Steps, published: &[String]) {
-    let cure = "an example in a doc comment above does not compile or hold";
-    steps.command("doctests", cure, linted().args(["test", "--quiet", "--doc"]).args(WORKSPACE));
-    steps.command(
-        "docs of what is published: warnings and broken links denied",
-        "fix what rustdoc names above: cargo doc --workspace --all-features --no-deps",
-        cargo()
-            .args(["doc", "--quiet", "--no-deps", "--all-features", "--locked"])
-            .args(published)
-            .env("RUSTDOCFLAGS", "-D warnings"),
-    );
+fn documentation(steps: &mut Steps) -> anyhow::Result<()> {
+    let name = "docs: examples hold; warnings and broken links denied";
+    let cure =
+        "fix what is named above: cargo test --doc --workspace --all-features, or cargo doc --no-deps with the same";
+    let mut command = linted();
+    docs::with_docs(
+        command.args(["test", "--quiet", "--no-fail-fast", "--doc"]).args(WORKSPACE),
+        &crate::target()?.join("doc"),
+    )?;
+    steps.command(name, cure, &mut command);
+    Ok(())
 }
 
 /// Runs the examples; each proves its own result.
