@@ -158,7 +158,7 @@ pub(crate) enum Command {
     /// event that is named is sent whether it is wanted or not. Events appended during the replay
     /// are not included. Each event gets a new dedupe id. Works in steps of at most 1000 events and
     /// prints replayed=N at the end; if it is interrupted, it says where to continue.
-    #[command(mut_group("which", |which| which.arg("after")))]
+    #[command(mut_group("which", |which| which.args(["after", "through"])))]
     Replay {
         #[command(flatten)]
         meant: Meant,

@@ -41,7 +41,9 @@ pub(crate) fn done(as_json: bool, what: &impl Serialize, text: &str) -> Result<(
 /// Prints one of several JSON values as a line.
 pub(crate) fn json_line(value: &impl Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string(value).map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))?;
-    print(&format!("{}\n", safe_json(&text)))
+    // A payload is printed as it is, perhaps over several lines. In JSON, such characters are
+    // outside of strings.
+    print(&format!("{}\n", safe_json(&text).replace(['\n', '\r', '\t'], " ")))
 }
 
 /// Whether standard output is a terminal.

@@ -43,25 +43,30 @@ impl Selectors {
     /// Converts them to the criteria of the stores.
     pub(crate) fn criteria(self) -> Result<Criteria, Failure> {
         let age = self.older_than;
-        let (mut which, _) = self.criteria_and_age();
+        let (mut which, _) = self.criteria_and_age()?;
         if let Some(age) = age {
             let before = Timestamp::now().checked_sub(age);
             which.until = Some(before.map_err(|_| Failure::usage("--older-than: that is too long an age"))?);
         }
-        if let (Some(since), Some(until)) = (which.since, which.until)
-            && since >= until
-        {
-            return Err(Failure::usage(
-                "no time is after --since and before --until or --older-than; give the later time to --until",
-            ));
-        }
+        check_times(&which)?;
         Ok(which)
     }
 
     /// The same with the age separate, for a store that measures it by its own clock.
-    pub(crate) fn criteria_and_age(self) -> (Criteria, Option<Duration>) {
+    pub(crate) fn criteria_and_age(self) -> Result<(Criteria, Option<Duration>), Failure> {
         let Self { topic, key, tenant, since, until, older_than } = self;
-        (Criteria { topic, key, tenant, since, until }, older_than)
+        let which = Criteria { topic, key, tenant, since, until };
+        check_times(&which)?;
+        Ok((which, older_than))
+    }
+}
+
+fn check_times(which: &Criteria) -> Result<(), Failure> {
+    match (which.since, which.until) {
+        (Some(since), Some(until)) if since >= until => Err(Failure::usage(
+            "no time is after --since and before --until or --older-than; give the later time to --until",
+        )),
+        _ => Ok(()),
     }
 }
 

@@ -1,8 +1,8 @@
 //! `postbox init`: writes the commented configuration.
 
-use std::fs::OpenOptions;
+use std::fs::{OpenOptions, Permissions};
 use std::io::{ErrorKind, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::PathBuf;
 
 use crate::args::Global;
@@ -24,6 +24,9 @@ pub(super) fn run(global: &Global, force: bool) -> Result<(), Failure> {
         ErrorKind::AlreadyExists => Failure::failed(format!("{shown} exists already; overwrite it with --force")),
         _ => Failure::failed(format!("{shown} cannot be written: {error}")),
     })?;
+    // A file that was there keeps its mode.
+    file.set_permissions(Permissions::from_mode(0o600))
+        .map_err(|error| Failure::failed(format!("{shown} cannot be made readable by its owner only: {error}")))?;
     file.write_all(postbox_server::default_toml().as_bytes())
         .map_err(|error| Failure::failed(format!("{shown} cannot be written: {error}")))?;
     output::line(&format!("wrote {shown}"))?;

@@ -35,8 +35,9 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
         notes.iter().for_each(|note| context.note(note));
         records.extend(of_store.into_iter().map(|(name, record)| (context, name, record)));
     }
-    if wanted.state.is_none() {
-        records.sort_by_key(|(_, _, record)| Reverse(record.event.created_at));
+    match wanted.state {
+        None => records.sort_by_key(|(_, _, record)| Reverse(record.event.created_at)),
+        Some(_) => records.sort_by_key(|(_, _, record)| record.event.created_at),
     }
     records.truncate(wanted.limit);
     if json {
@@ -86,8 +87,8 @@ async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
             after: None,
             limit: 0,
         };
-        // The newest of all subscriptions are among the newest of each.
-        let before = if wanted.state.is_none() { records.len() } else { 0 };
+        // The first of all subscriptions are among the first of each.
+        let before = records.len();
         while records.len() - before < wanted.limit {
             query.limit = (wanted.limit + before - records.len()).min(PAGE);
             let page = store.list(&query).await?;

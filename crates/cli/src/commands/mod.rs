@@ -52,6 +52,14 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         Command::CheckConfig { connect } => check_config::run(global, connect).await,
         Command::Config(ConfigCommand::Schema) => config::schema(),
         Command::Completions { shell } => completions::run(shell),
+        Command::Migrate(Migrate::Down { .. } | Migrate::Validate | Migrate::Rebase)
+            if global.only.is_some() || global.log.is_some() =>
+        {
+            Err(Failure::usage("it concerns everything in the store; leave --subscription and --log out"))
+        }
+        Command::Prune { .. } if global.only.is_some() => {
+            Err(Failure::usage("events belong to a log, not to a subscription; name their log with --log"))
+        }
         Command::Migrate(Migrate::Up) => migrate::up(&inspect_each()?, json).await,
         Command::Migrate(Migrate::Down { yes, discard_events }) => {
             migrate::down(&inspect()?, yes, discard_events, json).await
@@ -120,7 +128,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             replay::run(&context, replay, rate, json).await
         }
         Command::Prune { which, unrouted, code, limit, dry_run } => {
-            let (which, age) = which.criteria_and_age();
+            let (which, age) = which.criteria_and_age()?;
             let older_than = age.unwrap_or_default();
             let prune = Prune { older_than, which, code, unrouted, limit, after: None, dry_run };
             prune::run(&inspect()?, prune, json).await

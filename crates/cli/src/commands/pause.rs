@@ -18,6 +18,8 @@ pub(super) async fn pause(
     json: bool,
 ) -> Result<(), Failure> {
     let store = store_with(context, name).await?;
+    let infos = store.subscriptions().await?;
+    let before = infos.iter().find(|info| info.name == *name).and_then(|info| info.paused.as_ref());
     let until = span
         .map(|span| Timestamp::now().checked_add(span).map_err(|_| Failure::usage("--for: that is too long a time")))
         .transpose()?;
@@ -29,6 +31,9 @@ pub(super) async fn pause(
     };
     let until = until.map(|until| until.to_string());
     output::done(json, &serde_json::json!({ "subscription": name, "paused": true, "until": until }), &line)?;
+    if let Some(before) = before {
+        output::note(&format!("this replaces the pause of {}: {}", before.by, before.why));
+    }
     // Relays read the pause when they renew their lease.
     output::note("running relays stop within a third of their lease (3.3 s by default)");
     Ok(())

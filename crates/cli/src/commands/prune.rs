@@ -12,6 +12,7 @@ use super::steps::counted;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
+use crate::signals::stopped;
 
 /// Interval between progress notes of a long run, at a terminal.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
@@ -30,11 +31,19 @@ pub(super) async fn run(context: &Context, mut prune: Prune, json: bool) -> Resu
         None => infos.iter().map(|info| info.log.clone()).collect(),
     };
     let (mut pruned, mut noted) = (0, Instant::now());
-    for log in &logs {
+    let mut stop = std::pin::pin!(stopped());
+    let mut ended = Ok(());
+    'logs: for log in &logs {
         prune.after = None;
         while prune.limit != Some(0) {
             let began = Instant::now();
-            let step = store.prune(log, &prune).await?;
+            let step = match store.prune(log, &prune).await {
+                Ok(step) => step,
+                Err(error) => {
+                    ended = Err(Failure::from(error));
+                    break 'logs;
+                }
+            };
             pruned += step.count;
             if let Some(limit) = &mut prune.limit {
                 *limit = limit.saturating_sub(usize::try_from(step.count).unwrap_or(usize::MAX));
@@ -43,7 +52,14 @@ pub(super) async fn run(context: &Context, mut prune: Prune, json: bool) -> Resu
             if step.next.is_none() {
                 break;
             }
-            tokio::time::sleep(step_pause(began.elapsed())).await;
+            tokio::select! {
+                biased;
+                () = &mut stop => {
+                    ended = Err(Failure::failed("interrupted; the same command continues with the rest"));
+                    break 'logs;
+                }
+                () = tokio::time::sleep(step_pause(began.elapsed())) => {}
+            }
             if noted.elapsed() >= NOTE_EVERY && std::io::stderr().is_terminal() {
                 let what = if prune.dry_run { "counted" } else { "deleted" };
                 output::note(&format!("{log}: {} {what}", grouped(pruned)));
@@ -51,5 +67,8 @@ pub(super) async fn run(context: &Context, mut prune: Prune, json: bool) -> Resu
             }
         }
     }
-    counted("pruned", pruned, prune.dry_run, json)
+    if ended.is_ok() || pruned > 0 {
+        counted("pruned", pruned, prune.dry_run, json)?;
+    }
+    ended
 }

@@ -4,7 +4,7 @@ use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
-use postbox_core::{Rate, Record, Replay, Seq, State};
+use postbox_core::{Error, Rate, Record, Replay, Seq, State};
 use postbox_server::text::grouped;
 use tokio::select;
 
@@ -44,7 +44,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
         replay.limit = Some(left.unwrap_or(usize::MAX).min(step_max));
         let step = match store.replay(&info.name, &replay).await {
             Ok(step) => step,
-            Err(error) => break Err(Failure::from(error)),
+            Err(error) => break Err(failed(error, &replay)),
         };
         count += step.count;
         (replay.after, replay.through) = (step.next, Some(step.through));
@@ -100,5 +100,17 @@ fn stand(record: &Record) -> Stand {
 
 /// The same command would start from the beginning again.
 fn interrupted(next: Seq, through: Seq) -> Failure {
-    Failure::failed(format!("interrupted; to continue with the rest, add: --after {next} --through {through}"))
+    Failure::failed(format!("interrupted; {}", rest(next, through)))
+}
+
+/// The step that failed may have been done.
+fn failed(error: Error, replay: &Replay) -> Failure {
+    match (Failure::from(error), replay.after, replay.through) {
+        (failure, Some(next), Some(through)) => Failure::failed(format!("{}; {}", failure.text(), rest(next, through))),
+        (failure, ..) => failure,
+    }
+}
+
+fn rest(next: Seq, through: Seq) -> String {
+    format!("to continue with the rest, give --after {next} --through {through} instead of your own")
 }

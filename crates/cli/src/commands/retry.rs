@@ -99,7 +99,12 @@ async fn oldest_of_all(
         }
         // An event that is due already is not changed and does not count; then the search goes on.
         for (info, ids) in infos.iter().zip(found).filter(|(_, ids)| !ids.is_empty()) {
-            let selection = Selection { ids: Some(ids), dry_run: wanted.dry_run, ..Selection::default() };
+            let selection = Selection {
+                ids: Some(ids),
+                code: wanted.code.clone(),
+                dry_run: wanted.dry_run,
+                ..Selection::default()
+            };
             steps.take(selection, async |selection| store.change(&info.name, &Change::Retry, selection).await).await?;
         }
     }

@@ -38,6 +38,9 @@ pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<()
 /// The event's own fields, and its state in each subscription.
 pub(crate) fn fields(found: &[(SubscriptionInfo, Record)]) -> Vec<(&'static str, String)> {
     let mut fields = found.first().map_or_else(Vec::new, |(_, first)| describe(&first.event));
+    if let Some((_, first)) = found.first() {
+        fields.insert(1, ("seq", first.seq.to_string()));
+    }
     for (info, record) in found {
         fields.push(("delivery", stand(info, record)));
         fields.extend(record.last_attempts.iter().map(|attempt| ("  attempt", tried(attempt))));

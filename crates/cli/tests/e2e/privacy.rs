@@ -64,6 +64,12 @@ async fn with_a_status_token_strangers_learn_only_whether_it_is_ready() -> Resul
     ensure!(get(&served.address, "/metrics", &right).await?.contains("postbox_delivered_total"));
     ensure!(get(&served.address, "/readyz", &right).await?.contains("out: the breaker has been open"));
     ensure!(get(&served.address, "/status", &right).await?.contains("\"subscription\":\"out\""));
+    // Without the token, a person must not take what is not known for what is well.
+    let here = server.replace("127.0.0.1:0", &served.address);
+    env.config(&format!("[subscriptions.out]\n{}{here}", http_sink("http://127.0.0.1:1/")))?;
+    let doctor = env.output(&["doctor"])?;
+    let said = String::from_utf8(doctor.stdout)?;
+    ensure!(doctor.status.code() == Some(1) && said.contains("refuses to say how it is"), "{said}");
     let log = served.terminate().await?;
     ensure!(log.iter().all(|line| !line.contains(TOKEN)), "{log:#?}");
     Ok(())
