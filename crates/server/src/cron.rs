@@ -5,7 +5,6 @@ use std::str::FromStr;
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
-#[cfg(test)]
 use postbox_engine::Schedule as _;
 
 /// A recurring time: `second minute hour day month weekday`, in UTC.
@@ -32,6 +31,11 @@ impl FromStr for Cron {
             .build()
             .parse(text)
             .map(Self)
+            .map_err(|error| error.to_string())
+            .and_then(|cron| match cron.next_after(Timestamp::now()) {
+                Some(_) => Ok(cron),
+                None => Err("no such time comes any more".to_owned()),
+            })
             .map_err(|error| {
                 format!("{text:?} is not a valid cron expression ({error}); write it as \"second minute hour day month weekday\", e.g. \"0 0 3 * * *\" for 03:00 UTC")
             })
@@ -83,8 +87,8 @@ mod tests {
     }
 
     #[test]
-    fn a_day_that_never_comes_has_no_next() {
-        let schedule: Cron = "0 0 3 30 2 *".parse().expect("well formed");
-        assert_eq!(schedule.next_after("2026-11-21T09:00:00Z".parse().expect("a time")), None);
+    fn a_day_that_never_comes_is_refused() {
+        let error = "0 0 3 30 2 *".parse::<Cron>().map(drop).expect_err("refused");
+        assert!(error.contains("no such time comes"), "{error}");
     }
 }

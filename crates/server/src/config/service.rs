@@ -47,8 +47,9 @@ table! {
         /// Requests for `/metrics`, and for the reasons at `/readyz`, must send `authorization:
         /// Bearer TOKEN`.
         ///
-        /// At least 16 visible characters. Without it everybody who reaches the port may read them; on
-        /// loopback only if they name the host by address or as `localhost`, which no web page can.
+        /// At least 16 visible characters. Without it everybody who reaches the port may read them;
+        /// on loopback only if they name the host by address or as `localhost`, which no web page
+        /// can.
         /// `/healthz` and the status of `/readyz` need no token; `postbox doctor` sends it.
         status_token: Option<Secret> = secret().check(visible), unset("none", r#""env:POSTBOX_STATUS_TOKEN""#);
     }
@@ -121,11 +122,17 @@ pub enum LogFormat {
 /// What a log filter may begin with.
 const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
 
-/// Checks a single word. A whole filter is checked by the subscriber that parses it.
+/// Checks a single word, or the levels of a filter.
 fn level(text: &str) -> Result<String, String> {
-    match text.contains(['=', ',']) || LEVELS.contains(&text) {
-        true => Ok(text.to_owned()),
-        false => Err(format!("{text:?} is not a log level; {}", suggestion(text, &LEVELS))),
+    let is_filter = text.contains(['=', ',']);
+    let words = text.split(',').filter_map(|part| match part.rsplit_once('=') {
+        Some((_, word)) => Some(word.trim()),
+        // In a filter, the name of a part of the program.
+        None => Some(part).filter(|_| !is_filter),
+    });
+    match words.into_iter().find(|word| !LEVELS.contains(&word.to_ascii_lowercase().as_str())) {
+        None => Ok(text.to_owned()),
+        Some(wrong) => Err(format!("{wrong:?} is not a log level; {}", suggestion(wrong, &LEVELS))),
     }
 }
 

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use axum::body::Bytes;
-use http::{Request, header};
+use http::{Request, StatusCode, header};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
@@ -61,11 +61,21 @@ impl ServiceStatus {
 /// Fetches the status of the service that listens as configured; `None` if none does, or if another
 /// program answers. A service that listens and does not answer is a finding.
 pub async fn fetch(config: &ServerConfig) -> Result<Option<ServiceStatus>, Finding> {
-    timeout(WAIT_MAX, ask(config, "/status")).await.map(Result::ok).map_err(|_| {
-        let what = format!("the service at {} accepts connections, and has not answered for {WAIT_MAX:?}", config.listen);
+    let Ok(answer) = timeout(WAIT_MAX, ask(config, "/status")).await else {
+        let what =
+            format!("the service at {} accepts connections, and has not answered for {WAIT_MAX:?}", config.listen);
         let cure = "is its process stopped (SIGSTOP, a debugger) or starved? Let it go on, or end it and start `postbox run` again";
-        Finding::problem("service_silent", what, cure)
-    })
+        return Err(Finding::problem("service_silent", what, cure));
+    };
+    match answer {
+        Ok(status) => Ok(Some(status)),
+        Err(NoAnswer::Refused) => {
+            let what = format!("the service at {} refuses to say how it is, so much below is not known", config.listen);
+            let cure = "give this command the service's server.status_token; is the variable that it names set here?";
+            Err(Finding::problem("service_refuses", what, cure))
+        }
+        Err(NoAnswer::Other) => Ok(None),
+    }
 }
 
 /// Adds the high-water marks to each count, if a service listens as configured.
@@ -77,7 +87,20 @@ pub async fn add_marks(config: &ServerConfig, counted: &mut [StatsJson]) {
     }
 }
 
-async fn ask<T: DeserializeOwned>(config: &ServerConfig, path: &str) -> Result<T, Box<dyn Error + Send + Sync>> {
+/// Why there is no status.
+enum NoAnswer {
+    /// The token is missing or wrong.
+    Refused,
+    Other,
+}
+
+impl<E: Error> From<E> for NoAnswer {
+    fn from(_: E) -> Self {
+        Self::Other
+    }
+}
+
+async fn ask<T: DeserializeOwned>(config: &ServerConfig, path: &str) -> Result<T, NoAnswer> {
     let mut address = config.listen;
     if address.ip().is_unspecified() {
         address.set_ip(match address.ip() {
@@ -93,6 +116,10 @@ async fn ask<T: DeserializeOwned>(config: &ServerConfig, path: &str) -> Result<T
         request = request.header(header::AUTHORIZATION, format!("Bearer {}", token.expose()));
     }
     let answer = sender.send_request(request.body(Empty::<Bytes>::new())?).await?;
-    let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await?.to_bytes();
+    if answer.status() == StatusCode::UNAUTHORIZED {
+        return Err(NoAnswer::Refused);
+    }
+    let body =
+        Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await.map_err(|_| NoAnswer::Other)?.to_bytes();
     Ok(serde_json::from_slice(&body)?)
 }

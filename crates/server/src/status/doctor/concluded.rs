@@ -77,7 +77,8 @@ fn paused(known: &Known<'_>, pause: &Pause) -> Finding {
     let until = pause.until.map_or_else(String::new, |until| format!(" until {until:.0}"));
     let what = format!("paused{until} by {}: {}", pause.by, pause.why);
     let resume = format!("postbox resume {}", known.info.name);
-    match pause.by == "postbox" {
+    // A person, or a role of the database, may have that name too.
+    match pause.by == "postbox" && pause.why.starts_with("http_410") {
         // The destination answered 410: it must never be called again.
         true => Finding::problem(
             "endpoint_gone",
@@ -203,14 +204,18 @@ fn lease_fails(known: &Known<'_>) -> Option<Finding> {
     Some(Finding::problem("lease_failing", what, cure).reason(code))
 }
 
-/// Keys that wait for a person (`on_dead = "halt"`).
+/// Keys that wait for a person (`on_dead = "halt"`, now or when the event died).
 fn halted(known: &Known<'_>) -> Option<Finding> {
-    if known.config.is_some_and(|config| config.subscription.on_dead != OnDead::Halt) {
-        return None;
-    }
     let key = |record: &Record| record.event.key.clone();
-    let first =
-        known.dead.iter().find(|dead| known.blocked.iter().any(|it| key(it).is_some() && key(it) == key(dead)))?;
+    let halts_now = known.config.is_none_or(|config| config.subscription.on_dead == OnDead::Halt);
+    // Otherwise an earlier event that is retried may be what holds the key.
+    let waits_for_none = |dead: &Record| {
+        known.stats.retrying <= known.retrying.len() as u64 && !known.retrying.iter().any(|it| key(it) == key(dead))
+    };
+    let holds = |dead: &&Record| {
+        known.blocked.iter().any(|it| key(it).is_some() && key(it) == key(dead)) && (halts_now || waits_for_none(dead))
+    };
+    let first = known.dead.iter().find(holds)?;
     let (id, shown) = (first.event.id, cut(key(first)?.as_str(), 60).to_owned());
     let what = format!(
         "{} wait behind a dead event of their key (on_dead = \"halt\"): key {shown} behind {id}, {}",

@@ -28,7 +28,9 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
         let ago = ago.map_or_else(String::new, |ago| format!("{} ago, ", span(ago)));
         format!("last tried {ago}{code}: {}", cut(text(record), 200))
     });
-    let open = known.work.and_then(|work| work.destination_fails.as_ref()).map(|fails| {
+    // A pause is reported by itself, and must not be replaced by another one.
+    let is_tried = known.info.paused.is_none();
+    let open = known.work.and_then(|work| work.destination_fails.as_ref()).filter(|_| is_tried).map(|fails| {
         let (address, since, code) = (address.unwrap_or_default(), &fails.since, &fails.code);
         format!(
             "the service at {address}: the breaker has been open since {since}, nothing is sent; last reason: {code}"
@@ -92,11 +94,12 @@ pub(super) fn dead(known: &Known<'_>) -> Vec<Finding> {
     let finding = |reason: &Reason<'_>| {
         let of = of_all(known.stats, "dead", reason.count, dead.len(), known.stats.dead);
         let what = format!("{of}: {}", reason.said());
-        // An expired event would expire again, and poison is never sent: discard both.
+        // An expired event would expire again, poison is never sent, and a deleted event is gone.
         let is_of_reason = |record: &&&Record| record.code.as_deref() == Some(reason.code);
         let is_poison =
             dead.iter().find(is_of_reason).is_some_and(|it| Unreadable::poison(&it.event.headers).is_some());
-        let verb = if is_poison || reason.code == Disposition::EXPIRED { "discard" } else { "retry" };
+        let is_final = [Disposition::EXPIRED, Unreadable::MISSING].contains(&reason.code);
+        let verb = if is_poison || is_final { "discard" } else { "retry" };
         let again = format!(
             "look at one with `postbox show ID`, then: postbox {verb} --code {} --subscription {name}",
             reason.code
