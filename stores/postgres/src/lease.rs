@@ -44,8 +44,8 @@ FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $2";
 /// `now()`, because the transaction may have waited, and a lease counts from the grant. A cursor of
 /// another cluster is not granted; [`SUBSCRIPTION_STATE`] reports it.
 ///
-/// The epoch is the time in microseconds, or one more than the last. So no two grants of a lane have
-/// the same one, even if a failover lost the first, and no two lanes of different databases.
+/// The epoch is the time in microseconds, or one more than the last. So no two grants of a lane
+/// have the same one, even if a failover lost the first, and no two lanes of different databases.
 ///
 /// If another owner's lease expired, that owner has crashed, which is counted. The count starts
 /// again if it held the lane for long: it renewed after ten times the length of its lease

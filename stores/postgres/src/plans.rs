@@ -431,8 +431,8 @@ const LANE_CASES: [LaneCase; 11] = [
         window: ("1:1:", "102:102:", 0, 0),
         call: window!("1", "'{rare}'", "102:102:", "NULL", "500"),
         indexes: &["outbox_xid_seq", "outbox_pkey"],
-        // Of its 99,834 rows, the bounds read as many as a hundred calls look at, and the walk those
-        // of one.
+        // Of its 99,834 rows, the bounds read as many as a hundred calls look at, and the walk
+        // those of one.
         rows_max: 51_000,
     },
     LaneCase {

@@ -11,7 +11,7 @@ use uuid::Uuid;
 use crate::admin::{CLEAR_FOLLOWER_DUE, lock_lanes};
 use crate::criteria::Meant;
 use crate::session::Session;
-use crate::subscription::{SubscriptionRow, look_up};
+use crate::subscription::{LOG_LOCK, SubscriptionRow, look_up};
 
 /// How many places of the log one step reads: some tens of milliseconds under the lanes' locks,
 /// however few events match.
@@ -83,6 +83,8 @@ pub(crate) async fn replay(session: &Session, name: &SubscriptionName, replay: &
         let params = params![id, 0, after, until, ids, topic, key, since, before, limit, tenant];
         session.rows(&sql(&chosen), &params).await?.iter().map(|row| row.get(1)).collect()
     } else {
+        // Retention holds it too: it must not delete what is chosen here.
+        session.rows(&session.sql(LOG_LOCK), &params![subscription.log.as_str()]).await?;
         lock_lanes(session, id).await?;
         let number: i32 = session.row(&session.sql(REPLAY_NEXT), &params![id]).await?.get(0);
         let params = params![id, number, after, until, ids, topic, key, since, before, limit, tenant];

@@ -107,16 +107,16 @@ BEGIN
             replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
             crashes = CASE d.state WHEN 'dead' THEN least(d.crashes, 1) ELSE d.crashes END,
             state = 'retrying', halt = false, letter_at = '-infinity', due_at = $3, updated_at = clock_timestamp()
-          WHERE d.ctid = ANY ({places}) AND {tag}_may RETURNING d.key)
+          WHERE d.ctid = ANY ({places}) AND {tag}_may AND ($7::text IS NULL OR d.code = $7) RETURNING d.key)
         SELECT count(*), array_agg(DISTINCT c.key) FILTER (WHERE c.key IS NOT NULL) FROM changed AS c
       ${tag}_sql$ ELSE ${tag}_sql$
         WITH changed AS (UPDATE {s}.delivery AS d SET
             state = CASE WHEN $5 THEN 'dead' ELSE 'discarded' END, halt = $5 AND $6, code = CASE WHEN $5 THEN 'marked_dead' ELSE d.code END,
             due_at = NULL, updated_at = clock_timestamp(), error = coalesce(left($4 || coalesce('; before: ' || d.error, ''), 2048), d.error)
-          WHERE d.ctid = ANY ({places}) AND {tag}_may RETURNING d.key)
+          WHERE d.ctid = ANY ({places}) AND {tag}_may AND ($7::text IS NULL OR d.code = $7) RETURNING d.key)
         SELECT count(*), array_agg(DISTINCT c.key) FILTER (WHERE c.key IS NOT NULL) FROM changed AS c
       ${tag}_sql$ END, '{tag}_may', may)
-      INTO changed, keys USING s.id, seqs, at, note, is_mark, s.halts;
+      INTO changed, keys USING s.id, seqs, at, note, is_mark, s.halts, of_code;
     EXECUTE CASE action WHEN 'retry' THEN ${tag}_sql${clear_follower_due}${tag}_sql$ ELSE ${tag}_sql${delivery_release}${tag}_sql$ END
       USING s.id, keys;
   END IF;

@@ -26,9 +26,10 @@
 --   window   the next window is open and written; it may hold nothing that is wanted
 -- `low`, `high` and `xid_low` bound the rows of a window without stragglers. Its further pages can
 -- then be read without this function, which collects its rows before returning them and costs a
--- third more (measured). `left_stream`: the subscription has delivery rows. `looked`: the window was
--- looked through up to here only (without rows: up to the next row of it). A call looks at a bounded number of places, whatever it finds: with
--- a filter that few events pass it would otherwise not end in time, and begin again at the same one.
+-- third more (measured). `left_stream`: the subscription has delivery rows. `looked`: the window
+-- was looked through up to here only (without rows: up to the next row of it). A call looks at a
+-- bounded number of places, whatever it finds: with a filter that few events pass it would
+-- otherwise not end in time, and begin again at the same one.
 --
 -- A cursor that was made in another cluster, whose transaction ids mean nothing here, raises an
 -- error with the state PB001.
@@ -190,8 +191,8 @@ BEGIN
           (SELECT min(hit.seq) - 1 FROM unnest(ended) AS running(xid) CROSS JOIN LATERAL (
             SELECT l.seq FROM {s}."{tag}_log" AS l WHERE l.xid >= running.xid AND l.xid <= running.xid AND l.seq > look_to
             ORDER BY l.xid, l.seq LIMIT 1 OFFSET 0) AS hit));
-        -- Without rows, the next call begins at the next one. With rows, it begins where this one ends,
-        -- because the caller settles up to there.
+        -- Without rows, the next call begins at the next one. With rows, it begins where this one
+        -- ends, because the caller settles up to there.
         IF looked IS NOT NULL AND given + stragglers > 0 THEN
           looked := look_to;
         END IF;

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, Delivery, Disposition, Entry, Error, ErrorKind, Filter, Lease, Log as _, LogName,
-    Maintain as _, NewEvent, Outcome, OwnerId, Settlement, Subscription, SubscriptionName, TopicPattern,
+    Admin as _, Append as _, Batch, BatchLimit, Delivery, Disposition, Entry, Error, ErrorKind, Filter, Lease,
+    Log as _, LogName, Maintain as _, NewEvent, Outcome, OwnerId, Replay, Settlement, Subscription, SubscriptionName,
+    TopicPattern,
 };
 use postbox_engine::Relay;
 use postbox_postgres::{PostgresConfig, PostgresStore};
@@ -275,6 +276,24 @@ async fn a_settlement_without_its_transaction_moves_nothing() {
     settle().await.expect("settled");
     let due = store.due(&lease, BatchLimit::default()).await.expect("read");
     assert_eq!(due.deliveries.len(), 1, "it is not lost");
+}
+
+/// Retention holds the log while it deletes what nobody needs. What a replay chooses then could be
+/// among it.
+#[tokio::test]
+async fn a_replay_waits_for_retention() {
+    let fixture = support::on(Version::V15).await;
+    let store = fixture.store.clone();
+    let lease = take(&store, "one").await.expect("taken");
+    append(&store, "t", "1").await;
+    assert_eq!(deliver(&store, &lease).await.expect("delivered"), ["1"]);
+    let holder = fixture.client().await;
+    let hold = "BEGIN; SELECT FROM postbox.log WHERE name = 'outbox' FOR NO KEY UPDATE";
+    holder.batch_execute(hold).await.expect("held");
+    let replaying = tokio::spawn(async move { store.replay(&name(), &Replay::default()).await });
+    support::until_waited_for(&holder).await;
+    holder.batch_execute("DELETE FROM postbox.outbox; COMMIT").await.expect("deleted");
+    assert_eq!(replaying.await.expect("no panic").expect("replayed").count, 0);
 }
 
 /// Far above the time, so that the next epochs are one more each.
