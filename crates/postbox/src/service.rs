@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures::future::join_all;
@@ -86,6 +86,8 @@ struct Inner {
     ran: AtomicBool,
     started: watch::Sender<bool>,
     stop: CancellationToken,
+    /// Why it could not start: the kind, the code and the text.
+    not_started: OnceLock<(ErrorKind, String, String)>,
 }
 
 impl Service {
@@ -160,8 +162,11 @@ impl Service {
     /// within two seconds, and the events of every subscription flow. The error names what does not
     /// work, with the code of the reason.
     pub async fn ready(&self) -> Result<()> {
-        let Inner { store, relays, started, stop, .. } = &*self.0;
+        let Inner { store, relays, started, stop, not_started, .. } = &*self.0;
         let unready = |code: &str, text: String| Error::new(ErrorKind::Unavailable, "serve", code.to_owned(), text);
+        if let Some((kind, code, text)) = not_started.get() {
+            return Err(Error::new(*kind, "serve", code.clone(), text.clone()));
+        }
         if stop.is_cancelled() {
             return Err(unready("service_stopping", "the service stops, or has stopped".into()));
         }
@@ -192,7 +197,11 @@ impl fmt::Debug for Service {
 
 impl Inner {
     async fn work(&self) -> Result<()> {
-        if !self.start().await? {
+        let begun = self.start().await.inspect_err(|error| {
+            let why = (error.kind(), error.code().to_owned(), error.message().to_owned());
+            _ = self.not_started.set(why);
+        });
+        if !begun? {
             return Ok(());
         }
         info!(subscriptions = self.relays.len(), "postbox service started");
@@ -351,6 +360,7 @@ impl ServiceBuilder {
             ran: AtomicBool::new(false),
             started: watch::Sender::new(false),
             stop: CancellationToken::new(),
+            not_started: OnceLock::new(),
         })))
     }
 }

@@ -212,6 +212,7 @@ async fn what_is_wrong_for_good_ends_the_start() {
     store.down(true).await.expect("removed");
     let service = Service::builder(store).build().expect("built");
     assert_eq!(code(soon(running(&service)).await.expect("no panic")), "schema_missing");
+    assert_eq!(code(soon(service.started()).await), "schema_missing");
 }
 
 #[tokio::test(start_paused = true)]
