@@ -1,8 +1,8 @@
 //! Docs and doctests in one go.
 //!
 //! `cargo doc` checks every dependency once more, which takes minutes. `cargo test --doc` gives
-//! rustdoc what the build has made. So it runs this program in rustdoc's place, which makes the docs
-//! from the same arguments, and then runs the doctests.
+//! rustdoc what the build has made. So it runs this program in rustdoc's place, which makes the
+//! docs from the same arguments, and then runs the doctests.
 
 use std::ffi::OsString;
 use std::path::Path;

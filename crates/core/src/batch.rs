@@ -95,8 +95,8 @@ pub struct Batch {
     /// The events.
     pub deliveries: Vec<Delivery>,
     /// The position to settle once every delivery of a stream batch has its disposition. `None` for
-    /// due batches and for empty ones. A batch without deliveries may have one: the store has looked
-    /// through a long stretch without events for the lane.
+    /// due batches and for empty ones. A batch without deliveries may have one: the store has
+    /// looked through a long stretch without events for the lane.
     pub end: Option<Seq>,
     /// Keys among `deliveries` with an earlier unfinished event outside this batch. Their events
     /// must be settled as [`Disposition::Block`], not sent. Always empty for due batches.

@@ -169,8 +169,8 @@ pub struct Many<Kind>(PhantomData<Kind>);
 #[derive(Debug)]
 pub struct NotUnwrapped<Kind>(PhantomData<Kind>);
 
-/// Makes an append of a `Result` ambiguous, and so an error of the compiler. As an iterator, one that
-/// failed would append nothing, and nobody would notice.
+/// Makes an append of a `Result` ambiguous, and so an error of the compiler. As an iterator, one
+/// that failed would append nothing, and nobody would notice.
 impl<T: IntoEvent<Kind>, E, Kind> IntoEvents<NotUnwrapped<Kind>> for Result<T, E> {
     fn into_events(self) -> Result<Vec<NewEvent>, Error> {
         Ok(Vec::new())

@@ -187,7 +187,7 @@ fn is_client_abort(error: &io::Error) -> bool {
 
 /// Serves a connection that was accepted during a stop, if its request has arrived.
 async fn serve_late(stream: TcpStream, slot: Arc<Slot>, router: Router, stopped: watch::Receiver<bool>) {
-    // The server library ends a connection that is told to stop before anything was read from it.
+    // The server library ends a connection that is asked to stop before anything was read from it.
     tokio::select! {
         () = slot.closed() => return,
         _ = stream.readable() => {}

@@ -15,8 +15,8 @@ const HANDLER_REFUSED: &str = "handler_refused";
 
 /// A handler error that chooses the outcome of the event. It may be anywhere in the chain of causes
 /// of another error, or a context of an `anyhow::Error`, so `?` works with it. It is then the whole
-/// outcome: rules, and texts around it, do not count. An error that is `#[error(transparent)]` hides
-/// it.
+/// outcome: rules, and texts around it, do not count. An error that is `#[error(transparent)]`
+/// hides it.
 ///
 /// ```
 /// # use std::time::Duration;

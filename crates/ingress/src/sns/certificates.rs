@@ -156,7 +156,7 @@ impl Certificates {
                 }
             },
             // Most likely AWS has no such certificate, and the message is forged. But a firewall
-            // may have answered, and SNS does not repeat what it is told to be wrong.
+            // may have answered, and SNS does not repeat what gets 4xx.
             Fetched::Refused(why) => {
                 state.refuse(url, now);
                 (Err(Answer::CertificateUnavailable), why)

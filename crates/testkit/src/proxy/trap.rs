@@ -23,8 +23,8 @@ pub enum Point {
 pub enum Harm {
     /// The connection is reset before the server gets the message.
     Cut,
-    /// The server gets a statement that it refuses, instead of a simple one (`BEGIN`), and then what
-    /// follows.
+    /// The server gets a statement that it refuses, instead of a simple one (`BEGIN`), and then
+    /// what follows.
     Refuse,
     /// The server executes the whole call. Its last answer is swallowed and the connection reset.
     LoseAnswer,
