@@ -8,15 +8,13 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use anyhow::Context as _;
-
 /// Names the folder of the docs for this program in rustdoc's place.
 const FOLDER: &str = "XTASK_DOCS";
 
-/// Makes `cargo test --doc` write the docs into a folder as well; warnings are errors.
-pub(crate) fn with_docs(command: &mut Command, folder: &Path) -> anyhow::Result<()> {
-    command.env("RUSTDOC", std::env::current_exe().context("this program's path")?).env(FOLDER, folder);
-    Ok(())
+/// Makes `cargo test --doc` write the docs into the target folder as well; warnings are errors.
+pub(crate) fn with_docs(command: &mut Command, target: &Path) {
+    // Not the file of this process, which the build may have replaced.
+    command.env("RUSTDOC", target.join("debug/xtask")).env(FOLDER, target.join("doc"));
 }
 
 /// Does rustdoc's work, if cargo runs this program in its place.

@@ -138,14 +138,12 @@ fn package(published: &[String]) -> anyhow::Result<()> {
 }
 
 fn documentation(steps: &mut Steps) -> anyhow::Result<()> {
-    let name = "docs: examples hold; warnings and broken links denied";
+    let name = "docs of libraries: examples hold; warnings and broken links denied";
     let cure =
         "fix what is named above: cargo test --doc --workspace --all-features, or cargo doc --no-deps with the same";
     let mut command = linted();
-    docs::with_docs(
-        command.args(["test", "--quiet", "--no-fail-fast", "--doc"]).args(WORKSPACE),
-        &crate::target()?.join("doc"),
-    )?;
+    command.args(["test", "--quiet", "--no-fail-fast", "--doc"]).args(WORKSPACE);
+    docs::with_docs(&mut command, &crate::target()?);
     steps.command(name, cure, &mut command);
     Ok(())
 }
