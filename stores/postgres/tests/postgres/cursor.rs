@@ -382,6 +382,11 @@ async fn a_filter_that_few_events_pass_is_looked_on_for() {
     append(store, "rare", "2").await;
     let found = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
     assert!(found.deliveries.is_empty() && found.end.is_some(), "{found:?}");
+    // Nothing of it is settled, so the next holder begins there again.
+    store.release(&lease).await.expect("released");
+    let lease = store.acquire(&name(), &owner("two"), &[], TTL).await.expect("acquired").lease.expect("a free lane");
+    let found = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
+    assert!(found.deliveries.is_empty() && found.end.is_some(), "{found:?}");
     let settlement = Settlement { position: found.end, hold_keys: true, ..Settlement::default() };
     store.settle(&lease, settlement).await.expect("settled");
     assert_eq!(deliver(store, &lease).await.expect("delivered"), ["2"]);
