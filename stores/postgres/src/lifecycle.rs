@@ -9,7 +9,7 @@ use postbox_core::{Error, ErrorKind, LogName, ResetPlan, ResetTo, Result, Subscr
 use postbox_postgres_sql::{cursor_foreign, params};
 
 use crate::admin::lock_lanes;
-use crate::replay::made;
+use crate::replay::{ends, made};
 use crate::session::Session;
 use crate::subscription::{FILTER_KEEP, LOG_LOCK, SubscriptionRow, look_up};
 
@@ -49,9 +49,6 @@ WHERE s.id = $1 AND g.name = s.log AND {takes_all_new}";
 /// Deletes the subscription and, by cascade, everything that belongs to it. Index: primary key.
 /// Locks the rows.
 const SUBSCRIPTION_DELETE: &str = "DELETE FROM {s}.subscription WHERE id = $1";
-
-/// The last place of a log. Index: primary key.
-const LOG_LAST: &str = "SELECT coalesce(max(l.seq), 0) FROM {log} AS l";
 
 /// The first event in a range of places, and whether it was appended at `$3` or later. Index:
 /// primary key.
@@ -254,8 +251,9 @@ async fn place_of(session: &Session, log: &LogName, to: ResetTo) -> Result<i64> 
 /// Returns the place before the first event that was appended at a time or later. Bisects, because
 /// times rise with places; but nearly only, so a margin before the place found is walked.
 async fn place_since(session: &Session, log: &LogName, time: jiff::Timestamp) -> Result<i64> {
-    let [last, at, since] = [LOG_LAST, LOG_AT, LOG_SINCE].map(|template| session.log_sql(template, log));
-    let (mut low, mut high): (i64, i64) = (0, session.row(&last, &[]).await?.get(0));
+    let [at, since] = [LOG_AT, LOG_SINCE].map(|template| session.log_sql(template, log));
+    let (first, mut high) = ends(session, log).await?;
+    let mut low = first - 1;
     let mut found = None;
     while high - low > SINCE_MARGIN {
         let middle = low + (high - low) / 2;
@@ -317,15 +315,15 @@ pub(crate) async fn reset(session: &Session, name: &SubscriptionName, to: ResetT
 pub(crate) async fn set_lanes(session: &Session, name: &SubscriptionName, lanes: u16) -> Result<()> {
     let known = look_up(session, name).await?;
     let (id, sql) = (known.id, |template: &str| session.log_sql(template, &known.log));
+    if lock(session, name, &known).await?.1 == i32::from(lanes) {
+        return Ok(());
+    }
     let most = ROWS_MOVED_MAX + 1;
     if session.row(&sql(ROWS_COUNT), &params![id, most]).await?.get::<_, i64>(0) == most {
         let message = format!(
             "{name} has more than {ROWS_MOVED_MAX} events that are dead or wait for a retry or a time; discard them or let them go out, and try again"
         );
         return Err(Error::new(ErrorKind::Conflict, "set_lanes", "rows_many", message));
-    }
-    if lock(session, name, &known).await?.1 == i32::from(lanes) {
-        return Ok(());
     }
     let row = session.row(&sql(LANES_JOIN), &params![id]).await?;
     if row.get(9) {

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use postbox_core::{Replay, Replayed, Result, Seq, SubscriptionName};
+use postbox_core::{LogName, Replay, Replayed, Result, Seq, SubscriptionName};
 use postbox_postgres_sql::{is_meant, params};
 use tokio_postgres::Row;
 use uuid::Uuid;
@@ -52,11 +52,16 @@ ON CONFLICT DO NOTHING RETURNING seq, key";
 /// Removes them from `unrouted`, because they are being delivered now. Index: primary key.
 const UNROUTED_FORGET: &str = "DELETE FROM {s}.unrouted AS u WHERE u.log = $1 AND u.seq = ANY ($2::bigint[])";
 
+/// Returns the first and the last place of a log.
+pub(crate) async fn ends(session: &Session, log: &LogName) -> Result<(i64, i64)> {
+    let ends = session.row(&session.log_sql(LOG_ENDS, log), &[]).await?;
+    Ok((ends.get(0), ends.get(1)))
+}
+
 /// Runs one step.
 pub(crate) async fn replay(session: &Session, name: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
     let subscription = look_up(session, name).await?;
-    let ends = session.row(&session.log_sql(LOG_ENDS, &subscription.log), &[]).await?;
-    let (first, last): (i64, i64) = (ends.get(0), ends.get(1));
+    let (first, last) = ends(session, &subscription.log).await?;
     let through = replay.through.map_or(last, |through| through.0.min(last));
     let after = replay.after.map_or(first - 1, |after| after.0.max(first - 1));
     let until = match replay.ids {
