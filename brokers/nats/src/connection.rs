@@ -120,6 +120,11 @@ impl Link {
         lock(&self.refused).contains(subject)
     }
 
+    /// Whether the server has refused to let us read single messages of a stream.
+    pub(crate) fn has_refused_looks(&self, stream: &str) -> bool {
+        self.has_refused(&format!("$JS.API.STREAM.MSG.GET.{stream}"))
+    }
+
     /// Drops this connection: it does not answer, or what was prepared on it is gone.
     pub(crate) async fn discard(&self, client: &Client) {
         let mut current = self.current.lock().await;

@@ -171,13 +171,12 @@ impl NatsSink {
         if self.may_not_look.load(Ordering::Relaxed) {
             return Ok(false);
         }
-        let may_not_ask = || self.link.has_refused(&format!("$JS.API.STREAM.MSG.GET.{stream}"));
         match timeout(self.timeout / 3, subject_of(client, stream, number)).await {
             Ok(Ok(known)) => return Ok(known.is_some_and(|known| known != subject)),
             // The stream may be in another domain or account, whose API is out of reach.
             Ok(Err(down)) if [NO_STREAM, NO_JETSTREAM].contains(&down.code()) => {}
             Ok(Err(down)) => return Err(down.ambiguous()),
-            Err(_) if !may_not_ask() => return Err(classify::no_ack()),
+            Err(_) if !self.link.has_refused_looks(stream) => return Err(classify::no_ack()),
             Err(_) => {}
         }
         if !self.may_not_look.swap(true, Ordering::Relaxed) {

@@ -168,7 +168,7 @@ impl NatsSource {
             Err(down) => down.error(OPERATION),
         };
         let stream = &self.spec.stream;
-        let refused = self.link.has_refused(&format!("$JS.API.STREAM.MSG.GET.{stream}"));
+        let refused = self.link.has_refused_looks(stream);
         self.may_not_look.store(refused, Ordering::Relaxed);
         let cure = format!(
             "allow the user to publish to $JS.API.STREAM.MSG.GET.{stream}; messages that the client cannot read stay in the stream"

@@ -47,8 +47,8 @@ impl Selectors {
         if let Some(age) = age {
             let before = Timestamp::now().checked_sub(age);
             which.until = Some(before.map_err(|_| Failure::usage("--older-than: that is too long an age"))?);
+            check_times(&which)?;
         }
-        check_times(&which)?;
         Ok(which)
     }
 

@@ -172,8 +172,8 @@ async fn an_answer_that_is_not_read_holds_up_nobody() {
     assert!(hear(&mut lazy).await.len() < 64 * 1024 * 1024);
 }
 
-/// A router whose answer waits; says when a request is in service, and waits until it may answer.
-fn waiting() -> (Router, Arc<Notify>, Arc<Notify>) {
+/// Returns a server with a request in service, its connection, and what lets it be answered.
+async fn start_busy(limits: ServeLimits) -> (Server, TcpStream, Arc<Notify>) {
     let (begun, finish) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let (tell, wait) = (Arc::clone(&begun), Arc::clone(&finish));
     let answer = get(async move || {
@@ -181,16 +181,16 @@ fn waiting() -> (Router, Arc<Notify>, Arc<Notify>) {
         wait.notified().await;
         "done"
     });
-    (Router::new().route("/", answer), begun, finish)
+    let server = start(Router::new().route("/", answer), limits).await;
+    let busy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    timeout(DEADLINE, begun.notified()).await.expect("the request is in service");
+    (server, busy, finish)
 }
 
 /// A newcomer that finds all connections busy must not wait until one ends: they may stay open.
 #[tokio::test]
 async fn a_connection_that_was_busy_gives_way_once_it_is_idle() {
-    let (router, begun, finish) = waiting();
-    let server = start(router, ServeLimits { connections: 1, ..LIMITS }).await;
-    let mut busy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
-    timeout(DEADLINE, begun.notified()).await.expect("the request is in service");
+    let (server, mut busy, finish) = start_busy(ServeLimits { connections: 1, ..LIMITS }).await;
     let mut next = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
     // Later, it would find the other one idle.
     for _ in 0..10 {
@@ -203,10 +203,7 @@ async fn a_connection_that_was_busy_gives_way_once_it_is_idle() {
 
 #[tokio::test]
 async fn a_stop_serves_requests_that_have_arrived_and_were_not_accepted() {
-    let (router, begun, finish) = waiting();
-    let server = start(router, ServeLimits { connections: 1, ..LIMITS }).await;
-    let mut busy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
-    timeout(DEADLINE, begun.notified()).await.expect("the request is in service");
+    let (server, mut busy, finish) = start_busy(ServeLimits { connections: 1, ..LIMITS }).await;
     let mut waiting = Vec::new();
     // One is accepted and waits for a slot, one is in the queue.
     for _ in 0..2 {
@@ -225,14 +222,11 @@ async fn a_stop_serves_requests_that_have_arrived_and_were_not_accepted() {
 
 #[tokio::test]
 async fn a_stop_lets_requests_in_service_finish_and_nobody_else_delays_it() {
-    let (router, begun, finish) = waiting();
-    let server = start(router, LIMITS).await;
-    let mut busy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    let (server, mut busy, finish) = start_busy(LIMITS).await;
     let mut idle: Vec<_> = Vec::new();
     for first in SLOW {
         idle.push(connect(&server, first).await);
     }
-    timeout(DEADLINE, begun.notified()).await.expect("the request is in service");
     server.stop.send(()).unwrap();
     let rest = async {
         for idle in idle.iter_mut().take(2) {

@@ -73,13 +73,21 @@ enum Failed<'e> {
 }
 
 impl<'e> Failed<'e> {
+    /// Returns it and its causes.
+    fn chain(self) -> Chain<'e> {
+        Chain(Some(match self {
+            Self::Standard(error) => error,
+            Self::Anyhow(error) => error.as_ref(),
+        }))
+    }
+
     /// Returns all errors of a type in it.
     fn all<E: StdError + Send + Sync + 'static>(self) -> impl Iterator<Item = &'e E> {
-        let (context, first) = match self {
-            Self::Standard(error) => (None, error),
-            Self::Anyhow(error) => (error.downcast_ref(), error.as_ref() as &(dyn StdError + 'static)),
+        let context = match self {
+            Self::Standard(_) => None,
+            Self::Anyhow(error) => error.downcast_ref(),
         };
-        context.into_iter().chain(Chain(Some(first)).filter_map(|error| error.downcast_ref()))
+        context.into_iter().chain(self.chain().filter_map(|error| error.downcast_ref()))
     }
 }
 
@@ -96,11 +104,11 @@ impl FailureRules {
     }
 
     /// Returns the outcome for a handler error and its causes.
-    fn judge<'e>(&self, failed: Failed<'e>, chain: impl Iterator<Item = &'e (dyn StdError + 'static)>) -> Outcome {
+    fn judge(&self, failed: Failed<'_>) -> Outcome {
         if let Some(Failure(outcome)) = failed.all().next() {
             return outcome.clone();
         }
-        let text = chain.map(ToString::to_string).collect::<Vec<_>>().join(": ");
+        let text = failed.chain().map(ToString::to_string).collect::<Vec<_>>().join(": ");
         match self.0.iter().any(|picks| picks(failed)) {
             true => Outcome::dead(HANDLER_REFUSED, text),
             false => Outcome::retry(HANDLER_ERROR, text),
@@ -144,12 +152,12 @@ impl<'e> Iterator for Chain<'e> {
 
 impl<E: StdError + 'static> IntoFailure<Standard> for E {
     fn into_outcome(self, rules: &FailureRules) -> Outcome {
-        rules.judge(Failed::Standard(&self), Chain(Some(&self)))
+        rules.judge(Failed::Standard(&self))
     }
 }
 
 impl IntoFailure<Anyhow> for anyhow::Error {
     fn into_outcome(self, rules: &FailureRules) -> Outcome {
-        rules.judge(Failed::Anyhow(&self), self.chain())
+        rules.judge(Failed::Anyhow(&self))
     }
 }

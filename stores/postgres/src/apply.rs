@@ -86,20 +86,31 @@ struct TxApply<H> {
 /// no statement timeout, because both would apply to the handlers' statements. The position is
 /// written at the end of the transaction. Written first, it would lock the lane while handlers run,
 /// and the lease could not be renewed.
-pub(crate) const APPLY_BEGIN: &str = "SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text,
+pub(crate) static APPLY_BEGIN: LazyLock<String> = LazyLock::new(|| {
+    let kept = SETTINGS.map(|name| copied(name, &kept(name))).join(", ");
+    format!(
+        "SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text,
 CASE WHEN pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off' THEN pg_catalog.set_config('synchronous_commit', 'on', true) END,
-pg_catalog.set_config('postbox.begin_role', pg_catalog.current_setting('role'), true),
-pg_catalog.set_config('postbox.begin_search_path', pg_catalog.current_setting('search_path'), true),
-pg_catalog.set_config('postbox.begin_statement_timeout', pg_catalog.current_setting('statement_timeout'), true),
-pg_catalog.set_config('postbox.begin_lock_timeout', pg_catalog.current_setting('lock_timeout'), true)";
+{kept}"
+    )
+});
 
-/// Restores the role, the search_path and the timeouts that the transaction began with. A handler's
-/// `SET LOCAL` outlives its savepoint.
-pub(crate) const SETTINGS_BACK: &str =
-    "SELECT pg_catalog.set_config('role', pg_catalog.current_setting('postbox.begin_role'), true),
-pg_catalog.set_config('search_path', pg_catalog.current_setting('postbox.begin_search_path'), true),
-pg_catalog.set_config('statement_timeout', pg_catalog.current_setting('postbox.begin_statement_timeout'), true),
-pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('postbox.begin_lock_timeout'), true)";
+/// What a handler may set for its own call. `SET LOCAL` outlives its savepoint.
+const SETTINGS: [&str; 4] = ["role", "search_path", "statement_timeout", "lock_timeout"];
+
+/// Where the value is kept that a setting began the transaction with.
+fn kept(setting: &str) -> String {
+    format!("postbox.begin_{setting}")
+}
+
+/// The expression that copies a setting until the end of the transaction.
+fn copied(from: &str, to: &str) -> String {
+    format!("pg_catalog.set_config('{to}', pg_catalog.current_setting('{from}'), true)")
+}
+
+/// Restores the [`SETTINGS`] that the transaction began with.
+pub(crate) static SETTINGS_BACK: LazyLock<String> =
+    LazyLock::new(|| format!("SELECT {}", SETTINGS.map(|name| copied(&kept(name), name)).join(", ")));
 
 /// Whether a transaction with this id was committed; reads the commit log.
 const XACT_COMMITTED: &str =
@@ -107,17 +118,14 @@ const XACT_COMMITTED: &str =
 
 /// Saves the role and search_path that the last handler worked with, and sets our own.
 pub(crate) static SETTINGS_OURS: LazyLock<String> = LazyLock::new(|| {
-    format!(
-        "SELECT pg_catalog.set_config('postbox.role', pg_catalog.current_setting('role'), true),
-pg_catalog.set_config('postbox.search_path', pg_catalog.current_setting('search_path'), true);
-{SETTINGS_BACK};
-SELECT pg_catalog.set_config('search_path', 'pg_catalog', true)"
-    )
+    let saved = [copied("role", "postbox.role"), copied("search_path", "postbox.search_path")].join(", ");
+    format!("SELECT {saved}; {}; SELECT pg_catalog.set_config('search_path', 'pg_catalog', true)", *SETTINGS_BACK)
 });
 /// Restores what [`SETTINGS_OURS`] saved.
-pub(crate) const SETTINGS_THEIRS: &str =
-    "SELECT pg_catalog.set_config('role', pg_catalog.current_setting('postbox.role'), true),
-pg_catalog.set_config('search_path', pg_catalog.current_setting('postbox.search_path'), true)";
+pub(crate) static SETTINGS_THEIRS: LazyLock<String> = LazyLock::new(|| {
+    let saved = [copied("postbox.role", "role"), copied("postbox.search_path", "search_path")];
+    format!("SELECT {}", saved.join(", "))
+});
 
 /// Checks that a handler's effect can be committed. A failed statement that the handler ignored
 /// leaves its savepoint aborted. A violated deferred constraint would fail the whole transaction at
@@ -158,7 +166,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
         );
         bounded.and(pinned).map_err(failed)?;
         settled?;
-        tx.batch_execute(SETTINGS_THEIRS).await.map_err(failed)?;
+        tx.batch_execute(&SETTINGS_THEIRS).await.map_err(failed)?;
         tx.commit().await.map_err(failed)?;
         session.ended();
         committed(&self.store, lease, &settlement);
@@ -215,7 +223,7 @@ pub(crate) async fn call_each<'d>(
     settlement: &mut Settlement<'d>,
     decide: &Decide<'_>,
 ) -> Result<Vec<Option<Outcome>>> {
-    let xid = first_text(transaction.rows(APPLY_BEGIN.to_owned()).await?);
+    let xid = first_text(transaction.rows(APPLY_BEGIN.clone()).await?);
     let mut outcomes = Vec::with_capacity(deliveries.len());
     let mut blocked = BlockedKeys::new(settlement.hold_keys);
     for delivery in deliveries {
@@ -225,7 +233,7 @@ pub(crate) async fn call_each<'d>(
         }
         let traced = Traced::process(delivery, lease.subscription.as_str());
         // The last one's settings hold until the commit, for deferred triggers.
-        let after = if outcomes.len() + 1 < deliveries.len() { SETTINGS_BACK } else { "" };
+        let after = if outcomes.len() + 1 < deliveries.len() { &SETTINGS_BACK } else { "" };
         let called = transaction.call(traced.delivery(), after).instrument(traced.span().clone()).await;
         if let Err(error) = &called
             && error.is_transaction_ended()

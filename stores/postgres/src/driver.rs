@@ -126,7 +126,7 @@ where
         same_database::<D>(store, connection).await?;
     }
     settled?;
-    D::run(connection, SETTINGS_THEIRS.to_owned()).await?;
+    D::run(connection, SETTINGS_THEIRS.clone()).await?;
     Ok(Applied { store, lease, settlement, outcomes })
 }
 
@@ -136,6 +136,10 @@ pub fn commit_failed(error: Error) -> Error {
     if !error.is_transaction_ended() {
         return error;
     }
+    left_open()
+}
+
+fn left_open() -> Error {
     Error::transaction_lost("apply", "a handler began a transaction in it, and neither committed nor rolled it back")
 }
 
@@ -213,7 +217,7 @@ where
         D::run(connection, "SAVEPOINT postbox_handler".to_owned()).await?;
         let mut outcome = apply::handled(delivery, in_turn(*handlers, &mut **connection, delivery)).await;
         if outcome.is_delivered() && D::is_nested(connection) {
-            let lost = Error::transaction_lost("apply", "a handler began a transaction in it, and did not end it");
+            let lost = left_open();
             outcome = Outcome::retry(lost.code().to_owned(), lost.message());
         }
         if outcome.is_delivered() {

@@ -4,20 +4,19 @@ use std::collections::BTreeSet;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
-use postbox_core::{LogName, Prune};
+use postbox_core::{LogName, Prune, Store};
 use postbox_engine::step_pause;
 use postbox_server::text::grouped;
 
-use super::steps::counted;
+use super::steps::Steps;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
-use crate::signals::stopped;
 
 /// Interval between progress notes of a long run, at a terminal.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
 
-pub(super) async fn run(context: &Context, mut prune: Prune, json: bool) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, prune: Prune, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
     // A subscription that never ran has not read what others have, so pruning would lose its
@@ -30,45 +29,31 @@ pub(super) async fn run(context: &Context, mut prune: Prune, json: bool) -> Resu
         Some(log) => [log.clone()].into(),
         None => infos.iter().map(|info| info.log.clone()).collect(),
     };
-    let (mut pruned, mut noted) = (0, Instant::now());
-    let mut stop = std::pin::pin!(stopped());
-    let mut ended = Ok(());
-    'logs: for log in &logs {
+    let mut steps = Steps::begin("pruned", prune.dry_run, json);
+    let ended = take(store.as_ref(), &logs, prune, &mut steps).await;
+    steps.end(ended)
+}
+
+async fn take(store: &dyn Store, logs: &BTreeSet<LogName>, mut prune: Prune, steps: &mut Steps) -> Result<(), Failure> {
+    let mut noted = Instant::now();
+    for log in logs {
         prune.after = None;
         while prune.limit != Some(0) {
+            steps.go_on()?;
             let began = Instant::now();
-            let step = match store.prune(log, &prune).await {
-                Ok(step) => step,
-                Err(error) => {
-                    ended = Err(Failure::from(error));
-                    break 'logs;
-                }
-            };
-            pruned += step.count;
-            if let Some(limit) = &mut prune.limit {
-                *limit = limit.saturating_sub(usize::try_from(step.count).unwrap_or(usize::MAX));
-            }
+            let step = store.prune(log, &prune).await?;
+            steps.add(step.count, &mut prune.limit);
             prune.after = step.next;
             if step.next.is_none() {
                 break;
             }
-            tokio::select! {
-                biased;
-                () = &mut stop => {
-                    ended = Err(Failure::failed("interrupted; the same command continues with the rest"));
-                    break 'logs;
-                }
-                () = tokio::time::sleep(step_pause(began.elapsed())) => {}
-            }
+            tokio::time::sleep(step_pause(began.elapsed())).await;
             if noted.elapsed() >= NOTE_EVERY && std::io::stderr().is_terminal() {
                 let what = if prune.dry_run { "counted" } else { "deleted" };
-                output::note(&format!("{log}: {} {what}", grouped(pruned)));
+                output::note(&format!("{log}: {} {what}", grouped(steps.count())));
                 noted = Instant::now();
             }
         }
     }
-    if ended.is_ok() || pruned > 0 {
-        counted("pruned", pruned, prune.dry_run, json)?;
-    }
-    ended
+    Ok(())
 }

@@ -37,10 +37,7 @@ pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<()
 
 /// The event's own fields, and its state in each subscription.
 pub(crate) fn fields(found: &[(SubscriptionInfo, Record)]) -> Vec<(&'static str, String)> {
-    let mut fields = found.first().map_or_else(Vec::new, |(_, first)| describe(&first.event));
-    if let Some((_, first)) = found.first() {
-        fields.insert(1, ("seq", first.seq.to_string()));
-    }
+    let mut fields = found.first().map_or_else(Vec::new, |(_, first)| describe(first));
     for (info, record) in found {
         fields.push(("delivery", stand(info, record)));
         fields.extend(record.last_attempts.iter().map(|attempt| ("  attempt", tried(attempt))));
@@ -48,10 +45,12 @@ pub(crate) fn fields(found: &[(SubscriptionInfo, Record)]) -> Vec<(&'static str,
     fields
 }
 
-fn describe(event: &Event) -> Vec<(&'static str, String)> {
+fn describe(record: &Record) -> Vec<(&'static str, String)> {
+    let event = &record.event;
     let text = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
     let mut fields = vec![
         ("id", event.id.to_string()),
+        ("seq", record.seq.to_string()),
         ("topic", event.topic.to_string()),
         ("key", event.key.as_ref().map_or_else(|| "-".into(), |key| key.to_string())),
         ("aggregate", text(&event.aggregate)),

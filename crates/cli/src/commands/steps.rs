@@ -1,6 +1,5 @@
 //! Changes in steps that commit one by one, with a count that is right however they end.
 
-use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{Changed, Selection};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -39,6 +38,20 @@ impl Steps {
         self.count
     }
 
+    /// Fails if a signal has arrived.
+    pub(super) fn go_on(&self) -> Result<(), Failure> {
+        match self.stop.is_cancelled() {
+            true => Err(Failure::failed("interrupted; the same command continues with the rest")),
+            false => Ok(()),
+        }
+    }
+
+    /// Counts a step, also against a limit.
+    pub(super) fn add(&mut self, count: u64, limit: &mut Option<usize>) {
+        self.count += count;
+        *limit = limit.map(|limit| limit.saturating_sub(usize::try_from(count).unwrap_or(usize::MAX)));
+    }
+
     /// Takes steps until nothing of the selection is left. A step that has begun is always awaited:
     /// if it were dropped during its commit, nobody could know whether it was done.
     pub(super) async fn take(
@@ -47,14 +60,9 @@ impl Steps {
         step: impl AsyncFn(&Selection) -> postbox_core::Result<Changed>,
     ) -> Result<(), Failure> {
         while selection.limit != Some(0) {
-            if self.stop.is_cancelled() {
-                return Err(Failure::failed("interrupted; the same command continues with the rest"));
-            }
+            self.go_on()?;
             let changed = step(&selection).await?;
-            self.count += changed.count;
-            if let Some(limit) = &mut selection.limit {
-                *limit = limit.saturating_sub(usize::try_from(changed.count).unwrap_or(usize::MAX));
-            }
+            self.add(changed.count, &mut selection.limit);
             if changed.next.is_none() {
                 break;
             }
@@ -71,9 +79,9 @@ impl Steps {
             counted(word, count, dry_run, json)?;
         }
         if ended.is_err() && count > 0 && !dry_run && !stop.is_cancelled() {
-            output::note(&format!(
-                "stopped midway; the step that failed, at most {CHANGE_EVENTS_MAX} events, may have been done nevertheless. The same command continues with the rest"
-            ));
+            output::note(
+                "stopped midway; the step that failed may have been done nevertheless. The same command continues with the rest",
+            );
         }
         ended
     }

@@ -147,31 +147,29 @@ impl Certificates {
         let Some(waiting) = state.waiting.remove(url) else { return };
         // The fetch uses up the count, whatever its result.
         state.counts.forget(url);
-        let (found, why) = match fetched {
-            Fetched::Body(pem) => match Certificate::from_pem(&waiting.url, &pem) {
-                Ok(certificate) => (Ok(certificate), String::new()),
-                Err(error) => {
-                    state.refuse(url, now);
-                    (Err(Answer::CertificateUnavailable), error.to_string())
-                }
-            },
+        let found = match fetched {
+            Fetched::Body(pem) => Certificate::from_pem(&waiting.url, &pem).map_err(|error| (error.to_string(), true)),
             // Most likely AWS has no such certificate, and the message is forged. But a firewall
             // may have answered, and SNS does not repeat what gets 4xx.
-            Fetched::Refused(why) => {
-                state.refuse(url, now);
-                (Err(Answer::CertificateUnavailable), why)
-            }
-            Fetched::Failed(why) => (Err(Answer::CertificateUnavailable), why),
+            Fetched::Refused(why) => Err((why, true)),
+            Fetched::Failed(why) => Err((why, false)),
         };
-        match &found {
-            Ok(certificate) => state.keep(url, certificate.clone()),
-            Err(answer) => {
-                if let Some(times) = state.failures.observe(now) {
-                    let code = answer.code();
-                    warn!(url, code, why, times, "failed to fetch SNS signing certificate");
-                }
+        let unavailable = Answer::CertificateUnavailable;
+        let found = match found {
+            Ok(certificate) => {
+                state.keep(url, certificate.clone());
+                Ok(certificate)
             }
-        }
+            Err((why, is_refused)) => {
+                if is_refused {
+                    state.refuse(url, now);
+                }
+                if let Some(times) = state.failures.observe(now) {
+                    warn!(url, code = unavailable.code(), why, times, "failed to fetch SNS signing certificate");
+                }
+                Err(unavailable)
+            }
+        };
         drop(state);
         for asker in waiting.askers {
             // The asker may be gone.

@@ -59,7 +59,7 @@ impl ServiceStatus {
 }
 
 /// Fetches the status of the service that listens as configured; `None` if none does, or if another
-/// program answers. A service that listens and does not answer is a finding.
+/// program answers. A service that listens and does not answer, or refuses to, is a finding.
 pub async fn fetch(config: &ServerConfig) -> Result<Option<ServiceStatus>, Finding> {
     let Ok(answer) = timeout(WAIT_MAX, ask(config, "/status")).await else {
         let what =

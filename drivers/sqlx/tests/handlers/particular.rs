@@ -154,12 +154,7 @@ async fn a_transaction_that_takes_too_long_keeps_no_lock() {
 /// Returns a store, and the lease of its only lane.
 async fn leased() -> (support::Fixture, Lease) {
     let store = support::on(Version::V15).await;
-    let name = SubscriptionName::new("s").expect("a name");
-    let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
-    store.store.subscribe(&subscription).await.expect("subscribed");
-    let owner = "me".parse().expect("a name");
-    let acquired = store.store.acquire(&name, &owner, &[], NOT_NOW).await.expect("acquired");
-    let lease = acquired.lease.expect("a free lane");
+    let lease = support::leased(&store.store, "s").await;
     (store, lease)
 }
 

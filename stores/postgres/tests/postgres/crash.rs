@@ -100,14 +100,7 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
 async fn a_settlement_of_a_lost_window_moves_nothing() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
-    let name = SubscriptionName::new("s").expect("a name");
-    store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
-        .await
-        .expect("subscribed");
-    let owner = OwnerId::new("me").expect("a name");
-    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(300)).await.expect("acquired");
-    let lease = acquired.lease.expect("a free lane");
+    let lease = support::leased(&store, "s").await;
     let one = [NewEvent::json("t", "{}")];
     store.append(&LogName::outbox(), &one).await.expect("appended");
     let first = read(&store, &lease).await;
@@ -138,7 +131,8 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
     assert_eq!(kept, position, "nothing was passed");
 
     store.release(&lease).await.expect("given back, as the engine does");
-    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(300)).await.expect("acquired");
+    let acquired = store.acquire(&lease.subscription, &lease.owner, &[], Duration::from_secs(300)).await;
+    let acquired = acquired.expect("acquired");
     let again = read(&store, &acquired.lease.expect("free again")).await;
     assert_eq!(again.deliveries, second.deliveries, "it comes again");
 }

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use postbox_core::{BatchLimit, Log as _, LogName, OwnerId, Settlement, Subscription, SubscriptionName};
+use postbox_core::{BatchLimit, Log as _, LogName, Settlement, Subscription, SubscriptionName};
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
 use tokio::time::timeout;
@@ -18,14 +18,7 @@ async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let store = support::migrated(PostgresConfig { notify: true, ..PostgresConfig::new(&url) }).await;
     let writer = support::client(&url).await;
-    let name = SubscriptionName::new("reader").expect("a name");
-    store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
-        .await
-        .expect("subscribed");
-    let owner = OwnerId::new("test").expect("a name");
-    let lease =
-        store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired").lease.expect("a lane");
+    let lease = support::leased(&store, "reader").await;
     until_listening(&writer).await;
     // The first wait only declares the sleep: a writer that looked before it sent no notification.
     // Read once more, then really wait.

@@ -1,9 +1,7 @@
 //! Order in the hardest case: an early transaction id, a late write, and a window with more rows
 //! than are counted exactly.
 
-use std::time::Duration;
-
-use postbox_core::{BatchLimit, Log as _, LogName, OwnerId, Settlement, Subscription, SubscriptionName};
+use postbox_core::{BatchLimit, Log as _, Settlement};
 use postbox_testkit::servers::Version;
 
 use crate::support;
@@ -16,14 +14,7 @@ const BACKLOG: i64 = 120_000;
 async fn an_early_id_keeps_its_keys_order_in_a_window_of_any_size() {
     let fixture = support::on(Version::V15).await;
     let store = &fixture.store;
-    let name = SubscriptionName::new("s").expect("a name");
-    store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
-        .await
-        .expect("subscribed");
-    let owner = OwnerId::new("me").expect("a name");
-    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired");
-    let lease = acquired.lease.expect("a free lane");
+    let lease = support::leased(store, "s").await;
     let (first, early) = (fixture.client().await, fixture.client().await);
     let fill =
         format!("INSERT INTO postbox.outbox (topic, payload) SELECT 'fill', '{{}}' FROM generate_series(1, {BACKLOG})");

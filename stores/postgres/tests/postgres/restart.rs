@@ -12,19 +12,12 @@ use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 
 use crate::support;
 
-const TTL: Duration = Duration::from_secs(600);
-
 fn name() -> SubscriptionName {
     SubscriptionName::new("reader").expect("a name")
 }
 
 async fn take(store: &PostgresStore) -> Lease {
-    store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) })
-        .await
-        .expect("subscribed");
-    let owner = OwnerId::new("test").expect("a name");
-    store.acquire(&name(), &owner, &[], TTL).await.expect("acquired").lease.expect("a free lane")
+    support::leased(store, name().as_str()).await
 }
 
 async fn next(store: &PostgresStore, lease: &Lease) -> Batch {

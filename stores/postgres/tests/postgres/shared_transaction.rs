@@ -1,12 +1,10 @@
 //! What a handler leaves behind in the transaction that it shares with others.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Append as _, Apply, BatchLimit, Delivery, Disposition, Log as _, LogName, NewEvent, Outcome, OwnerId, Settlement,
-    Subscription, SubscriptionName,
+    Append as _, Apply, BatchLimit, Delivery, Disposition, Log as _, LogName, NewEvent, Outcome, Settlement,
 };
 use postbox_postgres::TxHandler;
 use postbox_testkit::conformance::ApplyFixture as _;
@@ -17,14 +15,7 @@ use crate::support::{self, Fixture};
 /// Applies an event for each payload, in one transaction. Returns whether each was delivered.
 async fn applied(fixture: &Fixture, apply: Arc<dyn Apply>, payloads: [&'static str; 3]) -> Vec<bool> {
     let store = &fixture.store;
-    let name = SubscriptionName::new("s").expect("a name");
-    store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
-        .await
-        .expect("subscribed");
-    let owner = OwnerId::new("me").expect("a name");
-    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired");
-    let lease = acquired.lease.expect("a free lane");
+    let lease = support::leased(store, "s").await;
     let events = payloads.map(|payload| NewEvent::new("t", payload, "text/plain"));
     store.append(&LogName::outbox(), &events).await.expect("appended");
     let batch = store.next_batch(&lease, BatchLimit::default()).await.expect("read");

@@ -1,28 +1,15 @@
 //! What writers in other languages rely on: plain INSERT, `enqueue`, and refusals with stable
 //! names.
 
-use std::time::Duration;
-
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, NAME_BYTES_MAX, TOPIC_BYTES_MAX};
 use postbox_core::{
     Append as _, BatchLimit, Delivery, Inspect as _, Lease, Log as _, LogName, Maintain as _, Migrate as _, NewEvent,
-    OwnerId, Subscription, SubscriptionName,
+    Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore, ToolScripts};
 use postbox_testkit::servers::{Postgres, Version};
 
 use crate::support;
-
-async fn lease(store: &PostgresStore, name: &str) -> Lease {
-    let name = SubscriptionName::new(name).expect("a name");
-    store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
-        .await
-        .expect("subscribed");
-    let owner = OwnerId::new("test").expect("a name");
-    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired");
-    acquired.lease.expect("a free lane")
-}
 
 async fn read(store: &PostgresStore, lease: &Lease) -> Vec<Delivery> {
     store.next_batch(lease, BatchLimit::default()).await.expect("read").deliveries
@@ -39,7 +26,7 @@ async fn a_plain_insert_keeps_json_byte_for_byte() {
         let sql = format!("INSERT INTO postbox.outbox (topic, key, payload) VALUES ('order.paid', '42', '{quoted}')");
         client.batch_execute(&sql).await.expect(literal);
     }
-    let reader = lease(&fixture.store, "reader").await;
+    let reader = support::leased(&fixture.store, "reader").await;
     let read_back = read(&fixture.store, &reader).await;
     let payloads: Vec<&[u8]> = read_back.iter().map(|delivery| delivery.event.payload.as_ref()).collect();
     assert_eq!(payloads, literals.map(str::as_bytes));
@@ -54,7 +41,7 @@ async fn a_plain_insert_keeps_json_byte_for_byte() {
         .batch_execute(r"INSERT INTO postbox.outbox (topic, payload_bytes) VALUES ('t', '\x00ff')")
         .await
         .expect("bytes in their column");
-    let lease = lease(&fixture.store, "bytes").await;
+    let lease = support::leased(&fixture.store, "bytes").await;
     assert_eq!(read(&fixture.store, &lease).await.last().map(|last| last.event.payload.to_vec()), Some(vec![0, 0xff]));
 }
 
@@ -220,7 +207,7 @@ async fn hostile_schema_names_are_only_names() {
             ))
             .await
             .expect(name);
-        let lease = lease(&store, "reader").await;
+        let lease = support::leased(&store, "reader").await;
         assert_eq!(read(&store, &lease).await.len(), 2, "{name}");
         store.rebase().await.expect_err("the lane is held");
         store.release(&lease).await.expect("released");

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Appended, Apply, Delivery, LogName, Migrate as _, NewEvent, Outcome, Postbox, Result, SourceName, Store,
+    Appended, Apply, Delivery, Lease, Log as _, LogName, Migrate as _, NewEvent, Outcome, OwnerId, Postbox, Result,
+    SourceName, Store, Subscription, SubscriptionName,
 };
 use postbox_engine::RelayBuilder;
 use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
@@ -105,6 +106,16 @@ pub async fn client(url: &str) -> Client {
     let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.expect("a connection");
     tokio::spawn(connection);
     client
+}
+
+/// Subscribes to the outbox with one lane. Returns its lease, which outlasts every test.
+pub async fn leased(store: &PostgresStore, name: &str) -> Lease {
+    let name = SubscriptionName::new(name).expect("a name");
+    let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
+    store.subscribe(&subscription).await.expect("subscribed");
+    let owner = OwnerId::new("me").expect("a name");
+    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(3_600)).await.expect("acquired");
+    acquired.lease.expect("a free lane")
 }
 
 /// Waits until a session waits for a lock that this connection holds.

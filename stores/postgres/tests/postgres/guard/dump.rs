@@ -1,25 +1,15 @@
 //! A restored dump: rows with transaction ids of another cluster are data, not forgeries.
 
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
-use postbox_core::{
-    Append as _, BatchLimit, Log as _, LogName, Maintain as _, NewEvent, OwnerId, Settlement, Subscription,
-    SubscriptionName,
-};
+use postbox_core::{Append as _, BatchLimit, Log as _, LogName, Maintain as _, NewEvent, Settlement};
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, Version};
 
 use crate::support;
 
 async fn read(store: &PostgresStore, settle: bool) -> Vec<Vec<u8>> {
-    let name = SubscriptionName::new("reader").expect("a name");
-    store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
-        .await
-        .expect("subscribed");
-    let owner = OwnerId::new("test").expect("a name");
-    let lease = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("asked").lease.expect("free");
+    let lease = support::leased(store, "reader").await;
     let limit = BatchLimit { events: 2, ..BatchLimit::default() };
     let batch = store.next_batch(&lease, limit).await.expect("read");
     if settle {
