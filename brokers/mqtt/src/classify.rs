@@ -21,7 +21,7 @@ pub(crate) fn answer(reason: PubAckReason, mandatory: bool) -> Outcome {
             refused("mqtt_not_permitted", "not authorized; allow the user to publish to the topic")
         }
         PubAckReason::TopicNameInvalid => {
-            Outcome::dead(crate::topic::INVALID, "the server refused it: the topic name is invalid")
+            Outcome::dead(crate::topic::RULES.code, "the server refused it: the topic name is invalid")
         }
         PubAckReason::PayloadFormatInvalid => {
             Outcome::dead("payload_invalid", "the server refused it: the payload format is invalid")

@@ -1,25 +1,17 @@
 //! The topic that an event is published to: a template, and what no topic may contain.
-//!
-//! A topic is a path of levels separated by slashes. The event's topic may have several levels.
-//! Every other field must be one, so that a tenant called `a/b` does not end up below the tenant
-//! `a`.
 
-use postbox_config::from_core;
-use postbox_core::template::Field;
+use postbox_core::template::NameRules;
 use postbox_core::{Event, Outcome, Template};
 
 /// The longest text, in bytes: the protocol writes its length in two bytes.
 pub(crate) const TEXT_BYTES_MAX: usize = 65_535;
 
-/// The code of an event that no topic can be made of.
-pub(crate) const INVALID: &str = "topic_invalid";
+/// Levels are separated by slashes.
+pub(crate) const RULES: NameRules = NameRules { what: "topic", code: "topic_invalid", separator: Some('/'), check };
 
 /// Parses a template of topics.
 pub(crate) fn parse(text: &str) -> Result<Template, String> {
-    let template = from_core::<Template>(text)?;
-    // With a plain value for each field, the result must be a topic.
-    let plain = template.fill(|_, _| Ok("x")).and_then(|topic| check(&topic));
-    plain.map(|()| template).map_err(|fault| format!("{text:?} is not a valid topic: {fault}"))
+    RULES.parse(text)
 }
 
 /// Checks a topic filter, for a subscription.
@@ -40,22 +32,7 @@ pub(crate) fn filter(text: &str) -> Result<String, String> {
 
 /// Returns the topic of an event. The error is [`Outcome::Dead`]: the event will never have one.
 pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
-    let topic = template.fill(|field, _| level(field, event))?;
-    check(&topic).map_err(|fault| Outcome::dead(INVALID, format!("the event gives no valid topic: {fault}")))?;
-    Ok(topic)
-}
-
-/// Returns the value of a field as a part of the topic.
-fn level(field: Field, event: &Event) -> Result<&str, Outcome> {
-    let name = field.as_str();
-    match field.of(event) {
-        "" => Err(Outcome::dead(INVALID, format!("the event has no {name}, which the sink's topic names"))),
-        value if field != Field::Topic && value.contains('/') => Err(Outcome::dead(
-            INVALID,
-            format!("the event's {name} has a slash and would be several levels; leave {{{name}}} out of the topic"),
-        )),
-        value => Ok(value),
-    }
+    RULES.name(template, event)
 }
 
 /// Returns what is wrong with a topic to publish to. The text does not repeat the topic.
@@ -98,7 +75,7 @@ mod tests {
         let long = "t".repeat(TEXT_BYTES_MAX + 1);
         for value in ["", "a\0b", "a\tb", "\u{85}", "\u{ffff}", "+", "a/+", "#", "a/#", "a+b", "$SYS/x", &long] {
             let dead = render("{topic}", NewEvent::json(value, "")).expect_err(value);
-            assert!(matches!(&dead, Outcome::Dead { code, .. } if code == INVALID), "{value:?}: {dead:?}");
+            assert!(matches!(&dead, Outcome::Dead { code, .. } if code == RULES.code), "{value:?}: {dead:?}");
         }
         let event = |tenant: &str| NewEvent::json("order.paid", "").tenant(tenant);
         assert_eq!(render("in/{tenant}/{topic}", event("łódź 1")).as_deref(), Ok("in/łódź 1/order.paid"));

@@ -1,34 +1,25 @@
 //! The subject that an event is published to: a template, and what no subject may contain.
-//!
-//! A subject is a path of tokens separated by dots. The topic may have several tokens. Every other
-//! field must be one, so that a tenant called `a.b` does not end up below the tenant `a`.
 
 use std::convert::Infallible;
 
-use postbox_config::from_core;
-use postbox_core::template::Field;
+use postbox_core::template::{Field, NameRules};
 use postbox_core::{Event, Outcome, Template};
 
 /// The longest subject, in bytes. A server takes 4 KiB for a whole protocol line by default, and
 /// subjects become parts of file names and permissions.
 const SUBJECT_BYTES_MAX: usize = 1_024;
 
-/// The code of an event that no subject can be made of.
-const INVALID: &str = "subject_invalid";
+/// Tokens are separated by dots.
+const RULES: NameRules = NameRules { what: "subject", code: "subject_invalid", separator: Some('.'), check };
 
 /// Parses a template of subjects.
 pub(crate) fn parse(text: &str) -> Result<Template, String> {
-    let template = from_core::<Template>(text)?;
-    // With a plain value for each field, the result must be a subject.
-    let plain = template.fill(|_, _| Ok("x")).and_then(|subject| check(&subject));
-    plain.map(|()| template).map_err(|fault| format!("{text:?} is not a valid subject: {fault}"))
+    RULES.parse(text)
 }
 
 /// Returns the subject of an event. The error is [`Outcome::Dead`]: the event will never have one.
 pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
-    let subject = template.fill(|field, _| token(field, event))?;
-    check(&subject).map_err(|fault| Outcome::dead(INVALID, format!("the event gives no valid subject: {fault}")))?;
-    Ok(subject)
+    RULES.name(template, event)
 }
 
 /// Returns a pattern that every subject of a template matches, for a stream that takes them.
@@ -40,19 +31,6 @@ pub(crate) fn pattern(template: &Template) -> String {
         false => tokens.collect(),
     };
     tokens.join(".")
-}
-
-/// Returns the value of a field as a part of the subject.
-fn token(field: Field, event: &Event) -> Result<&str, Outcome> {
-    let name = field.as_str();
-    let dead = |text: String| Err(Outcome::dead(INVALID, text));
-    match field.of(event) {
-        "" => dead(format!("the event has no {name}, which the sink's subject names")),
-        value if field != Field::Topic && value.contains('.') => dead(format!(
-            "the event's {name} has a dot and would be several tokens; leave {{{name}}} out of the subject"
-        )),
-        value => Ok(value),
-    }
 }
 
 /// Returns what is wrong with a subject to publish to. The text does not repeat the subject.
@@ -93,7 +71,7 @@ mod tests {
     fn fields_of_the_event_stand_in_the_subject() {
         let paid = || NewEvent::json("order.paid", "").key("łódź").tenant("acme");
         assert_eq!(render("a.{tenant}.{topic}.{key}", paid()).as_deref(), Ok("a.acme.order.paid.łódź"));
-        assert_eq!(render("{tenant}{topic}", paid()).as_deref(), Ok("acmeorder.paid"), "within one token");
+        assert_eq!(render("a-{tenant}.{topic}", paid()).as_deref(), Ok("a-acme.order.paid"), "a part of a token");
     }
 
     #[test]
@@ -102,7 +80,7 @@ mod tests {
             ["a b", "a\tb", "a\r\nPUB x 0", "\0", "\u{7f}", "\u{2028}", "*", ">", "a.>", "", "a..b", ".a", "a."];
         for value in hostile {
             let dead = render("{topic}", NewEvent::json(value, "")).expect_err(value);
-            assert!(matches!(&dead, Outcome::Dead { code, .. } if code == INVALID), "{value:?}: {dead:?}");
+            assert!(matches!(&dead, Outcome::Dead { code, .. } if code == RULES.code), "{value:?}: {dead:?}");
             let key = NewEvent::json("t", "").key(value).tenant(value);
             for template in ["x.{key}", "x.{key}.y", "{tenant}.x"] {
                 assert!(render(template, key.clone()).is_err(), "{value:?} in {template}");
@@ -113,6 +91,7 @@ mod tests {
             assert!(render("in.{topic}", NewEvent::json(value, "")).is_ok(), "{value} is harmless behind a token");
         }
         assert!(render("x.{tenant}.{topic}", NewEvent::json("t", "").tenant("a.b")).is_err(), "one token a tenant");
+        assert!(render("{tenant}-{topic}", NewEvent::json("c", "").tenant("a-b")).is_err(), "tenant a, topic b-c");
         assert!(render("x.{key}", NewEvent::json("t", "")).is_err(), "no key");
         assert!(render("{topic}", NewEvent::json("t".repeat(SUBJECT_BYTES_MAX + 1), "")).is_err());
     }

@@ -1,44 +1,27 @@
 //! The name of the stream that an event is added to.
-//!
-//! A value that contains the text which follows its field in the template is refused. Otherwise
-//! different events could get the same stream by accident: with `{tenant}:{topic}`, tenant `a` with
-//! topic `b:c` and tenant `a:b` with topic `c`.
 
 use std::convert::Infallible;
 
-use postbox_config::from_core;
+use postbox_core::template::NameRules;
 use postbox_core::{Event, Outcome, Template};
+
+const RULES: NameRules = NameRules { what: "stream", code: "stream_invalid", separator: None, check };
 
 /// Parses a template of stream names.
 pub(crate) fn parse(text: &str) -> Result<Template, String> {
-    let template = from_core::<Template>(text)?;
-    if text.is_empty() {
-        return Err("is empty; write the name of a stream, e.g. \"events:{topic}\"".to_owned());
-    }
-    if let Some((_, field)) = template.adjacent() {
-        let name = field.as_str();
-        return Err(format!("nothing stands before {{{name}}} to end the field before it; write a \":\" there"));
-    }
-    Ok(template)
+    RULES.parse(text)
 }
 
-/// Returns the stream of an event. An event is dead if it lacks a field, or if its stream could be
-/// that of another event.
+/// Returns the stream of an event. The error is [`Outcome::Dead`]: the event will never have one.
 pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
-    template.fill(|field, behind| {
-        let name = field.as_str();
-        match field.of(event) {
-            "" => {
-                let text = format!("the stream's name needs the event's {name}, and it has none");
-                Err(Outcome::dead("stream_field_missing", text))
-            }
-            value if !behind.is_empty() && value.contains(behind) => {
-                let text = format!("the event's {name} holds {behind:?}, which ends it in the stream's name");
-                Err(Outcome::dead("stream_name_ambiguous", text))
-            }
-            value => Ok(value),
-        }
-    })
+    RULES.name(template, event)
+}
+
+fn check(name: &str) -> Result<(), String> {
+    match name {
+        "" => Err("it is empty; write the name of a stream, e.g. \"events:{topic}\"".to_owned()),
+        _ => Ok(()),
+    }
 }
 
 /// Returns a pattern, in the syntax of Redis, that all stream names of a template match.
@@ -73,9 +56,9 @@ mod tests {
     fn no_two_ways_lead_to_one_name() {
         let event = |tenant: &str, topic: &str| NewEvent::json(topic, "{}").tenant(tenant);
         assert_eq!(name("{tenant}:{topic}", event("a", "b:c")).as_deref(), Ok("a:b:c"));
-        assert_eq!(name("{tenant}:{topic}", event("a:b", "c")), Err("stream_name_ambiguous".into()));
-        assert_eq!(name("{tenant}:{topic}", NewEvent::json("t", "{}")), Err("stream_field_missing".into()));
-        assert_eq!(name("events:{key}", NewEvent::json("t", "{}")), Err("stream_field_missing".into()));
+        assert_eq!(name("{tenant}:{topic}", event("a:b", "c")), Err("stream_invalid".into()));
+        assert_eq!(name("{tenant}:{topic}", NewEvent::json("t", "{}")), Err("stream_invalid".into()));
+        assert_eq!(name("events:{key}", NewEvent::json("t", "{}")), Err("stream_invalid".into()));
     }
 
     #[test]
@@ -88,7 +71,7 @@ mod tests {
     #[test]
     fn mistakes_are_named() {
         for (template, word) in
-            [("", "empty"), ("{topik}", "{topik} is no field"), ("{topic}{key}", "before {key}"), ("a}", "brace")]
+            [("", "empty"), ("{topik}", "{topik} is no field"), ("{topic}{key}", "between"), ("a}", "brace")]
         {
             let fault = parse(template).expect_err("refused");
             assert!(fault.contains(word), "{template}: {fault}");

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use crate::error::{Error, Result};
 use crate::event::Event;
+use crate::outcome::Outcome;
 
 /// Text with fields of an event, e.g. `orders.{topic}.{key}`; `{{` and `}}` stand for braces.
 ///
@@ -85,13 +86,74 @@ impl Template {
 
     /// Returns two fields with nothing between them. There, the end of the first value is
     /// ambiguous.
-    pub fn adjacent(&self) -> Option<(Field, Field)> {
+    fn adjacent(&self) -> Option<(Field, Field)> {
         let mut pairs = self.fields.iter().zip(self.fields.iter().skip(1));
         pairs.find(|((_, between), _)| between.is_empty()).map(|((first, _), (second, _))| (*first, *second))
     }
 
     fn push_str(&mut self, literal: &str) {
         self.fields.last_mut().map_or(&mut self.prefix, |(_, behind)| behind).push_str(literal);
+    }
+}
+
+/// What a broker asks of a name that a template makes.
+///
+/// Different events must not get the same name by accident, because permissions and tenants are
+/// often separated by names: with `{tenant}-{topic}`, tenant `a` with topic `b-c`, and tenant `a-b`
+/// with topic `c`. So a value is refused if it contains the text that follows its field.
+#[derive(Debug, Clone, Copy)]
+pub struct NameRules {
+    /// What is named, e.g. `topic`.
+    pub what: &'static str,
+    /// The code of an event that no name can be made of.
+    pub code: &'static str,
+    /// Separates the parts of a name. A topic may have several, every other field must be one part:
+    /// a tenant called `a.b` must not end up below the tenant `a`.
+    pub separator: Option<char>,
+    /// Checks a name. The error says what is wrong, and does not repeat the name.
+    pub check: fn(&str) -> Result<(), String>,
+}
+
+impl NameRules {
+    /// Parses a template of names. The error is for a person.
+    pub fn parse(&self, text: &str) -> Result<Template, String> {
+        let template: Template = text.parse().map_err(|error: Error| error.message().to_owned())?;
+        if let Some((first, second)) = template.adjacent() {
+            let (first, second) = (first.as_str(), second.as_str());
+            return Err(format!("nothing separates {{{first}}} from {{{second}}}; write a character between them"));
+        }
+        // With a plain value for each field, the result must be a name.
+        let plain = template.fill(|_, _| Ok("x")).and_then(|name| (self.check)(&name));
+        plain.map(|()| template).map_err(|fault| format!("{text:?} is not a valid {}: {fault}", self.what))
+    }
+
+    /// Returns the name for an event. The error is [`Outcome::Dead`]: the event will never have
+    /// one.
+    pub fn name(&self, template: &Template, event: &Event) -> Result<String, Outcome> {
+        let dead = |fault: String| Outcome::dead(self.code, fault);
+        let name = template.fill(|field, behind| self.value(field, behind, event).map_err(dead))?;
+        (self.check)(&name).map_err(|fault| dead(format!("the event gives no valid {}: {fault}", self.what)))?;
+        Ok(name)
+    }
+
+    /// Returns the value of a field that is followed by `behind`.
+    fn value<'e>(&self, field: Field, behind: &str, event: &'e Event) -> Result<&'e str, String> {
+        let (name, what) = (field.as_str(), self.what);
+        let is_path = |value: &str| self.separator.is_some_and(|separator| value.contains(separator));
+        match field.of(event) {
+            "" => Err(format!("the event has no {name}, which the sink's {what} names")),
+            value if field != Field::Topic && is_path(value) => Err(format!(
+                "the event's {name} has a separator and would be several parts; leave {{{name}}} out of the {what}"
+            )),
+            // The next field is a part of its own.
+            value if behind.is_empty() || self.separator.is_some_and(|separator| behind.starts_with(separator)) => {
+                Ok(value)
+            }
+            value if value.contains(behind) => {
+                Err(format!("the event's {name} holds {behind:?}, which ends it in the sink's {what}"))
+            }
+            value => Ok(value),
+        }
     }
 }
 
@@ -193,6 +255,32 @@ mod tests {
         for apart in ["", "a", "{topic}", "{topic}.{key}", "{topic}}}{key}"] {
             assert_eq!(template(apart).adjacent(), None, "{apart}");
         }
+    }
+
+    #[test]
+    fn no_two_ways_lead_to_one_name() {
+        let check = |name: &str| if name.contains('!') { Err("an exclamation mark".to_owned()) } else { Ok(()) };
+        let flat = NameRules { what: "topic", code: "topic_invalid", separator: None, check };
+        let path = NameRules { separator: Some('.'), ..flat };
+        let name = |rules: NameRules, template: &str, tenant: &str, topic: &str| {
+            let event = NewEvent::json(topic, "").tenant(tenant).into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);
+            rules.name(&rules.parse(template).expect("a template"), &event)
+        };
+        for (rules, template) in [(flat, "{tenant}.{topic}"), (flat, "{tenant}-{topic}"), (path, "{tenant}-{topic}")] {
+            let between = &template[8..9];
+            let both = format!("b{between}c");
+            assert_eq!(name(rules, template, "a", &both), Ok(format!("a{between}{both}")), "{template}");
+            let dead = name(rules, template, &format!("a{between}b"), "c").expect_err(template);
+            assert!(matches!(&dead, Outcome::Dead { code, .. } if code == "topic_invalid"), "{dead:?}");
+        }
+        assert_eq!(name(path, "{topic}.{tenant}", "a", "b.c").as_deref(), Ok("b.c.a"), "a topic has several parts");
+        assert!(name(path, "x.{tenant}", "a.b", "t").is_err(), "one part a tenant");
+        assert_eq!(name(flat, "x.{tenant}", "a.b", "t").as_deref(), Ok("x.a.b"), "no parts, no rule");
+        assert!(name(path, "x.{key}", "a", "t").is_err(), "no key");
+        assert!(name(path, "{topic}", "a", "t!").is_err(), "the broker's own check");
+        assert!(flat.parse("{topic}!").is_err(), "it is checked where it is written");
+        let fault = path.parse("{tenant}{topic}").expect_err("ambiguous");
+        assert!(fault.contains("between them"), "{fault}");
     }
 
     #[test]
