@@ -1,6 +1,6 @@
 //! Real brokers: Postbox compared with the broker's own client.
 
-mod kafka;
+pub(crate) mod kafka;
 mod nats;
 mod rabbitmq;
 mod redis;
@@ -51,7 +51,7 @@ impl Kind {
         match self {
             Self::Redis => "Redis 7, everysec",
             Self::Nats => "JetStream 2.15, file",
-            Self::Kafka => "Tansu (Kafka), memory",
+            Self::Kafka => "Kafka's test broker",
             Self::Rabbitmq => "RabbitMQ 3.10, quorum",
             Self::Sqs => "SQS (moto)",
         }

@@ -59,6 +59,9 @@ enum Bench {
     /// The other side of HTTP.
     #[command(hide = true)]
     Peer(peer::Job),
+    /// A broker for `sinks`.
+    #[command(hide = true)]
+    Kafka,
     /// One measured process of the above.
     #[command(hide = true)]
     Child(child::Job),
@@ -76,7 +79,7 @@ async fn main() -> ExitCode {
 }
 
 async fn run(bench: Bench) -> anyhow::Result<()> {
-    if !matches!(bench, Bench::Child(_) | Bench::Peer(_)) {
+    if !matches!(bench, Bench::Child(_) | Bench::Kafka | Bench::Peer(_)) {
         println!("{}", machine::describe());
     }
     match bench {
@@ -90,6 +93,7 @@ async fn run(bench: Bench) -> anyhow::Result<()> {
         Bench::Sources(options) => sources::run(&options).await,
         Bench::Retention(options) => retention::run(&options).await,
         Bench::Status(options) => status::run(&options).await,
+        Bench::Kafka => broker::kafka::serve().await,
         Bench::Peer(job) => job.run().await,
         Bench::Child(job) => job.run().await,
     }

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
-use clap::Args;
+use clap::{Args, ValueEnum as _};
 use postbox_core::{BatchLimit, LogName, Subscription};
 use postbox_engine::{Relay, RelaySettings};
 
@@ -19,8 +19,8 @@ const COUNTED_WITHIN: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// Which brokers. Kafka's stand-in counts fewer messages than it confirmed, which ends its run.
-    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Kind::Redis, Kind::Nats, Kind::Rabbitmq, Kind::Sqs])]
+    /// Which brokers.
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Kind::value_variants().to_vec())]
     brokers: Vec<Kind>,
     /// Events per round; a fiftieth of it to the emulator of SQS.
     #[arg(long, default_value_t = 100_000)]

@@ -1,19 +1,26 @@
 //! Kafka's protocol: an idempotent producer with acks from all replicas.
+//!
+//! The server is the test broker of the client, in a process of its own: no Kafka can be had from
+//! the registries, and Tansu counts fewer messages than it has confirmed.
 
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::{StreamExt as _, TryStreamExt as _};
 use krafka::Kafka;
 use krafka::admin::{CreateTopicsOptions, DeleteTopicsOptions, NewTopic};
 use krafka::producer::{Acks, Record};
+use krafka::testing::FakeBroker;
 use postbox_core::envelope::Binding;
 use postbox_core::{Delivery, Sink};
 use postbox_kafka::KafkaSinkTable;
 use postbox_testkit::sending::{context, sink};
-use postbox_testkit::servers::PrivateKafka;
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
+use tokio::process::{Child, Command};
 
 use super::{TIMEOUT, cloud_event, key, timed};
 use crate::figure::Figure;
@@ -27,22 +34,36 @@ const MEMORY_BYTES: usize = 64 * 1024 * 1024;
 const LINGER: Duration = Duration::from_millis(1);
 
 pub(super) struct Broker {
-    server: PrivateKafka,
+    /// Ends with this value.
+    server: Child,
+    address: String,
     kafka: Kafka,
 }
 
 impl Broker {
     pub(super) async fn start() -> anyhow::Result<Self> {
-        let server = PrivateKafka::launch().await;
-        let kafka = Kafka::builder(server.brokers().as_str()).connect().await?;
-        Ok(Self { server, kafka })
+        let mut command = Command::new(std::env::current_exe()?);
+        command.arg("kafka").stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
+        let mut server = command.spawn()?;
+        let address = BufReader::new(server.stdout.take().context("its output")?).lines().next_line().await?;
+        let address = address.context("the test broker did not start")?;
+        let kafka = Kafka::builder(address.as_str()).connect().await?;
+        Ok(Self { server, address, kafka })
     }
+}
+
+/// Serves Kafka's protocol in this process until the input ends, as it does with the parent.
+pub(crate) async fn serve() -> anyhow::Result<()> {
+    let broker = FakeBroker::start().await?;
+    println!("{}", broker.bootstrap_servers());
+    tokio::io::stdin().read_to_end(&mut Vec::new()).await?;
+    Ok(())
 }
 
 #[async_trait]
 impl super::Broker for Broker {
     fn pid(&self) -> u32 {
-        self.server.pid()
+        self.server.id().unwrap_or_default()
     }
 
     async fn make(&self, place: &str) -> anyhow::Result<()> {
@@ -68,7 +89,7 @@ impl super::Broker for Broker {
     }
 
     async fn sink(&self, place: &str) -> Arc<dyn Sink> {
-        let keys = format!("brokers = {:?}\ntopic = {place:?}", self.server.brokers());
+        let keys = format!("brokers = {:?}\ntopic = {place:?}", self.address);
         sink::<KafkaSinkTable>(&keys, &context(TIMEOUT)).await
     }
 

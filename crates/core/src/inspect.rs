@@ -28,6 +28,9 @@ pub struct Pause {
 }
 
 impl Pause {
+    /// Who paused, if a relay did because its destination is gone.
+    pub const BY_RELAY: &str = "postbox";
+
     /// Returns whether the pause is in force.
     pub fn holds_at(&self, now: Timestamp) -> bool {
         self.until.is_none_or(|until| now < until)

@@ -502,7 +502,7 @@ impl Relay {
         let Some(why) = context.health.take_gone() else { return true };
         error!(subscription = self.name(), why, "destination gone");
         let Some(admin) = &self.admin else { return false };
-        let pause = Pause { until: None, by: "postbox".to_owned(), why };
+        let pause = Pause { until: None, by: Pause::BY_RELAY.to_owned(), why };
         if let Err(error) = admin.pause(&self.subscription.name, Some(&pause)).await {
             context.store_failed(&error);
             // Nothing may be sent until this works, so set the mark again; the next turn retries.

@@ -78,7 +78,7 @@ fn paused(known: &Known<'_>, pause: &Pause) -> Finding {
     let what = format!("paused{until} by {}: {}", pause.by, pause.why);
     let resume = format!("postbox resume {}", known.info.name);
     // A person, or a role of the database, may have that name too.
-    match pause.by == "postbox" && pause.why.starts_with("http_410") {
+    match pause.by == Pause::BY_RELAY && pause.why.starts_with("http_410") {
         // The destination answered 410: it must never be called again.
         true => Finding::problem(
             "endpoint_gone",
