@@ -61,7 +61,8 @@ impl Prune {
 ///   only they are deleted. Continue with [`Changed::next`] until there is none. It is set even if
 ///   a step deleted nothing, so that events which have to stay are looked at only once in a run. If
 ///   [`PRUNE_YOUNG_MAX`](crate::kit::PRUNE_YOUNG_MAX) of a step's events are too young, the run
-///   ends there, because times rise almost in step with `seq`. Rows of events that are gone
+///   ends there, because times rise almost in step with `seq`. Events from the future do not count:
+///   a clock was wrong. Rows of events that are gone
 ///   ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) are deleted at that age too, at the end
 ///   of a run without other filters ([`Prune::means_all`]). With a limit, a step that reaches it is
 ///   the last one. Subtract the deleted events from the limit of the next step. A log without

@@ -23,8 +23,9 @@ const ANEW_EVERY: Duration = Duration::from_secs(3_600);
 /// faster than it deletes.
 const STEPS_MAX: usize = 500_000;
 
-/// Returns the pause after a step of `prune` that lasted `took`: at least as long as the step. Half
-/// of the time is left to appends and deliveries, and more the busier the store is.
+/// Returns the pause after one of many steps of a store that lasted `took`: at least as long as the
+/// step. Half of the time is left to appends and deliveries, and more the busier the store is.
+/// Without a pause, others would hardly get the write lock of a SQLite file: they poll for it.
 pub fn step_pause(took: Duration) -> Duration {
     took.max(STEP_PAUSE_MIN)
 }

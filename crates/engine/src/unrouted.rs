@@ -7,6 +7,8 @@ use postbox_core::{Clock, LogName, Maintain, Result};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
+use crate::retention::step_pause;
+
 /// How often to look at the logs. A look that finds nothing new costs one or two index probes.
 const EVERY: Duration = Duration::from_secs(1);
 /// Number of looks between two log lines about one log.
@@ -61,11 +63,14 @@ impl UnroutedFinder {
     async fn find_in(&self, log: &LogName, stop: &CancellationToken) -> Result<u64> {
         let mut found = 0;
         while !stop.is_cancelled() {
+            let began = self.clock.monotonic();
             let routed = self.store.note_unrouted(log).await?;
             found += routed.unrouted;
             if !routed.more {
                 break;
             }
+            let pause = step_pause(self.clock.monotonic().saturating_sub(began));
+            _ = stop.run_until_cancelled(self.clock.sleep(pause)).await;
         }
         Ok(found)
     }

@@ -108,7 +108,7 @@ impl Server {
             of_log.committed().filter(|(seq, _, _)| prune.after.is_none_or(|after| *seq > after.0))
         {
             if event.created_at > oldest_kept {
-                young += 1;
+                young += usize::from(event.created_at <= now);
             } else if (commit <= of_log.routed || counts_beyond)
                 && prune.which.mean_event(Some(event))
                 && prune.unrouted == is_unrouted(seq, commit, event)

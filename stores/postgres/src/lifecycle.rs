@@ -3,9 +3,11 @@
 //! Each is one transaction. It locks the log's row, all lanes and the subscription's row, in this
 //! order: docs/cursor.md, writes W16 to W19.
 
-use postbox_core::kit::{LOOK_EVENTS_MAX, lanes_apart, lanes_held, subscription_changed, subscription_exists};
+use postbox_core::kit::{
+    LOOK_EVENTS_MAX, ROWS_MOVED_MAX, lanes_apart, lanes_held, rows_many, subscription_changed, subscription_exists,
+};
 use postbox_core::limits::LANES_APART_MAX;
-use postbox_core::{Error, ErrorKind, LogName, ResetPlan, ResetTo, Result, SubscriptionName};
+use postbox_core::{LogName, ResetPlan, ResetTo, Result, SubscriptionName};
 use postbox_postgres_sql::{cursor_foreign, params};
 
 use crate::admin::lock_lanes;
@@ -165,10 +167,6 @@ FROM ahead AS a ORDER BY a.seq ON CONFLICT DO NOTHING RETURNING seq, key";
 /// Counts delivery rows up to a number. Index: primary key of `delivery`.
 const ROWS_COUNT: &str = "SELECT count(*) FROM (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 LIMIT $2) AS d";
 
-/// The most delivery rows that move to other lanes in one transaction: some seconds, in which the
-/// lanes are locked.
-const ROWS_MOVED_MAX: i64 = 200_000;
-
 /// Index: primary key. Locks the rows.
 const LANES_DELETE: &str = "DELETE FROM {s}.lane WHERE subscription = $1";
 
@@ -320,10 +318,7 @@ pub(crate) async fn set_lanes(session: &Session, name: &SubscriptionName, lanes:
     }
     let most = ROWS_MOVED_MAX + 1;
     if session.row(&sql(ROWS_COUNT), &params![id, most]).await?.get::<_, i64>(0) == most {
-        let message = format!(
-            "{name} has more than {ROWS_MOVED_MAX} events that are dead or wait for a retry or a time; discard them or let them go out, and try again"
-        );
-        return Err(Error::new(ErrorKind::Conflict, "set_lanes", "rows_many", message));
+        return Err(rows_many(name));
     }
     let row = session.row(&sql(LANES_JOIN), &params![id]).await?;
     if row.get(9) {

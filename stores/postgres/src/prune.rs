@@ -57,7 +57,8 @@ needed AS MATERIALIZED (
 SELECT (SELECT count(*) FROM gone), (SELECT last FROM step),
   (SELECT count(*) FROM gone) <= {rows_max} - {young_max} AND {young_max} = (SELECT count(*) FROM (
     SELECT FROM {log} AS l WHERE l.seq > $3 AND l.seq <= (SELECT last FROM step)
-      AND l.created_at > statement_timestamp() - $1 * interval '1 microsecond' LIMIT {young_max}) AS young)";
+      AND l.created_at > statement_timestamp() - $1 * interval '1 microsecond'
+      AND l.created_at <= statement_timestamp() LIMIT {young_max}) AS young)";
 
 /// The events of the step that are unrouted.
 const UNROUTED: &str = "

@@ -197,3 +197,15 @@ impl Look {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plans::judge;
+
+    #[test]
+    fn rows_of_a_state_are_found_by_an_index() {
+        let by_state = "postbox_delivery_state (subscription=? AND state=?)";
+        judge(&[("DELIVERY_COUNT", DELIVERY_COUNT, &[by_state]), ("DELIVERY_WAITS", DELIVERY_WAITS, &[by_state])]);
+    }
+}

@@ -78,3 +78,36 @@ fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Ve
     all.sort_by_key(|ready| ready.seq);
     Ok(all)
 }
+
+#[cfg(test)]
+mod tests {
+    use postbox_core::LogName;
+
+    use super::*;
+    use crate::plans::{ROWS, database, fill, instructions};
+
+    #[test]
+    fn what_is_not_due_is_not_read() {
+        let mut database = database();
+        // Too early, of another lane, dead; then due ones, and many behind one of them.
+        for (rows, values) in [
+            (ROWS, "0, NULL, 'retrying', 0, 1000"),
+            (ROWS, "1, NULL, 'retrying', 0, 1"),
+            (ROWS, "0, NULL, 'dead', 0, NULL"),
+            (3, "0, NULL, 'scheduled', 0, 1"),
+            (1, "0, 'k', 'retrying', 1, 1"),
+            (ROWS, "0, 'k', 'blocked', 1, NULL"),
+        ] {
+            fill(&database, rows, values);
+        }
+        let (subscription, owner) = ("s".parse().expect("a name"), "me".parse().expect("a name"));
+        let lease = Lease { subscription, log: LogName::outbox(), lane: 0, epoch: 1, owner, crashes: 0 };
+        for statistics in ["", "ANALYZE"] {
+            database.execute_batch(statistics).expect("analysed");
+            let tx = database.transaction().expect("begun");
+            let (due, steps) = instructions(&tx, || ready(&tx, &lease, 12, 100).expect("read"));
+            assert_eq!(due.len(), 6, "four heads, and two behind one of them");
+            assert!(steps < ROWS, "{steps} instructions");
+        }
+    }
+}

@@ -489,3 +489,20 @@ pub(crate) fn take_filter(session: &mut Session, lease: &Lease, position: i64) -
         }
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plans::judge;
+
+    #[test]
+    fn a_lane_and_what_was_in_flight_are_found_by_an_index() {
+        let in_flight = "postbox_delivery_in_flight (subscription=? AND lane=?)";
+        judge(&[
+            ("LANE_FREE", LANE_FREE, &["postbox_lane USING PRIMARY KEY (subscription=?)"]),
+            ("LANE_HELD", LANE_HELD, &["postbox_lane USING PRIMARY KEY (subscription=? AND lane=?)"]),
+            ("DELIVERIES_MAKE_DUE", DELIVERIES_MAKE_DUE, &[in_flight]),
+            ("DELIVERY_COUNT_CRASH", DELIVERY_COUNT_CRASH, &[in_flight]),
+        ]);
+    }
+}

@@ -20,6 +20,8 @@ mod log;
 mod maintain;
 mod migrate;
 mod once;
+#[cfg(test)]
+mod plans;
 mod receive;
 mod replay;
 mod schema;

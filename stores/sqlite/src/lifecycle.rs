@@ -1,10 +1,11 @@
 //! Changes of a whole subscription: rename, reset, number of lanes, removal.
 
 use postbox_core::kit::{
-    LOOK_EVENTS_MAX, STEP_ROWS_MAX, lanes_apart, lanes_held, subscription_changed, subscription_exists,
+    LOOK_EVENTS_MAX, ROWS_MOVED_MAX, STEP_ROWS_MAX, lanes_apart, lanes_held, rows_many, subscription_changed,
+    subscription_exists,
 };
 use postbox_core::limits::LANES_APART_MAX;
-use postbox_core::{ResetPlan, ResetTo, State, SubscriptionName};
+use postbox_core::{ResetPlan, ResetTo, Seq, State, SubscriptionName};
 use rusqlite::{Transaction, params};
 
 use crate::classify::Work;
@@ -69,6 +70,9 @@ const LANE_MAKE: &str = "INSERT INTO postbox_lane (subscription, lane, position,
 SELECT name, ?2, ?3, ?4, ?5, ?6, ?7, ?8, revision FROM postbox_subscription WHERE name = ?1";
 /// By primary key; takes the write lock.
 const DELIVERY_MOVE: &str = "UPDATE postbox_delivery SET lane = ?3 WHERE subscription = ?1 AND seq = ?2 AND lane <> ?3";
+
+/// Counts the rows of a subscription, up to a limit. By primary key; no lock of its own.
+const ROWS_COUNT: &str = "SELECT count(*) FROM (SELECT 1 FROM postbox_delivery WHERE subscription = ?1 LIMIT ?2)";
 
 pub(crate) fn rename(
     tx: &Transaction<'_>,
@@ -138,6 +142,15 @@ fn place_of(tx: &Transaction<'_>, table: &str, to: ResetTo) -> Work<i64> {
             tx.query_row(&log_since, params![time.as_microsecond(), last], |row| row.get(0))?
         }
     })
+}
+
+/// Names the place of a time, which stays the same.
+pub(crate) fn place(tx: &Transaction<'_>, name: &SubscriptionName, to: ResetTo) -> Work<ResetTo> {
+    if !matches!(to, ResetTo::Time(_)) {
+        return Ok(to);
+    }
+    let reader = Reader::find("reset", tx, name)?;
+    Ok(ResetTo::Seq(Seq(place_of(tx, &reader.table, to)? + 1)))
 }
 
 /// Returns what a reset would do.
@@ -238,6 +251,10 @@ pub(crate) fn set_lanes(tx: &Transaction<'_>, name: &SubscriptionName, lanes: u1
     let reader = Reader::find("set_lanes", tx, name)?;
     if reader.stored.lanes == lanes {
         return Ok(());
+    }
+    let most = ROWS_MOVED_MAX + 1;
+    if tx.prepare_cached(ROWS_COUNT)?.query_row(params![name.as_str(), most], |row| row.get::<_, i64>(0))? == most {
+        return Err(rows_many(name).into());
     }
     leave_between(tx, &reader, now)?;
     tx.prepare_cached(PASSAGE_NOTE_ALL)?.execute(params![name.as_str(), false])?;

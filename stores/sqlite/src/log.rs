@@ -37,7 +37,12 @@ impl Log for SqliteStore {
         if let Some(nothing) = self.reader().call("acquire", move |session| lease::peek(session, &peeking)).await? {
             return Ok(nothing);
         }
-        self.writer().call("acquire", move |session| lease::acquire(session, &request)).await
+        let acquired = self.writer().call("acquire", move |session| lease::acquire(session, &request)).await?;
+        if let Some(lease) = &acquired.lease {
+            // After the tables were made anew or restored, an epoch may be given a second time.
+            self.set_cursor(lease, None);
+        }
+        Ok(acquired)
     }
 
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {

@@ -24,6 +24,9 @@ const MIGRATION_LAST: &str = "SELECT coalesce(max(number), 0) FROM postbox_migra
 const LOG_NAMES: &str = "SELECT name FROM postbox_log ORDER BY name";
 /// Whether a log exists, by primary key; no lock.
 const LOG_EXISTS: &str = "SELECT 1 FROM postbox_log WHERE name = ?1";
+/// Whether a table or an index has the name that a log's table would have. Reads the whole (small)
+/// table; no lock.
+const NAME_TAKEN: &str = "SELECT 1 FROM sqlite_master WHERE name = 'postbox_' || ?1";
 
 #[async_trait]
 impl Migrate for SqliteStore {
@@ -60,10 +63,13 @@ impl Migrate for SqliteStore {
 pub(crate) fn create_log(session: &mut Session, log: &LogName) -> Work<()> {
     validate(session.connection()?)?;
     session.transact(Flush::Configured, |tx| {
-        if !log_exists(tx, log)? {
-            tx.execute_batch(&log_ddl(log))?;
+        if log_exists(tx, log)? {
+            return Ok(());
         }
-        Ok(())
+        if tx.prepare_cached(NAME_TAKEN)?.exists([log.as_str()])? {
+            return Err(name_taken("create_log", log).into());
+        }
+        Ok(tx.execute_batch(&log_ddl(log))?)
     })
 }
 
@@ -177,14 +183,14 @@ fn applied(connection: &Connection) -> Work<Option<i64>> {
 pub(crate) fn checked_log(operation: &'static str, log: &LogName) -> Result<LogName> {
     let log = LogName::new(log.as_str())?;
     if TABLES.contains(&log.as_str()) {
-        return Err(Error::new(
-            ErrorKind::NotFound,
-            operation,
-            "log_unknown",
-            format!("{log} cannot be a log: Postbox has a table of that name for itself"),
-        ));
+        return Err(name_taken(operation, &log));
     }
     Ok(log)
+}
+
+fn name_taken(operation: &'static str, log: &LogName) -> Error {
+    let message = format!("{log} cannot be a log: Postbox has a table or index of that name for itself");
+    Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
 }
 
 fn log_exists(tx: &Transaction<'_>, log: &LogName) -> Work<bool> {

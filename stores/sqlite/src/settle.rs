@@ -246,3 +246,22 @@ fn write_entry(
     })?;
     Ok(false)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plans::judge;
+
+    #[test]
+    fn rows_and_heads_of_keys_are_found_by_an_index() {
+        let by_place = "PRIMARY KEY (subscription=? AND seq=?)";
+        judge(&[
+            ("DELIVERY_FIND", DELIVERY_FIND, &[by_place]),
+            (
+                "DELIVERY_RELEASE_HEAD",
+                DELIVERY_RELEASE_HEAD,
+                &[by_place, "postbox_delivery_key (subscription=? AND key=?)"],
+            ),
+        ]);
+    }
+}

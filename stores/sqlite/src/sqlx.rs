@@ -108,7 +108,10 @@ async fn insert(
     // The only text that is not a constant of ours is the log's name, which has only letters,
     // digits and underscores.
     let log_append = format!("INSERT INTO {} ({APPEND_COLUMNS}) VALUES {rows}{end}", log_table(log));
-    match ::sqlx::query_with(AssertSqlSafe(log_append), arguments).execute(&mut *connection).await {
+    // Each number of rows is a statement of its own. Kept, they would take up to 65 MiB in each
+    // connection, and displace the caller's.
+    let query = ::sqlx::query_with(AssertSqlSafe(log_append), arguments).persistent(events.len() == 1);
+    match query.execute(&mut *connection).await {
         Ok(inserted) => Ok(inserted.rows_affected() as usize),
         Err(error) => Err(explain(connection, log, classify("append", error)).await),
     }

@@ -297,3 +297,39 @@ fn hold(tx: &Transaction<'_>, lease: &Lease, batch: &mut Batch) -> Work<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plans::{ROWS, database, instructions, judge};
+
+    #[test]
+    fn what_a_read_looks_for_is_found_by_an_index() {
+        let by_key = "postbox_delivery_key (subscription=? AND key=? AND seq<?)";
+        judge(&[
+            ("LANE_OPEN_WINDOW", LANE_OPEN_WINDOW, &["PRIMARY KEY (subscription=? AND lane=?)"]),
+            ("DELIVERY_IN_RANGE", DELIVERY_IN_RANGE, &["PRIMARY KEY (subscription=? AND seq>? AND seq<?)"]),
+            ("DELIVERY_ANY_HELD", DELIVERY_ANY_HELD, &["postbox_delivery_key (subscription=?)"]),
+            ("DELIVERY_KEY_HELD", DELIVERY_KEY_HELD, &[by_key]),
+            ("DELIVERY_NEXT_DUE", DELIVERY_NEXT_DUE, &["postbox_delivery_due (subscription=? AND lane=?)", by_key]),
+        ]);
+    }
+
+    #[test]
+    fn a_page_reads_no_more_of_the_log_than_it_gives() {
+        let mut database = database();
+        let fill = format!(
+            "INSERT INTO postbox_subscription (name, log, topics, ordering, lanes, generation, created_at) \
+             VALUES ('s', 'outbox', '[]', 'key', 1, 0, 0); \
+             INSERT INTO postbox_outbox (topic, payload) \
+             WITH RECURSIVE n(n) AS (VALUES (1) UNION ALL SELECT n + 1 FROM n WHERE n < {ROWS}) SELECT 't', '' FROM n"
+        );
+        database.execute_batch(&fill).expect("filled");
+        let tx = database.transaction().expect("begun");
+        let stored = lease::find(&tx, &"s".parse().expect("a name")).expect("read").expect("there");
+        let limit = BatchLimit { events: 3, ..BatchLimit::default() };
+        let (page, steps) = instructions(&tx, || Page::read(&tx, &stored, 0, 10, limit, 0).expect("read"));
+        assert_eq!((page.batch.deliveries.len(), page.last), (3, 13));
+        assert!(steps < ROWS, "{steps} instructions");
+    }
+}

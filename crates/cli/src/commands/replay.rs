@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{Error, Rate, Record, Replay, Seq, State};
+use postbox_engine::step_pause;
 use postbox_server::text::grouped;
 use tokio::select;
 
@@ -42,6 +43,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
     let mut stop = std::pin::pin!(stopped());
     let ended = loop {
         replay.limit = Some(left.unwrap_or(usize::MAX).min(step_max));
+        let began = Instant::now();
         let step = match store.replay(&info.name, &replay).await {
             Ok(step) => step,
             Err(error) => break Err(failed(error, &replay)),
@@ -55,7 +57,9 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
             noted = Instant::now();
         }
         let rate = rate.filter(|_| !replay.dry_run);
-        let pause = rate.map_or(Duration::ZERO, |rate| rate.interval() * u32::try_from(step.count).unwrap_or(u32::MAX));
+        let of_rate =
+            rate.map_or(Duration::ZERO, |rate| rate.interval() * u32::try_from(step.count).unwrap_or(u32::MAX));
+        let pause = of_rate.max(step_pause(began.elapsed()));
         select! {
             biased;
             () = &mut stop => break Err(interrupted(next, step.through)),

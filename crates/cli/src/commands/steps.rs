@@ -1,6 +1,9 @@
 //! Changes in steps that commit one by one, with a count that is right however they end.
 
+use std::time::Instant;
+
 use postbox_core::{Changed, Selection};
+use postbox_engine::step_pause;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -61,12 +64,14 @@ impl Steps {
     ) -> Result<(), Failure> {
         while selection.limit != Some(0) {
             self.go_on()?;
+            let began = Instant::now();
             let changed = step(&selection).await?;
             self.add(changed.count, &mut selection.limit);
             if changed.next.is_none() {
                 break;
             }
             selection.after = changed.next;
+            tokio::time::sleep(step_pause(began.elapsed())).await;
         }
         Ok(())
     }

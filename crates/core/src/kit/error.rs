@@ -101,6 +101,18 @@ pub fn lanes_apart(name: &SubscriptionName) -> Error {
     Error::new(ErrorKind::Conflict, "set_lanes", "lanes_apart", message)
 }
 
+/// The most delivery rows that move to other lanes in one transaction: some seconds, in which the
+/// lanes are locked.
+pub const ROWS_MOVED_MAX: i64 = 200_000;
+
+/// Too many rows would have to move to other lanes.
+pub fn rows_many(name: &SubscriptionName) -> Error {
+    let message = format!(
+        "{name} has more than {ROWS_MOVED_MAX} events that are dead, discarded, or wait for a retry or a time; let them go out, or prune them, and try again"
+    );
+    Error::new(ErrorKind::Conflict, "set_lanes", "rows_many", message)
+}
+
 /// Checks the id of a message from outside.
 pub fn check_message_id(operation: &'static str, message_id: &str) -> Result<()> {
     if message_id.is_empty() || message_id.len() > MESSAGE_ID_BYTES_MAX || message_id.contains('\0') {

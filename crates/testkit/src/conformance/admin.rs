@@ -94,6 +94,18 @@ pub async fn a_replayed_event_holds_its_key_again(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain_due().await), ["1", "2"]);
 }
 
+pub async fn dead_events_of_one_key_are_retried_in_their_order(fixture: &dyn StoreFixture) {
+    let events = ["1", "2", "3"].map(|payload| (keyed("a", payload), dead()));
+    let (lane, _) = Lane::settled(fixture, events).await;
+    assert_eq!(lane.replay(Selection::default()).await, 3);
+    for payload in ["1", "2", "3"] {
+        let due = lane.due(1).await;
+        assert_eq!(payloads(&due.deliveries), [payload]);
+        lane.settle_due(&due, vec![Delivered]).await;
+    }
+    assert!(lane.due(10).await.deliveries.is_empty(), "each once");
+}
+
 pub async fn a_discarded_event_is_never_delivered(fixture: &dyn StoreFixture) {
     let (lane, mut ids) = Lane::settled(
         fixture,

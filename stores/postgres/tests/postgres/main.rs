@@ -13,6 +13,7 @@ mod hostile_producer;
 mod known;
 mod notify;
 mod order;
+mod prune;
 mod restart;
 mod shared_transaction;
 mod side_by_side;

@@ -76,6 +76,35 @@ async fn a_relay_seen_in_the_future_is_not_counted() {
     }
 }
 
+/// The clock went back by a day after a grant. Its holder is dead, and nobody would drive the lane
+/// for that day.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_granted_in_the_future_is_void() {
+    let fixture = fixture().await;
+    let dead = fixture.lane().await;
+    let later = "UPDATE postbox_lane SET lease_until = lease_until + 86400000000";
+    fixture.connect().execute_batch(later).expect("granted tomorrow");
+    let asked = fixture.store.acquire(&name(), &owner("alive"), &[], LONG).await.expect("asked");
+    assert!(asked.lease.expect("a free lane").epoch > dead.epoch);
+}
+
+/// Another process made the tables anew. The lane's epoch is the same, but its log is another.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lane_of_tables_made_anew_is_read_from_its_beginning() {
+    let fixture = fixture().await;
+    let events = ["1", "2", "3", "4", "5"].map(|payload| NewEvent::json("t", payload));
+    fixture.store.append(&LogName::outbox(), &events).await.expect("appended");
+    let before = fixture.lane().await;
+    assert_eq!(fixture.next(&before).await.deliveries.len(), 5);
+    let other = SqliteStore::open(config(fixture.path())).await.expect("opened");
+    other.down(true).await.expect("removed");
+    other.up().await.expect("made anew");
+    let lease = fixture.lane().await;
+    assert_eq!(lease, before);
+    fixture.store.append(&LogName::outbox(), &events[..1]).await.expect("appended");
+    assert_eq!(fixture.next(&lease).await.deliveries.len(), 1);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lost_grant_is_granted_again_and_a_known_one_is_left_alone() {
     let fixture = fixture().await;

@@ -228,6 +228,15 @@ async fn logs_of_your_own_work_like_the_others() {
     assert_eq!(left, 0);
 }
 
+/// SQLite would refuse its table, because tables and indexes share their names.
+#[tokio::test]
+async fn a_log_cannot_have_the_name_of_an_index() {
+    let fixture = fixture().await;
+    let index = LogName::new("outbox_id").expect("valid");
+    let error = fixture.store.create_log(&index).await.expect_err("taken");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::NotFound, "log_unknown"));
+}
+
 /// Runs in a child process without privileges: CI runs in a container as root, which ignores file
 /// permissions.
 #[tokio::test]

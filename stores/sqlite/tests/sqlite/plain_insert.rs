@@ -184,6 +184,24 @@ fn short(value: &Value) -> String {
     format!("{value:?}").chars().take(60).collect()
 }
 
+/// `OR IGNORE` drops whatever breaks a rule.
+#[tokio::test]
+async fn on_conflict_of_the_id_appends_once_and_still_refuses() {
+    let fixture = fixture().await;
+    let connection = fixture.connect();
+    let insert = |or: &str, key: &str, once: &str| {
+        let id = "01990000-0000-7000-8000-000000000000";
+        let sql =
+            format!("INSERT {or} INTO postbox_outbox (id, topic, key, payload) VALUES (?1, 't', ?2, '{{}}') {once}");
+        connection.execute(&sql, [id, key]).map_err(|error| error.to_string())
+    };
+    let (once, too_long) = ("ON CONFLICT (id) DO NOTHING", "k".repeat(1_025));
+    assert_eq!(insert("OR IGNORE", &too_long, ""), Ok(0), "dropped in silence");
+    assert_eq!(insert("", &too_long, once), Err("CHECK constraint failed: key_too_long".to_owned()));
+    assert_eq!(insert("", "k", once), Ok(1));
+    assert_eq!(insert("", "k", once), Ok(0));
+}
+
 #[tokio::test]
 async fn sql_refuses_exactly_what_validate_refuses() {
     let fixture = fixture().await;

@@ -3,6 +3,7 @@
 
 use postbox_core::{EventId, LogName, NewEvent, Postbox, SourceName};
 use postbox_sqlite::Sqlite;
+use sqlx::Connection as _;
 use sqlx::sqlite::{SqliteConnectOptions, SqlitePool};
 
 use crate::common::{Fixture, fixture};
@@ -108,4 +109,19 @@ async fn an_append_that_fails_leaves_the_transaction_as_it_was() {
     let lease = fixture.lane().await;
     let batch = fixture.next(&lease).await;
     assert_eq!(batch.deliveries.iter().map(|it| it.event.id).collect::<Vec<_>>(), [id]);
+}
+
+/// Each number of events is a statement of its own.
+#[tokio::test]
+async fn appends_of_many_sizes_leave_the_statement_cache_to_the_caller() {
+    let fixture = fixture().await;
+    let mut connection = pool(&fixture).await.acquire().await.expect("a connection");
+    let mut tx = connection.begin().await.expect("begun");
+    for count in 1..=120 {
+        let events: Vec<NewEvent> = (0..count).map(|n| NewEvent::json("t", n.to_string())).collect();
+        Postbox::new(Sqlite).append(&mut tx, &events).await.expect("appended");
+    }
+    tx.commit().await.expect("committed");
+    let kept = connection.cached_statements_size();
+    assert!(kept <= 2, "{kept} statements");
 }
