@@ -155,6 +155,8 @@ pub mod limits {
     pub const DEAD_AGE_MIN: Duration = Duration::from_hours(24);
     /// Longest error text stored with a delivery, in bytes. The rest is cut.
     pub const ERROR_BYTES_MAX: usize = 2_048;
+    /// Longest reason code that is stored with a delivery.
+    pub const CODE_BYTES_MAX: usize = 128;
     /// Longest reason that a person gives for a change, in bytes. The rest is cut.
     pub const WHY_BYTES_MAX: usize = 512;
     /// Number of last attempts stored for an event that failed. Enough to see how its waits grow.

@@ -39,20 +39,20 @@ impl RetryPolicy {
     /// Returns the wait after attempt number `attempt` (from 1) failed; `None` if that was the last
     /// one.
     ///
-    /// A wait named by the destination is honoured up to `delay_max`.
+    /// A wait named by the destination, up to `delay_max`, makes it longer and never shorter:
+    /// otherwise a destination could use up all attempts within seconds.
     pub fn next_delay(&self, attempt: u32, after: Option<Duration>, random: &dyn Random) -> Option<Duration> {
         if attempt >= self.attempts_max.max(1) {
             return None;
         }
-        if let Some(after) = after {
-            return Some(after.min(self.delay_max));
-        }
-        if let Some(last) = self.delays.last() {
-            let listed = self.delays.get(attempt.saturating_sub(1) as usize).unwrap_or(last);
-            return Some(*listed);
-        }
-        let ceiling = self.base.saturating_mul(1_u32 << attempt.saturating_sub(1).min(30)).min(self.delay_max);
-        Some(ceiling.mul_f64(0.5 + random.unit() / 2.0))
+        let own = match self.delays.last() {
+            Some(last) => *self.delays.get(attempt.saturating_sub(1) as usize).unwrap_or(last),
+            None => {
+                let ceiling = self.base.saturating_mul(1_u32 << attempt.saturating_sub(1).min(30)).min(self.delay_max);
+                ceiling.mul_f64(0.5 + random.unit() / 2.0)
+            }
+        };
+        Some(own.max(after.unwrap_or_default().min(self.delay_max)))
     }
 }
 
@@ -103,11 +103,13 @@ mod tests {
     }
 
     #[test]
-    fn a_named_wait_is_honoured_up_to_the_cap() {
+    fn a_named_wait_makes_the_delay_longer_up_to_the_cap() {
         let policy = RetryPolicy::default();
         let wait = |seconds| policy.next_delay(1, Some(Duration::from_secs(seconds)), &MAX);
         assert_eq!(wait(7), Some(Duration::from_secs(7)));
         assert_eq!(wait(100_000), Some(policy.delay_max));
+        let span = |after| -> Duration { (1..).map_while(|n| policy.next_delay(n, after, &Fixed(0.0))).sum() };
+        assert_eq!(span(Some(Duration::ZERO)), span(None), "never shorter: the attempts would be used up at once");
     }
 
     #[test]

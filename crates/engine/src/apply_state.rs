@@ -1,15 +1,19 @@
 //! What the relay knows about its handlers' transactions, and how many deliveries the next one
 //! takes.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use postbox_core::{Delivery, Outcome, Seq, lock};
+use postbox_core::{Delivery, EventId, Outcome, Seq, lock};
 
 /// Maximum deliveries in one transaction. Bounds how long it lasts and how much a rollback repeats.
 pub(crate) const APPLY_CHUNK_MAX: usize = 64;
+
+/// Maximum outcomes remembered. An event that another relay handles is never asked about again, so
+/// the oldest ones are forgotten.
+const KNOWN_MAX: usize = 10_000;
 
 /// The outcome of an event whose transaction did not settle it, and how long that took.
 pub(crate) type Known = (Outcome, Duration);
@@ -17,10 +21,17 @@ pub(crate) type Known = (Outcome, Duration);
 pub(crate) struct ApplyState {
     chunk: AtomicUsize,
     /// Outcomes of events whose transaction failed with no other event in it, or was committed by a
-    /// handler. Such an event is not handled again when it is read again. Each outcome is stored
-    /// with the attempt and replay number of its delivery; if these differ later, the transaction
-    /// did settle the event.
-    known: Mutex<HashMap<Seq, (u32, u32, Known)>>,
+    /// handler. Such an event is not handled again, however often it is read, until its outcome is
+    /// written.
+    known: Mutex<BTreeMap<Seq, (Attempt, Known)>>,
+}
+
+/// The event, its attempt and its replay. If these differ later, the transaction did settle the
+/// event, or the place is another event's after a failover.
+type Attempt = (EventId, u32, u32);
+
+fn attempt(delivery: &Delivery) -> Attempt {
+    (delivery.event.id, delivery.attempt, delivery.replay)
 }
 
 impl Default for ApplyState {
@@ -54,14 +65,33 @@ impl ApplyState {
         }
     }
 
-    /// Remembers the outcome to use when this delivery is read again.
-    pub(crate) fn know(&self, delivery: &Delivery, outcome: Known) {
-        lock(&self.known).insert(delivery.seq, (delivery.attempt, delivery.replay, outcome));
+    /// Notes the outcome of a delivery whose handler ran in a transaction that a handler ended. The
+    /// next ones take one delivery each: it may happen again.
+    pub(crate) fn ended(&self, delivery: &Delivery, outcome: Known) {
+        self.chunk.store(1, Ordering::Relaxed);
+        self.know(delivery, outcome);
     }
 
-    /// Removes and returns the remembered outcome of this delivery, if there is one.
-    pub(crate) fn take_known(&self, delivery: &Delivery) -> Option<Known> {
-        let (attempt, replay, known) = lock(&self.known).remove(&delivery.seq)?;
-        ((attempt, replay) == (delivery.attempt, delivery.replay)).then_some(known)
+    fn know(&self, delivery: &Delivery, outcome: Known) {
+        let mut known = lock(&self.known);
+        known.insert(delivery.seq, (attempt(delivery), outcome));
+        if known.len() > KNOWN_MAX {
+            known.pop_first();
+        }
+    }
+
+    /// Returns the remembered outcome of this delivery, if there is one.
+    pub(crate) fn known(&self, delivery: &Delivery) -> Option<Known> {
+        let known = lock(&self.known);
+        let (of, outcome) = known.get(&delivery.seq)?;
+        (*of == attempt(delivery)).then(|| outcome.clone())
+    }
+
+    /// Forgets what is written.
+    pub(crate) fn forget(&self, written: &[Delivery]) {
+        let mut known = lock(&self.known);
+        if !known.is_empty() {
+            written.iter().for_each(|delivery| _ = known.remove(&delivery.seq));
+        }
     }
 }

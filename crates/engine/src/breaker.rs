@@ -4,7 +4,7 @@
 //! closes. A retryable failure proves nothing, so another probe follows. All lanes of a relay share
 //! one breaker because they share the destination.
 
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -88,11 +88,18 @@ pub(crate) struct Breaker {
     inner: Mutex<Inner>,
     /// A copy of the state in `inner`, so that the check before each send takes no lock.
     state: AtomicU8,
+    /// Number of probes in a row that had nothing to send.
+    empty: AtomicUsize,
 }
 
 impl Breaker {
     pub(crate) fn new(policy: BreakerPolicy) -> Self {
-        Self { policy, inner: Mutex::new(Inner::Closed), state: AtomicU8::new(BreakerState::Closed as u8) }
+        Self {
+            policy,
+            inner: Mutex::new(Inner::Closed),
+            state: AtomicU8::new(BreakerState::Closed as u8),
+            empty: AtomicUsize::new(0),
+        }
     }
 
     pub(crate) fn state(&self) -> BreakerState {
@@ -185,6 +192,24 @@ impl Breaker {
         if let Inner::Probing { failures } = *inner {
             self.set(&mut inner, Inner::Open { until: now, failures });
         }
+    }
+
+    /// Notes that a lane had nothing to probe with. If that happens twice in a row for each of the
+    /// `lanes` held, closes the breaker and returns true: what found the destination down was
+    /// discarded, has expired, or is another relay's, and nothing else may come for days.
+    pub(crate) fn found_nothing(&self, lanes: u64) -> bool {
+        let mut inner = lock(&self.inner);
+        let empty = self.empty.fetch_add(1, Ordering::Relaxed) + 1;
+        let is_over = matches!(*inner, Inner::Probing { .. }) && empty as u64 >= 2 * lanes.max(1);
+        if is_over {
+            self.set(&mut inner, Inner::Closed);
+        }
+        is_over
+    }
+
+    /// Notes that a lane had something to probe with.
+    pub(crate) fn found_some(&self) {
+        self.empty.store(0, Ordering::Relaxed);
     }
 
     /// Lets a lane probe from `now` on, whatever wait the destination named.

@@ -26,6 +26,10 @@ const STORE_BACKOFF_MAX: Duration = Duration::from_millis(500);
 /// How long a stopping relay waits for the store to note that it left.
 const LEAVE_MAX: Duration = Duration::from_secs(1);
 
+/// How long a relay with a rate needs for what it reads at once. What an operator does to an event
+/// that is read already has no effect.
+const READ_FOR: Duration = Duration::from_secs(5);
+
 /// Error code of a relay whose subscription was removed or renamed while it ran.
 pub const SUBSCRIPTION_REMOVED: &str = "subscription_removed";
 
@@ -96,6 +100,11 @@ impl RelayContext {
             }
         };
         let (limiter, capabilities) = Limiter::new(declared, &settings);
+        let mut settings = settings;
+        if let Some(rate) = settings.rate {
+            let most = READ_FOR.as_nanos() / rate.interval().as_nanos().max(1);
+            settings.batch.events = settings.batch.events.min(usize::try_from(most).unwrap_or(usize::MAX)).max(1);
+        }
         let health = Health {
             breaker: Breaker::new(settings.breaker.clone()),
             failures: FailureTracker::new(settings.breaker.clone()),

@@ -12,9 +12,10 @@ use crate::breaker::BreakerState;
 use crate::histogram::Histogram;
 use crate::pace::PaceMeter;
 
-/// Maximum number of (topic, code) pairs counted by name. The rest is `other`, so that no input
-/// grows the table without limit.
-const CAUSES_MAX: usize = 500;
+/// Maximum number of (topic, code) pairs counted by name, each a time series. The rest is `other`,
+/// so that no input grows the table without limit. The first ones keep their names, because a
+/// counter must not fall.
+const CAUSES_MAX: usize = 100;
 /// Maximum number of sources of duplicates counted by name. Applications choose these names, so
 /// they need a limit.
 const SOURCES_MAX: usize = 50;
@@ -231,7 +232,7 @@ impl Metrics {
     /// other store calls.
     pub(crate) fn lease_answered(&self, error: Option<&Error>, now: Timestamp) {
         match error {
-            Some(error) if error.kind() == ErrorKind::Unavailable => self.leases_fail.failed(now, error.code()),
+            Some(error) if !error.is_permanent() => self.leases_fail.failed(now, error.code()),
             _ => self.leases_fail.works(),
         }
     }
@@ -263,7 +264,7 @@ impl Metrics {
         }
     }
 
-    /// Returns failed deliveries by topic and code. At most 500 pairs are named; later ones count
+    /// Returns failed deliveries by topic and code. At most 100 pairs are named; later ones count
     /// under `("other", "other")`.
     pub fn failures_by_cause(&self) -> BTreeMap<(String, String), u64> {
         lock(&self.causes).clone()

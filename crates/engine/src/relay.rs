@@ -1,9 +1,11 @@
 //! The relay: one subscription driven by this process, until stopped, once, or on a schedule.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use futures::future::{Either, join_all, select};
 use postbox_core::{
     Admin, Apply, Clock, DeadLetters, Destination, Error, ErrorKind, Log, Outage, OwnerId, Pause, Random, Result, Sink,
     Subscription,
@@ -235,6 +237,11 @@ impl Relay {
         &self.subscription
     }
 
+    /// Returns whether events go anywhere: to a sink, or to handlers.
+    pub fn has_destination(&self) -> bool {
+        self.context.is_some()
+    }
+
     /// Returns the sink that events go to, if there is one.
     pub fn sink(&self) -> Option<&Arc<dyn Sink>> {
         match &self.context.as_ref()?.destination {
@@ -322,9 +329,15 @@ impl Relay {
         let mut again = None;
         while !stop.is_cancelled() {
             let now = self.clock.now();
-            let Some(next) = schedule.next_after(now) else { break };
-            let wait = until(now, next).min(again.unwrap_or(Duration::MAX));
-            if stop.run_until_cancelled(self.clock.sleep(wait)).await.is_none() {
+            // Without a next time it waits for the stop: its end would be that of the service.
+            let next = schedule.next_after(now).map(|next| until(now, next));
+            let waited = async {
+                match next.into_iter().chain(again).min() {
+                    Some(wait) => self.clock.sleep(wait).await,
+                    None => std::future::pending().await,
+                }
+            };
+            if stop.run_until_cancelled(waited).await.is_none() {
                 break;
             }
             let breaker = || self.context.as_ref().map(|context| &context.health.breaker);
@@ -386,7 +399,7 @@ impl Relay {
         let ttl = context.settings.lease_ttl;
         let (mut lanes, mut known) = (Vec::new(), Vec::new());
         let mut lanes_max = 1;
-        let halt = stop.child_token();
+        let (halt, abandon) = (stop.child_token(), CancellationToken::new());
         let mut failed = None;
         while lanes.len() < lanes_max && !halt.is_cancelled() {
             let asked_at = self.clock.monotonic();
@@ -407,18 +420,27 @@ impl Relay {
             let Some(lease) = acquired.lease else { break };
             self.metrics.lane_taken(&lease);
             known.push(lease.lane);
-            let guard = LeaseGuard::new(lease, asked_at, ttl, halt.child_token(), CancellationToken::new());
+            let guard = LeaseGuard::new(lease, asked_at, ttl, halt.child_token(), abandon.child_token());
             lanes.push(Lane::new(context.clone(), guard));
         }
         if lanes.is_empty() && failed.is_none() {
             info!(subscription = self.name(), "no lane free");
         }
-        let ended = futures::future::join_all(lanes.into_iter().map(|lane| lane.drain(&limit))).await;
-        if context.health.is_gone() {
-            self.pause(context).await;
-        }
+        context.limiter.share(lanes.len(), u16::try_from(lanes_max).unwrap_or(u16::MAX));
+        let drained = join_all(lanes.into_iter().map(|lane| lane.drain(&limit)));
+        let given_up = async {
+            stop.cancelled().await;
+            self.clock.sleep(context.settings.drain_timeout).await;
+            info!(subscription = self.name(), "drain timeout, calls dropped");
+            abandon.cancel();
+        };
+        let ended = match select(pin!(drained), pin!(given_up)).await {
+            Either::Left((ended, _)) => ended,
+            Either::Right(((), drained)) => drained.await,
+        };
+        let paused = if context.health.is_gone() { self.pause(context).await } else { Ok(true) };
         context.leave(&self.owner).await;
-        if let Some(error) = failed {
+        if let Some(error) = failed.or(paused.err()) {
             return Err(error);
         }
         let mut lanes_lost = 0;
@@ -473,7 +495,7 @@ impl Relay {
                     None => return Ok(()),
                 },
             }
-            if context.health.is_gone() && lanes.is_empty() && !self.pause(context).await {
+            if context.health.is_gone() && lanes.is_empty() && !self.pause(context).await? {
                 warn!(subscription = self.name(), "relay idle until restart");
                 stop.cancelled().await;
                 return Ok(());
@@ -497,18 +519,21 @@ impl Relay {
     }
 
     /// Pauses the subscription because its destination asked never to be called again. Returns
-    /// false if there is no [`RelayBuilder::admin`] to pause it.
-    async fn pause(&self, context: &RelayContext) -> bool {
-        let Some(why) = context.health.take_gone() else { return true };
+    /// false if there is no [`RelayBuilder::admin`] to pause it. The error is permanent.
+    async fn pause(&self, context: &RelayContext) -> Result<bool> {
+        let Some(why) = context.health.take_gone() else { return Ok(true) };
         error!(subscription = self.name(), why, "destination gone");
-        let Some(admin) = &self.admin else { return false };
+        let Some(admin) = &self.admin else { return Ok(false) };
         let pause = Pause { until: None, by: Pause::BY_RELAY.to_owned(), why };
         if let Err(error) = admin.pause(&self.subscription.name, Some(&pause)).await {
-            context.store_failed(&error);
             // Nothing may be sent until this works, so set the mark again; the next turn retries.
             context.health.set_gone(pause.why);
-            self.clock.sleep(context.store_backoff(3)).await;
+            match error {
+                error if context.store_failed(&error) => self.clock.sleep(context.store_backoff(3)).await,
+                error if error.code() == "subscription_unknown" => return Err(removed(self.name())),
+                error => return Err(error),
+            }
         }
-        true
+        Ok(true)
     }
 }

@@ -81,6 +81,11 @@ impl SupervisedRelay {
         &self.relay.subscription().name
     }
 
+    /// Returns whether events wait although all is well: for the schedule, or for a destination.
+    pub fn waits_by_configuration(&self) -> bool {
+        self.schedule.is_some() || !self.relay.has_destination()
+    }
+
     /// Returns why its events do not flow, if they do not. Failing lanes and leases are left out if
     /// the store is down: that is the reason, and the caller knows it already.
     pub fn fault(&self, store_is_up: bool) -> Option<RelayFault> {

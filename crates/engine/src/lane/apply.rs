@@ -89,23 +89,27 @@ impl Lane {
                 self.give_up_expired(applying.verdicts, place, delivery);
             } else if delivery.event.key.as_ref().is_some_and(|key| applying.held.contains(key)) {
                 applying.verdicts.defer(place, Disposition::Block);
-            } else if let Some((outcome, took)) = context.apply.take_known(delivery) {
+            } else if let Some((outcome, took)) = context.apply.known(delivery) {
                 self.applied(applying, place, context.judge(delivery, outcome, sent, took));
             } else {
                 ready.push(place);
             }
         }
         let refs: Vec<&Delivery> = ready.iter().map(|place| &batch.deliveries[*place]).collect();
-        let of_range = applying.verdicts.exceptions().filter(|(place, _)| range.contains(place));
-        let entry =
-            |(place, it): (usize, &Disposition)| Entry { delivery: &batch.deliveries[place], disposition: it.clone() };
-        let entries: Vec<Entry<'_>> = of_range.map(entry).collect();
+        let entry = |place: usize| {
+            let disposition = applying.verdicts.decided(place, batch.end.is_none())?;
+            Some(Entry { delivery: &batch.deliveries[place], disposition })
+        };
+        let entries: Vec<Entry<'_>> = range.clone().filter_map(entry).collect();
         let settlement = Settlement { position, entries, rewind: false, hold_keys: context.holds_keys() };
         if refs.is_empty() {
-            return self.settle(settlement).await;
+            self.settle(settlement).await?;
+            context.apply.forget(&batch.deliveries[range]);
+            return Ok(());
         }
         let judged = self.apply_in_time(applying.apply, &refs, settlement.clone(), sent).await?;
         self.settled(&settlement);
+        context.apply.forget(&batch.deliveries[range]);
         for (place, verdict) in ready.into_iter().zip(judged) {
             match verdict {
                 Some(verdict) => self.applied(applying, place, verdict),
@@ -195,7 +199,7 @@ impl Lane {
                 }
                 for delivery in refs {
                     if let Some((outcome, _)) = judged.remove(&delivery.seq) {
-                        context.apply.know(delivery, (outcome, took()));
+                        context.apply.ended(delivery, (outcome, took()));
                     }
                 }
                 Err(dropped("a handler ended the transaction"))

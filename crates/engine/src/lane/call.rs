@@ -150,7 +150,13 @@ pub(super) async fn watched<T>(context: &RelayContext, call: impl Future<Output 
 fn overran(context: &RelayContext, count: usize) -> Vec<Outcome> {
     context.metrics.add(&context.metrics.timeouts, 1);
     let limit = context.settings.deliver_timeout;
-    vec![Outcome::retry("timeout", format!("no answer within {limit:?}")); count]
+    let text = format!("no answer within {limit:?}");
+    // A call that is made whole or not at all says nothing about single events.
+    let outcome = match context.capabilities.prefix {
+        true => Outcome::ambiguous("timeout", text),
+        false => Outcome::retry("timeout", text),
+    };
+    vec![outcome; count]
 }
 
 fn panicked(context: &RelayContext, panic: &(dyn std::any::Any + Send), count: usize) -> Vec<Outcome> {

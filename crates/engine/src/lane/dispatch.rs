@@ -111,7 +111,8 @@ impl Lane {
             let mut rate_wait = None;
             while calls.len() < limits.calls_max && queue.has_more(deliveries.len()) && self.may_send(limits, round) {
                 let now = context.clock.monotonic();
-                rate_wait = context.limiter.wait(now);
+                let left = limits.send_until.map_or(Duration::MAX, |until| until.saturating_sub(now));
+                rate_wait = context.limiter.wait(now).map(|wait| wait.min(left));
                 if rate_wait.is_some() {
                     break;
                 }

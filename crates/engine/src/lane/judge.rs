@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::limits::ERROR_BYTES_MAX;
+use postbox_core::limits::{CODE_BYTES_MAX, ERROR_BYTES_MAX};
 use postbox_core::{Delivery, Disposition, Outcome};
 use tracing::{debug, error, info, warn};
 
@@ -75,7 +75,8 @@ impl RelayContext {
             Outcome::Throttled { code, error, after } => (failures.throttled(seq, after), code, error, after),
             Outcome::Unavailable { code, error } => (failures.unavailable(seq), code, error, None),
         };
-        let retry = |after, counted, code| Disposition::Retry { after, counted, code, error: clip(&error), took };
+        let retry =
+            |after, counted, code| Disposition::Retry { after, counted, code: clean(code), error: clip(&error), took };
         match failure {
             Failure::OfEvent => {
                 let delay = self.settings.retry.next_delay(delivery.attempt, after, &*self.random);
@@ -97,7 +98,7 @@ impl RelayContext {
         took: Option<Duration>,
     ) -> Disposition {
         let halt = self.subscription.halts() && delivery.event.key.is_some();
-        Disposition::Dead { code, error: clip(error), halt, took }
+        Disposition::Dead { code: clean(code), error: clip(error), halt, took }
     }
 
     /// Acts at `now` on a verdict that stands: counts, logs, opens or closes the breaker.
@@ -184,6 +185,16 @@ impl RelayContext {
         }
     }
 
+    /// Closes the breaker if nothing is left that could find the destination up.
+    pub(super) fn found_nothing(&self) {
+        let breaker = &self.health.breaker;
+        if breaker.found_nothing(self.metrics.lanes_held()) {
+            self.metrics.destination_up();
+            self.metrics.set_breaker(breaker.state());
+            info!(subscription = self.name(), "breaker closed, nothing to send");
+        }
+    }
+
     fn close_breaker(&self) {
         let Health { breaker, failures, .. } = &self.health;
         if breaker.answered() {
@@ -191,6 +202,18 @@ impl RelayContext {
             self.metrics.destination_up();
             self.metrics.set_breaker(breaker.state());
             info!(subscription = self.name(), "breaker closed");
+        }
+    }
+}
+
+/// Cuts a code that a handler took from elsewhere, and replaces what a column, a label or a log
+/// line does not take.
+fn clean(code: Cow<'static, str>) -> Cow<'static, str> {
+    match code.len() <= CODE_BYTES_MAX && !code.contains(char::is_control) {
+        true => code,
+        false => {
+            let cut = &code[..code.floor_char_boundary(CODE_BYTES_MAX)];
+            Cow::Owned(cut.replace(char::is_control, "\u{fffd}"))
         }
     }
 }

@@ -13,7 +13,9 @@ use crate::context::RelayContext;
 /// A lease, and how long we may still rely on it.
 ///
 /// The time is counted on our monotonic clock from *before* the call that granted the lease. So we
-/// consider it ended no later than the store does, whatever the two wall clocks say.
+/// consider it ended no later than the store does, whatever the two wall clocks say. Only the time
+/// of a machine that is suspended does not count: after it wakes, events may go out for up to a
+/// third of a lease beside the next holder's, until a renewal is refused.
 pub(crate) struct LeaseGuard {
     pub(crate) lease: Lease,
     ttl: Duration,

@@ -168,7 +168,8 @@ impl Lane {
                     let read = self.round(until).await?;
                     if read == 0 && !until.is_stopped() {
                         // A call that comes back now may release the next event of its key.
-                        let Some(returned) = self.detached.next_in_flight().await else { return Ok(()) };
+                        let returned = self.lease.abandon.run_until_cancelled(self.detached.next_in_flight()).await;
+                        let Some(returned) = returned.flatten() else { return Ok(()) };
                         self.settle_detached(returned).await?;
                     }
                     continue;
@@ -242,13 +243,14 @@ impl Lane {
         let reach = if context.random.unit() < 0.5 { 1 } else { self.probe_reach(failures) };
         let limit = BatchLimit { events: reach, ..context.settings.batch };
         let stream_first = context.random.unit() < 0.5;
-        if stream_first && self.probe_stream(until, limit, &round).await? {
-            return Ok(true);
+        let found = stream_first && self.probe_stream(until, limit, &round).await?
+            || self.due_once(until, true, &round).await? > 0
+            || !stream_first && self.probe_stream(until, limit, &round).await?;
+        match found {
+            true => context.health.breaker.found_some(),
+            false => context.found_nothing(),
         }
-        if self.due_once(until, true, &round).await? > 0 {
-            return Ok(true);
-        }
-        Ok(!stream_first && self.probe_stream(until, limit, &round).await?)
+        Ok(found)
     }
 
     /// Returns the number of stream events among which a probe is chosen: four times as many after

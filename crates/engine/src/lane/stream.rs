@@ -27,7 +27,8 @@ impl Lane {
         let settings = &self.context.settings;
         let mut poll = Poll::new(settings.poll_min, settings.poll_max);
         let one = settings.batch;
-        let several = BatchLimit { events: (one.events * READ_BATCHES).min(BATCH_EVENTS_MAX), ..one };
+        let batches = if settings.rate.is_some() { 1 } else { READ_BATCHES };
+        let several = BatchLimit { events: (one.events * batches).min(BATCH_EVENTS_MAX), ..one };
         let mut limit = several;
         let mut ready: VecDeque<Arc<Batch>> = VecDeque::new();
         let mut ahead = ReadAhead::default();

@@ -57,6 +57,16 @@ impl Verdicts {
         })
     }
 
+    /// Returns what is written of a decided delivery. Nothing is written of what the stream
+    /// delivered: its position says so.
+    pub(super) fn decided(&self, index: usize, is_row: bool) -> Option<Disposition> {
+        match &self.marks[index] {
+            Mark::Delivered if is_row => Some(Disposition::Delivered),
+            Mark::Excepted(disposition) => Some(disposition.clone()),
+            _ => None,
+        }
+    }
+
     /// Marks a delivery as delivered.
     pub(super) fn delivered(&mut self, index: usize) {
         self.decide(index, Mark::Delivered);

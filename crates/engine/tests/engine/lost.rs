@@ -113,6 +113,32 @@ impl Wire for OneLane {
     }
 }
 
+/// Refuses every request for a lane for a reason that only a person can mend.
+struct Damaged;
+
+#[async_trait]
+impl Wire for Damaged {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        if call.operation == "acquire" {
+            return Err(Error::new(ErrorKind::Internal, "simulate", "row_damaged", "a page cannot be read"));
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_relay_that_gets_no_lane_for_any_reason_says_so() {
+    let env = TestEnv::with([event(1, 1)]).await;
+    let log = Arc::new(env.store.client(Some(Arc::new(Damaged))));
+    let relay = env.relay_on(log, Recorder::new(Capabilities::default()), fast());
+    env.run_while(&relay, async {
+        tokio::time::sleep(60 * S).await;
+        assert_eq!(relay.lease_outage().map(|outage| outage.code).as_deref(), Some("row_damaged"));
+    })
+    .await;
+}
+
 /// Otherwise the lane stands still for a lease, and its next holder takes that for a crash.
 #[tokio::test(start_paused = true)]
 async fn a_drain_that_fails_between_two_lanes_gives_back_the_first() {

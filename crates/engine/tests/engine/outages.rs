@@ -359,3 +359,46 @@ async fn events_that_bring_the_destination_down_keep_the_others_for_minutes_at_m
         }
     }
 }
+
+/// What found the destination down is gone, and nothing else comes for days.
+#[tokio::test(start_paused = true)]
+async fn an_outage_ends_with_the_last_event_that_could_tell() {
+    let env = TestEnv::with([event(1, 0)]).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.down(true);
+    env.run_while(&relay, async {
+        tokio::time::sleep(30 * S).await;
+        assert!(relay.metrics().outage().is_some());
+        let name = env.subscription().name;
+        let changed = env.store.change(&name, &Change::Discard, &Selection::default()).await;
+        assert_eq!(changed.expect("discarded").count, 1);
+        tokio::time::sleep(600 * S).await;
+        assert_eq!(relay.metrics().outage(), None);
+        // The next event finds it down again, at no cost.
+        env.append([event(2, 1)]).await;
+        tokio::time::sleep(30 * S).await;
+        assert!(relay.metrics().outage().is_some());
+    })
+    .await;
+    assert_eq!(env.stats().await.retrying, 1);
+    assert_eq!(env.list(State::Retrying).await[0].attempts, 0);
+}
+
+/// A sink that takes whole calls or nothing, e.g. a pipe whose reader has stopped.
+#[tokio::test(start_paused = true)]
+async fn a_call_that_never_ends_costs_no_attempts_where_it_says_nothing_about_an_event() {
+    let env = TestEnv::with((0..10).map(|n| event(n, n))).await;
+    let capabilities = Capabilities { batch_max: 500, concurrency: 1, prefix: true, system: None };
+    let (sink, relay) = env.recorded(capabilities, fast());
+    sink.script(|_| Answer::Hang);
+    env.run_while(&relay, async {
+        tokio::time::sleep(35 * S).await;
+        let rows = env.list(State::Retrying).await;
+        assert!(rows.iter().all(|row| row.attempts == 0), "{rows:?}");
+        assert!(relay.metrics().breaker_opened() > 0);
+        sink.script(|_| Outcome::DELIVERED);
+        tokio::time::sleep(60 * S).await;
+    })
+    .await;
+    assert_eq!(env.stats().await.dispatched, 10);
+}

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use postbox_core::{Capabilities, Outcome};
+use postbox_core::{Capabilities, Log as _, Outcome};
 use postbox_engine::RelaySettings;
 use tokio_util::sync::CancellationToken;
 
@@ -65,6 +65,22 @@ async fn replicas_share_a_rate() {
     let (one, two, ()) = tokio::join!(relays[0].run(stops[0].clone()), relays[1].run(stops[1].clone()), operate);
     one.and(two).expect("ran");
     sink.assert_in_order();
+}
+
+#[tokio::test(start_paused = true)]
+async fn bounded_runs_share_a_rate_too() {
+    let env = TestEnv::with_lanes(2).await;
+    env.append((0..1_000).map(|n| event(n % 50, n))).await;
+    let settings = RelaySettings { rate: "50/s".parse().ok(), ..fast() };
+    let sink = Recorder::new(Capabilities::default());
+    let relay = env.relay(sink, settings);
+    // A lane that another one holds is not waited for.
+    let first = env.store.acquire(&env.subscription().name, &"else".parse().expect("a name"), &[], 5 * S).await;
+    let began = tokio::time::Instant::now();
+    assert_eq!(first.expect("acquired").lease.expect("free").lane, 0);
+    let drained = relay.drain(None).await.expect("drained");
+    let (count, took) = (drained.delivered as f64, began.elapsed().as_secs_f64());
+    assert!((20.0..30.0).contains(&(count / took)), "{count} in {took} s with one of two lanes");
 }
 
 /// A batch of 100 takes 20 s at this rate, and nearly as long at this destination. It may be a

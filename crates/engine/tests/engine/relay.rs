@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, BatchLimit, Capabilities, Change, Delivery, Inspect, LogName, NewEvent, OnDead, Ordering, Outcome,
-    Selection, State,
+    Admin as _, BatchLimit, Capabilities, Change, Delivery, Inspect, Log as _, LogName, NewEvent, OnDead, Ordering,
+    Outcome, Selection, State,
 };
 use postbox_engine::{Every, Relay, RelaySettings, Sweeper, TokioClock};
 use postbox_memory::MemoryStore;
@@ -183,6 +183,83 @@ async fn a_stop_does_not_wait_longer_than_the_drain_time() {
     env.run_for(&relay, S).await;
     assert!(began.elapsed() < 4 * S, "{:?}", began.elapsed());
     assert_eq!(env.stats().await.pending, 1);
+}
+
+/// A scheduled run keeps to the drain time too. What is behind the call that hangs was delivered,
+/// and must be settled.
+#[tokio::test(start_paused = true)]
+async fn a_stop_of_a_bounded_run_does_not_wait_longer_than_the_drain_time() {
+    let env = TestEnv::with((0..10).map(|n| event(n, n))).await;
+    let settings = RelaySettings { drain_timeout: 2 * S, deliver_timeout: 300 * S, ..fast() };
+    let (sink, relay) = env.recorded(Capabilities::default(), settings);
+    sink.script(|delivery| match memory::version(delivery) {
+        0 => Answer::Hang,
+        _ => Answer::Say(Outcome::DELIVERED),
+    });
+    let stop = CancellationToken::new();
+    let every = Every(10 * S);
+    let stopping = async {
+        tokio::time::sleep(20 * S).await;
+        stop.cancel();
+    };
+    let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), stopping);
+    ended.expect("ran");
+    assert!(env.now().as_second() < 25, "{}", env.now());
+    assert_eq!(env.stats().await.dispatched, 9);
+    let next = env.store.acquire(&env.subscription().name, &"next".parse().expect("a name"), &[], S).await;
+    assert_eq!(next.expect("asked").lease.map(|lease| lease.crashes), Some(0), "the lane was given back");
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_next_time_a_schedule_waits_for_the_stop() {
+    struct Never;
+    impl postbox_engine::Schedule for Never {
+        fn next_after(&self, _: jiff::Timestamp) -> Option<jiff::Timestamp> {
+            None
+        }
+    }
+    let env = TestEnv::with([event(1, 0)]).await;
+    let relay = env.relay(Recorder::new(Capabilities::default()), fast());
+    let stop = CancellationToken::new();
+    let stopping = async {
+        tokio::time::sleep(60 * S).await;
+        stop.cancel();
+    };
+    let running = async {
+        relay.run_on(&Never, stop.clone()).await.expect("ran");
+        assert!(stop.is_cancelled(), "a service ends with the first of its relays");
+    };
+    tokio::join!(running, stopping);
+}
+
+/// A column, a label or a log line does not take what somebody else put into a code.
+#[tokio::test(start_paused = true)]
+async fn a_code_is_cleaned_before_it_is_stored() {
+    let env = TestEnv::with([event(1, 0)]).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.script(|_| Outcome::dead(format!("a\0b\n{}", "x".repeat(200)), "no"));
+    relay.drain(None).await.expect("drained");
+    let code = env.list(State::Dead).await[0].code.clone().expect("a code");
+    assert_eq!((code.len() <= 128 + 8, code.contains(char::is_control)), (true, false), "{code:?}");
+}
+
+/// An event that a relay has read is sent whatever happens to it. With a rate, that must not be
+/// long ago.
+#[tokio::test(start_paused = true)]
+async fn a_discarded_event_is_not_sent_minutes_later() {
+    let env = TestEnv::with((0..100).map(|n| event(n, n))).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), RelaySettings { rate: "1/s".parse().ok(), ..fast() });
+    env.run_while(&relay, async {
+        tokio::time::sleep(2 * S).await;
+        let id = env.list(State::Pending).await.iter().find(|it| it.event.version == Some(50)).map(|it| it.event.id);
+        let which = Selection { ids: id.map(|id| vec![id]), ..Selection::default() };
+        let name = env.subscription().name;
+        let changed = env.store.change(&name, &Change::Discard, &which).await.expect("discarded");
+        assert_eq!(changed.count, 1);
+        tokio::time::sleep(300 * S).await;
+    })
+    .await;
+    assert_eq!((sink.arrivals().len(), sink.versions().contains(&50)), (99, false));
 }
 
 #[tokio::test(start_paused = true)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use postbox_core::{
-    Change, Error, Event, ListQuery, NewEvent, Record, Result, RetryPolicy, Schemas, Selection, State, Store,
+    Change, Error, Event, ListQuery, NewEvent, Record, Replay, Result, RetryPolicy, Schemas, Selection, State, Store,
     Subscription, Tenant, TypedEvent,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings};
@@ -105,15 +105,19 @@ impl<'f> Case<'f> {
         let (store, healed) = (fixture.store(), Healed::default());
         let written = Subscription { filter: reader_of(WRITTEN).filter, ..reader_named(WRITTEN) };
         store.subscribe(&written).await.expect("subscribed");
-        let retry = RetryPolicy { delays: vec![HOUR], ..RetryPolicy::default() };
-        let relay =
-            Relay::builder(store.clone(), reader()).settings(RelaySettings { retry, ..RelaySettings::default() });
-        let relay = fixture.route(relay, healed.clone()).expect("it has handlers").build().expect("built");
+        let relay = Self::relay(fixture, &store, &healed);
         let event = |payload: &String| NewEvent::json(Entry::TOPIC, payload.clone()).key(payload.clone());
         append(&store, payloads.iter().map(event).collect::<Vec<_>>()).await;
         let case = Self { fixture, store, relay, healed };
         case.drain().await;
         case
+    }
+
+    fn relay(fixture: &'f dyn RouterFixture, store: &Arc<dyn Store>, healed: &Healed) -> Relay {
+        let retry = RetryPolicy { delays: vec![HOUR], ..RetryPolicy::default() };
+        let relay =
+            Relay::builder(store.clone(), reader()).settings(RelaySettings { retry, ..RelaySettings::default() });
+        fixture.route(relay, healed.clone()).expect("it has handlers").build().expect("built")
     }
 
     async fn of(fixture: &'f dyn RouterFixture, entries: &[&str]) -> Self {
@@ -219,6 +223,26 @@ pub async fn what_is_refused_or_cannot_be_read_is_dead(fixture: &dyn RouterFixtu
     let codes = case.codes(State::Dead).await;
     let expected = ["handler_refused first", "handler_refused second", "payload_not_decoded first", "schema_violated"];
     assert_eq!(codes, expected);
+}
+
+/// Whoever commits makes all that ran before it durable, so none of that may run again.
+pub async fn several_who_commit_the_transaction_repeat_nobody(fixture: &dyn RouterFixture) {
+    let mut case = Case::of(fixture, &["1", "COMMIT", "2", "COMMIT"]).await;
+    case.drain_on().await;
+    let of_commit: &[&str] = if fixture.refuses_commit() { &[] } else { &["COMMIT", "COMMIT+"] };
+    let once = [&["1", "1+"], of_commit].concat();
+    let expected = [&once, &["2", "2+"][..], of_commit].concat();
+    assert_eq!(case.effects().await, expected);
+    assert_eq!(case.codes(State::Dead).await, ["handler_ended_transaction"; 2]);
+    // The same among due rows, by a relay whose transactions take several again.
+    case.relay = Case::relay(fixture, &case.store, &case.healed);
+    let oldest = async |state| Some(vec![case.records(reader().name.as_str(), state).await[0].event.id]);
+    let replay = Replay { ids: oldest(State::Dispatched).await, ..Replay::default() };
+    assert_eq!(case.store.replay(&reader().name, &replay).await.expect("replayed").count, 1);
+    let again = Selection { ids: oldest(State::Dead).await, ..Selection::default() };
+    assert_eq!(case.store.change(&reader().name, &Change::Retry, &again).await.expect("due now").count, 1);
+    case.drain_on().await;
+    assert_eq!(case.effects().await, [&expected[..], &once].concat());
 }
 
 pub async fn who_ends_the_transaction_is_dead_and_the_others_are_handled(fixture: &dyn RouterFixture) {
