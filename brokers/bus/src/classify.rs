@@ -23,7 +23,8 @@ pub(crate) fn failed(error: &Error) -> Outcome {
         ErrorKind::RateLimited => {
             Outcome::Throttled { code: code().into(), error: error.message().into(), after: None }
         }
-        ErrorKind::Internal => Outcome::ambiguous(code(), error.message()),
+        // Perhaps a trigger, an index or a policy refuses this event, perhaps it refuses all.
+        _ if error.is_refused_alone() => Outcome::ambiguous(code(), error.message()),
         // Something that an operator must fix concerns the other store, not this event.
         _ => Outcome::unavailable(code(), error.message()),
     }

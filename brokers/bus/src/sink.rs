@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Capabilities, Delivery, ErrorKind, Event, Inbound, Key, LogName, NewEvent, Outcome, Receive, Sink, SourceName,
-    Tenant, death_of, header, hex,
+    Capabilities, Delivery, Event, Inbound, Key, LogName, NewEvent, Outcome, Receive, Sink, SourceName, Tenant,
+    death_of, header, hex,
 };
 use sha2::{Digest as _, Sha256};
 
@@ -73,11 +73,16 @@ impl BusSink {
         Inbound { source: self.source.clone(), message_id, digest, event }
     }
 
-    /// Stores each in its own commit, so that a refused event stops only its key.
+    /// Stores each in its own commit, so that a refused event stops only its key. If the store goes
+    /// away meanwhile, the others do not each wait for it.
     async fn send_each(&self, inbound: &[Inbound]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(inbound.len());
-        let mut stopped = HashSet::new();
+        let (mut stopped, mut away) = (HashSet::new(), None);
         for message in inbound {
+            if let Some(error) = &away {
+                outcomes.push(classify::failed(error));
+                continue;
+            }
             let key = message.event.key.as_deref();
             if key.is_some_and(|key| stopped.contains(key)) {
                 outcomes.push(classify::held_back());
@@ -85,7 +90,11 @@ impl BusSink {
             }
             let outcome = match self.store.receive(&self.log, message.clone()).await {
                 Ok(received) => classify::received(received),
-                Err(error) => classify::failed(&error),
+                Err(error) => {
+                    let outcome = classify::failed(&error);
+                    away = (!error.is_refused_alone()).then_some(error);
+                    outcome
+                }
             };
             if !outcome.is_delivered() {
                 stopped.extend(key);
@@ -155,7 +164,7 @@ impl Sink for BusSink {
         match self.store.receive_many(&self.log, &inbound).await {
             Ok(received) => received.into_iter().map(classify::received).collect(),
             // The error does not say which event caused it.
-            Err(error) if error.kind() == ErrorKind::Invalid && inbound.len() > 1 => self.send_each(&inbound).await,
+            Err(error) if error.is_refused_alone() && inbound.len() > 1 => self.send_each(&inbound).await,
             Err(error) => inbound.iter().map(|_| classify::failed(&error)).collect(),
         }
     }

@@ -262,3 +262,49 @@ async fn a_log_that_is_missing_is_an_outage_with_its_cure() {
     let outcomes = sink.deliver(&[&Delivery { event, seq: Seq(1), attempt: 1, replay: 0, trace: None }]).await;
     assert!(matches!(&outcomes[..], [Outcome::Unavailable { error, .. }] if error.contains("missing")), "{outcomes:?}");
 }
+
+/// A store whose trigger, index or policy refuses one key.
+struct Picky {
+    store: MemoryStore,
+    kind: ErrorKind,
+    code: &'static str,
+}
+
+#[async_trait]
+impl Receive for Picky {
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        if inbound.iter().any(|inbound| inbound.event.key.as_deref() == Some("bad")) {
+            return Err(Error::new(self.kind, "receive", self.code, "refused"));
+        }
+        self.store.receive_many(log, inbound).await
+    }
+
+    async fn forget(&self, older_than: Duration) -> Result<u64> {
+        self.store.forget(older_than).await
+    }
+}
+
+#[tokio::test]
+async fn one_refused_event_fails_none_of_its_neighbours() {
+    for (kind, code) in [
+        (ErrorKind::Internal, "store_error"),
+        (ErrorKind::Conflict, "unique_violated"),
+        (ErrorKind::NotFound, "reference_missing"),
+        (ErrorKind::Unauthorized, "tenant_denied"),
+    ] {
+        let sink = BusSink::new(Arc::new(Picky { store: store().await, kind, code }), log("events"), source());
+        let deliveries: Vec<Delivery> = ["a", "bad", "b", "bad", "c"]
+            .iter()
+            .zip(1..)
+            .map(|(key, seq)| {
+                let event = NewEvent::json("t", "1").key(*key);
+                let event = event.into_event(postbox_core::EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
+                Delivery { event, seq: Seq(seq), attempt: 1, replay: 0, trace: None }
+            })
+            .collect();
+        let outcomes = sink.deliver(&deliveries.iter().collect::<Vec<_>>()).await;
+        let delivered: Vec<bool> = outcomes.iter().map(Outcome::is_delivered).collect();
+        assert_eq!(delivered, [true, false, true, false, true], "{code}: {outcomes:?}");
+        assert!(matches!(&outcomes[1], Outcome::Ambiguous { .. }), "it may be an outage: {outcomes:?}");
+    }
+}

@@ -142,6 +142,13 @@ impl Error {
         !matches!(self.kind, ErrorKind::Unavailable | ErrorKind::RateLimited | ErrorKind::Internal)
     }
 
+    /// Returns whether a store that was given several messages may have refused only one of them: a
+    /// trigger of the application, an index or a policy of tenants may refuse a single one.
+    pub fn is_refused_alone(&self) -> bool {
+        matches!(self.kind, ErrorKind::Invalid | ErrorKind::Conflict | ErrorKind::Internal)
+            || ["reference_missing", "tenant_denied"].contains(&self.code())
+    }
+
     /// Returns whether the lease was lost, or what was read under it is outdated.
     pub fn is_stale(&self) -> bool {
         self.kind == ErrorKind::Stale

@@ -193,14 +193,7 @@ pub(crate) fn broken_off() -> Error {
 /// Returns whether a failure may be about a single message. Otherwise the store is away, busy or
 /// not set up. Contention is about one: somebody holds a lock on one message.
 fn is_of_one(error: &Error) -> bool {
-    is_refused_alone(error) || error.code() == "store_contention"
-}
-
-/// Returns whether the store refused a message that it may refuse for good. A trigger of the
-/// application, or a policy of tenants, may refuse a single one.
-pub(crate) fn is_refused_alone(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Conflict | ErrorKind::Internal)
-        || ["reference_missing", "tenant_denied"].contains(&error.code())
+    error.is_refused_alone() || error.code() == "store_contention"
 }
 
 impl Queue {

@@ -9,7 +9,7 @@ use postbox_core::{AckToken, Error, ErrorKind, Inbound, Outage, RawMessage, Resu
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
-use crate::group_commit::{COMMITS_MAX, is_refused_alone};
+use crate::group_commit::COMMITS_MAX;
 use crate::{Receiver, log_excerpt};
 
 /// Maximum messages to ask for at once: one full commit.
@@ -20,6 +20,10 @@ const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
 /// How long a message is given back for if the store refused it and may take it later.
 const RETURN_DELAY: Duration = Duration::from_secs(30);
+
+/// Most bytes of payloads at hand before no others are pulled: large messages must not fill the
+/// memory. A portion that was asked for may go beyond it.
+const BYTES_MAX: usize = 64 * 1024 * 1024;
 
 /// Exponential backoff.
 struct Backoff(Duration);
@@ -40,6 +44,8 @@ impl Backoff {
 struct Pending {
     message: RawMessage,
     token: AckToken,
+    /// Size of the payload as it came.
+    bytes: usize,
     /// Code and reason why it cannot be stored as it is.
     poison: Option<(String, String)>,
 }
@@ -51,6 +57,8 @@ type Decoded = (Pending, Option<Inbound>);
 struct Settled {
     /// Number of its messages.
     count: usize,
+    /// Size of their payloads.
+    bytes: usize,
     failed: bool,
 }
 
@@ -62,6 +70,8 @@ struct Acks {
     reject: Vec<AckToken>,
     /// Number of messages already settled at the source.
     reported: usize,
+    /// Size of all their payloads.
+    bytes: usize,
 }
 
 impl Acks {
@@ -74,6 +84,7 @@ impl Acks {
         self.nak.extend(more.nak);
         self.reject.extend(more.reject);
         self.reported += more.reported;
+        self.bytes += more.bytes;
     }
 }
 
@@ -96,7 +107,7 @@ impl Receiver {
         // One share for each batch being stored, one being read and one being acknowledged.
         let batch_max = NEXT_MAX.min(in_flight_max / (batches_max + 2)).max(1);
         let (mut storing, mut settling) = (FuturesUnordered::new(), FuturesUnordered::new());
-        let (mut in_flight, mut not_before) = (0, Duration::ZERO);
+        let (mut in_flight, mut bytes, mut not_before) = (0, 0, Duration::ZERO);
         let (mut backoff, mut settle_backoff) = (None::<Backoff>, None::<Backoff>);
         // Pulled while others are being stored. Closing the source gives them back.
         let mut ready = Vec::<Decoded>::new();
@@ -112,7 +123,8 @@ impl Receiver {
             // Pull in large portions: small ones would become small commits, and lead to small ones
             // again.
             let wanted = batch_max.saturating_sub(ready.len());
-            let has_room = 2 * wanted >= batch_max && wanted <= in_flight_max.saturating_sub(in_flight);
+            let has_room =
+                2 * wanted >= batch_max && wanted <= in_flight_max.saturating_sub(in_flight) && bytes < BYTES_MAX;
             let next = async {
                 if let Some(wait) = not_before.checked_sub(self.clock.monotonic()) {
                     self.clock.sleep(wait).await;
@@ -129,12 +141,15 @@ impl Receiver {
                         // In order, nothing is stored past a message that comes again: neither
                         // messages already read behind it, nor messages read before the source
                         // knows.
+                        ended.bytes += ready.iter().map(|(pending, _)| pending.bytes).sum::<usize>();
                         ended.nak.extend(ready.drain(..).map(|(pending, _)| pending.token));
                         while let Some(settled) = settling.next().await {
                             in_flight -= settled.count;
+                            bytes -= settled.bytes;
                         }
                         let settled = self.settle(source, std::mem::take(&mut ended)).await;
                         in_flight -= settled.count;
+                        bytes -= settled.bytes;
                         if settled.failed {
                             let wait = settle_backoff.get_or_insert_with(Backoff::new).next();
                             not_before = self.clock.monotonic() + wait;
@@ -143,6 +158,7 @@ impl Receiver {
                 }
                 Some(settled) = settling.next(), if !settling.is_empty() => {
                     in_flight -= settled.count;
+                    bytes -= settled.bytes;
                     // What was not settled comes again, and would at once not be settled again.
                     if settled.failed {
                         not_before = self.clock.monotonic() + settle_backoff.get_or_insert_with(Backoff::new).next();
@@ -158,7 +174,11 @@ impl Receiver {
                             self.watch().failing = None;
                         }
                         in_flight += messages.len();
-                        let pending = |SourceMessage { message, token }| Pending { message, token, poison: None };
+                        bytes += messages.iter().map(|it| it.message.payload.len()).sum::<usize>();
+                        let pending = |SourceMessage { message, token }| {
+                            let bytes = message.payload.len();
+                            Pending { message, token, bytes, poison: None }
+                        };
                         ready.extend(self.decode_all(messages.into_iter().map(pending)));
                     }
                     Err(failure) => {
@@ -212,6 +232,7 @@ impl Receiver {
     /// and whether the store is away.
     async fn store_round(&self, source: &dyn Source, messages: Vec<Decoded>) -> (Acks, Vec<Pending>, bool) {
         let (mut settlement, mut kept, mut away) = (Acks::default(), Vec::new(), false);
+        settlement.bytes = messages.iter().map(|(pending, _)| pending.bytes).sum();
         let (mut inbound, mut sent) = (Vec::with_capacity(messages.len()), Vec::with_capacity(messages.len()));
         for (pending, decoded) in messages {
             match decoded {
@@ -250,7 +271,7 @@ impl Receiver {
                     pending.poison = Some((failure.code().to_owned(), why));
                     kept.push(pending);
                 }
-                _ if is_refused_alone(&failure) => settlement.nak.push(pending.token),
+                _ if failure.is_refused_alone() => settlement.nak.push(pending.token),
                 // The store is down, or it refuses everything (rights, schema). If the messages
                 // were given back, a broker that counts deliveries would give up all it has.
                 _ => {
@@ -259,6 +280,7 @@ impl Receiver {
                 }
             }
         }
+        settlement.bytes -= kept.iter().map(|pending| pending.bytes).sum::<usize>();
         (settlement, kept, away)
     }
 
@@ -301,7 +323,7 @@ impl Receiver {
     /// duplicates.
     async fn settle(&self, source: &dyn Source, settlement: Acks) -> Settled {
         let count = settlement.len();
-        let Acks { ack, nak, reject, reported: _ } = settlement;
+        let Acks { ack, nak, reject, reported: _, bytes } = settlement;
         self.metrics.add(&self.metrics.rejected, reject.len());
         self.metrics.add(&self.metrics.returned, nak.len());
         let mut settled: Vec<Result<()>> = Vec::with_capacity(3);
@@ -317,7 +339,7 @@ impl Receiver {
         }
         let failed = settled.iter().any(Result::is_err);
         settled.into_iter().filter_map(Result::err).for_each(|failure| self.observe_source(&failure));
-        Settled { count, failed }
+        Settled { count, bytes, failed }
     }
 
     fn observe_source(&self, failure: &Error) {

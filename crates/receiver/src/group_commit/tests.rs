@@ -347,7 +347,7 @@ async fn in_order_there_is_one_commit_at_a_time_and_none_past_a_failure() {
     // A trigger of the application may refuse a single message.
     let committed = group.commit([message("7", 10), message("orphan", 10)].to_vec()).await;
     assert_eq!((committed[0].is_ok(), committed[1].is_ok()), (true, false));
-    assert!(committed[1].as_ref().is_err_and(|error| is_refused_alone(error)));
+    assert!(committed[1].as_ref().is_err_and(|error| error.is_refused_alone()));
     let large = [message("bad", COMMIT_BYTES_MAX), message("6", 10)].to_vec();
     let committed = group.commit(large).await;
     assert_eq!((committed[0].is_ok(), committed[1].is_ok()), (false, true), "an invalid one is passed");

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Clock, Criteria, Delivery, Error, ErrorKind, Inbound, Inspect as _, ListQuery, LogName, RawMessage, Receive,
-    Received, Result, Source, SourceName, State, Subscription,
+    AckToken, Clock, Criteria, Delivery, Error, ErrorKind, Inbound, Inspect as _, ListQuery, LogName, RawMessage,
+    Receive, Received, Result, Source, SourceCapabilities, SourceMessage, SourceName, State, Subscription,
 };
 use postbox_engine::{Relay, TokioClock};
 use postbox_memory::{MemorySource, MemoryStore};
@@ -333,6 +333,61 @@ async fn a_store_that_refuses_everything_gives_nothing_back() {
     let receiver = receive_while(store.clone(), source.clone(), watch).await;
     assert_eq!(store.inbox.all().len(), 100, "half a second after the correction");
     assert_eq!(receiver.metrics().snapshot().returned, 0);
+}
+
+/// A queue that counts the messages it has handed out.
+struct Counted {
+    queue: MemorySource,
+    out: AtomicUsize,
+}
+
+#[async_trait]
+impl Source for Counted {
+    fn capabilities(&self) -> SourceCapabilities {
+        self.queue.capabilities()
+    }
+
+    async fn next(&self, max: usize) -> Result<Vec<SourceMessage>> {
+        let messages = self.queue.next(max).await?;
+        self.out.fetch_add(messages.len(), Ordering::SeqCst);
+        Ok(messages)
+    }
+
+    async fn ack(&self, tokens: &[AckToken]) -> Result<()> {
+        self.queue.ack(tokens).await
+    }
+
+    async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
+        self.queue.nak(tokens, delay).await
+    }
+
+    async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
+        self.queue.reject(tokens).await
+    }
+
+    async fn close(&self) {
+        self.queue.close().await;
+    }
+}
+
+/// Whoever may publish must not be able to fill the memory while the store is away.
+#[tokio::test(start_paused = true)]
+async fn large_messages_are_pulled_up_to_a_size() {
+    let queue = MemorySource::new(256, Arc::new(TokioClock::new()));
+    let (source, store) = (Counted { queue, out: AtomicUsize::default() }, Arc::new(Misconfigured::default()));
+    let source = Arc::new(source);
+    let large = message("0", &"x".repeat(1024 * 1024));
+    let watch = async {
+        for n in 0..256 {
+            source.queue.publish(RawMessage { id: Some(n.to_string()), ..large.clone() });
+        }
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert_eq!(source.out.load(Ordering::SeqCst), 85, "a third of them, with more than 64 MiB");
+        store.is_corrected.store(true, Ordering::SeqCst);
+        tokio::time::sleep(Duration::from_secs(10)).await;
+    };
+    receive_while(store.clone(), source.clone(), watch).await;
+    assert_eq!(store.inbox.all().len(), 256);
 }
 
 /// The store is away for a minute of a stepped clock. The receiver retries, but not in a busy loop.
