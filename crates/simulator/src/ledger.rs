@@ -4,7 +4,7 @@
 //! It shares no code with the engine. The store is checked right after each operation, so that a
 //! fault is reported where it happens, not where it shows.
 
-use postbox_core::{Lease, State};
+use postbox_core::{Epoch, Lease, State};
 use postbox_memory::Cursor;
 
 use crate::plan::{At, Fate};
@@ -34,6 +34,8 @@ pub(crate) struct Fact {
     marked: bool,
     /// Number of arrivals, by replay.
     arrivals: Vec<u32>,
+    /// The relay that knows of an arrival, the epoch of its lane then, and the replay.
+    answered: Option<(Who, Epoch, u32)>,
     /// Failures that count as an attempt, since the last replay.
     failures: u32,
     found_down: u32,
@@ -114,6 +116,7 @@ impl Ledger {
             taken_back: false,
             marked: false,
             arrivals: Vec::new(),
+            answered: None,
             failures: 0,
             found_down: 0,
             refused: false,
@@ -151,6 +154,9 @@ impl Ledger {
         if is_owner && !may_repeat && seen.replays == replay && matches!(seen.state, State::Dispatched | State::Dead) {
             self.fail(|| format!("sent again: event {number} is {} and goes out once more", seen.state));
         }
+        if is_owner && self.facts[number].answered == Some((who, self.cursors[lane].epoch, replay)) {
+            self.fail(|| format!("sent twice: event {number} goes out again under one lease, after its answer"));
+        }
         let until = self.granted.iter().filter(|(of, by, _)| *of == seen.lane && *by == who).map(|(.., until)| *until);
         if until.max().is_some_and(|until| now >= until) {
             self.fail(|| format!("lease: event {number} goes out after the lease of lane {lane} ended"));
@@ -175,6 +181,14 @@ impl Ledger {
         let fact = &mut self.facts[number];
         fact.ended += 1;
         fact.refused |= fact.ended >= CRASHES_MAX;
+    }
+
+    /// Records that a relay got the answer that an event arrived.
+    pub(crate) fn answered(&mut self, who: Who, number: usize, replay: u32) {
+        let Some(lane) = self.facts[number].seen.map(|seen| usize::from(seen.lane)) else { return };
+        if self.owners.get(lane).copied().flatten() == Some(who) {
+            self.facts[number].answered = Some((who, self.cursors[lane].epoch, replay));
+        }
     }
 
     /// Records that the destination accepted it.
@@ -326,7 +340,9 @@ impl Ledger {
         if fenced.is_some_and(|lease| lease.lane == new.lane) {
             self.fail(|| format!("fencing: {operation} of a former owner made event {number} {}", new.state));
         }
-        if from != new.state {
+        // A retry makes it retrying, and then puts it behind an earlier one of its key.
+        let behind = operation == "retry" && (from, new.state) == (State::Dead, State::Blocked);
+        if from != new.state && !behind {
             if !from.may_become(new.state) {
                 self.fail(|| format!("state: {operation} made event {number} {} from {from}", new.state));
             }
@@ -408,6 +424,7 @@ impl Ledger {
         });
         for number in 0..self.facts.len() {
             let fact = &mut self.facts[number];
+            fact.answered = None;
             if effects {
                 fact.arrivals.clear();
             }

@@ -71,6 +71,12 @@ impl Sink for SimSink {
         }
         world.jitter(self.who).await;
         call.answered = true;
+        if outcomes.len() == deliveries.len() {
+            let mut state = world.state();
+            for (delivery, _) in deliveries.iter().zip(&outcomes).filter(|(_, outcome)| outcome.is_delivered()) {
+                state.ledger.answered(self.who, number_of(&delivery.event), delivery.replay);
+            }
+        }
         outcomes
     }
 }
