@@ -90,6 +90,8 @@ families! {
         "Lease renewals by result.";
     LANES_HELD: Gauge "postbox_lanes_held" ["store" "subscription"]
         "Lanes this process drives now.";
+    WAITS: Gauge "postbox_waits_by_configuration" ["store" "subscription"]
+        "1: events wait for a schedule, or for a destination to be configured; 0: they are delivered at once.";
     LANE_TAKEOVERS: Counter "postbox_lane_takeovers" ["store" "subscription"]
         "Lanes taken from a relay that vanished without giving them back: it crashed, or was away for longer than its lease.";
     LANE_FAILING: Gauge "postbox_lane_failing_since_seconds" ["store" "subscription" "lane" "code"]
@@ -110,5 +112,5 @@ families! {
     HEADERS_DROPPED: Counter "postbox_headers_dropped" ["store" "source"]
         "Headers of received messages that were dropped because an event has no room for them.";
     DUPLICATES: Counter "postbox_duplicates" ["store" "layer" "source" "subscription"]
-        "Repetitions by source and by the layer that recognised them (timestamp: signed too long ago; inbox: known id; destination: its own report, with a subscription instead of a source).";
+        "Repetitions by source and by the layer that recognised them (timestamp: signed too long ago; inbox: known id; destination: its own report, with a subscription too).";
 }

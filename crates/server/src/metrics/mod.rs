@@ -228,7 +228,7 @@ fn relays(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
     page.family(&family::TIMEOUTS, each(|m| m.timeouts))?;
     page.family(&family::BREAKER_OPENED, each(|m| m.breaker_opened))?;
     let failures = named().flat_map(|([store, name], metrics)| {
-        let causes = capped(metrics.failures_by_cause()).into_iter();
+        let causes = metrics.failures_by_cause().into_iter();
         causes.map(move |((topic, code), count)| ([store.clone(), name.clone(), topic, code], count))
     });
     page.family(&family::FAILURES, failures)?;
@@ -238,6 +238,9 @@ fn relays(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
     });
     page.family(&family::LEASE_RENEWALS, renewals)?;
     page.family(&family::LANES_HELD, each(|m| m.lanes_held))?;
+    let waits =
+        relays().map(|(store, relay)| ([store, relay.name().to_string()], u64::from(relay.waits_by_configuration())));
+    page.family(&family::WAITS, waits)?;
     page.family(&family::LANE_TAKEOVERS, each(|m| m.lane_takeovers))?;
     let failing = relays().flat_map(|(store, relay)| {
         relay.relay().failing_lanes().into_iter().map(move |failing| {
@@ -321,24 +324,4 @@ fn by_source(counted: BTreeMap<Option<String>, u64>, known: impl Iterator<Item =
         labels.insert(NONE.into(), 0);
     }
     labels
-}
-
-/// The largest causes by name, the rest as `other`: hostile topics must not flood a time series
-/// database.
-fn capped(causes: BTreeMap<(String, String), u64>) -> Vec<((String, String), u64)> {
-    let mut causes: Vec<_> = causes.into_iter().collect();
-    causes.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
-    let mut own = Vec::new();
-    let mut rest = 0;
-    for (cause, count) in causes {
-        if own.len() < TOPICS_MAX && cause.0 != OTHER {
-            own.push((cause, count));
-        } else {
-            rest += count;
-        }
-    }
-    if rest > 0 {
-        own.push(((OTHER.into(), OTHER.into()), rest));
-    }
-    own
 }
