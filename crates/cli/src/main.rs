@@ -27,6 +27,10 @@ use clap::Parser;
 use crate::args::Args;
 use crate::failure::Failure;
 
+/// Longest wait at the end for system calls that block: a pipe that nobody reads, a file system or
+/// a name server that does not answer.
+const BLOCKED_MAX: Duration = Duration::from_secs(1);
+
 fn main() -> ExitCode {
     // Before anything else: with no provider (or two), the first TLS handshake would panic. An
     // error means that one is installed already.
@@ -39,8 +43,10 @@ fn main() -> ExitCode {
     let ended = runtime.block_on(commands::run(args));
     runtime.block_on(telemetry::finish(Duration::MAX));
     logging::flush();
-    match ended {
+    let code = match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
-    }
+    };
+    runtime.shutdown_timeout(BLOCKED_MAX);
+    code
 }

@@ -9,9 +9,9 @@ use crate::failure::Failure;
 pub(crate) type Traces = Box<dyn Layer<Registry> + Send + Sync>;
 
 #[cfg(feature = "otlp")]
-pub(crate) use exported::{finish, start};
+pub(crate) use exported::{check, finish, start};
 #[cfg(not(feature = "otlp"))]
-pub(crate) use missing::{finish, start};
+pub(crate) use missing::{check, finish, start};
 
 #[cfg(feature = "otlp")]
 mod exported {
@@ -20,6 +20,7 @@ mod exported {
 
     use postbox_core::lock;
     use postbox_otel::{Exporter, ExporterConfig, propagate};
+    use postbox_server::check_collector_url;
     use tokio::runtime::Handle;
     use tracing_subscriber::Layer as _;
 
@@ -29,6 +30,13 @@ mod exported {
     static EXPORTER: Mutex<Option<Exporter>> = Mutex::new(None);
     /// Longest wait for the last spans: a working collector accepts them in less.
     const FINISH_MAX: Duration = Duration::from_secs(2);
+    /// OpenTelemetry's own variable for the collector's address.
+    const ENDPOINT: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
+
+    /// Checks what [`start`] would be given.
+    pub(crate) fn check(config: &TelemetryConfig) -> Result<(), Failure> {
+        asked(config, |name| std::env::var(name).ok()).map(drop)
+    }
 
     /// Starts exporting spans, if configured. Must be called within a runtime.
     pub(crate) fn start(config: &TelemetryConfig) -> Result<Option<Traces>, Failure> {
@@ -56,8 +64,14 @@ mod exported {
         env: impl Fn(&str) -> Option<String>,
     ) -> Result<Option<ExporterConfig>, Failure> {
         let said = |name| env(name).filter(|value| !value.is_empty());
-        let endpoint = config.otlp.clone().or_else(|| said("OTEL_EXPORTER_OTLP_ENDPOINT"));
-        let Some(endpoint) = endpoint else { return Ok(None) };
+        let endpoint = match (config.otlp.clone(), said(ENDPOINT)) {
+            (Some(endpoint), _) => endpoint,
+            (None, Some(endpoint)) => {
+                check_collector_url(&endpoint).map_err(|text| Failure::usage(format!("{ENDPOINT}: {text}")))?;
+                endpoint
+            }
+            (None, None) => return Ok(None),
+        };
         let ratio = match (config.sample_ratio, said("OTEL_TRACES_SAMPLER_ARG")) {
             (Some(ratio), _) => ratio,
             (None, None) => 1.0,
@@ -116,6 +130,15 @@ mod exported {
             let env = [("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4318"), ("OTEL_TRACES_SAMPLER_ARG", "10")];
             assert!(of("", &env).is_err());
         }
+
+        #[test]
+        fn an_address_of_the_environment_is_checked_too_and_never_repeated() {
+            for url in ["http://u:hunter2@collector:4318", "hunter2:4318", "http://hunter2:4318/v1/traces"] {
+                let failure = of("", &[(ENDPOINT, url)]).expect_err("refused");
+                let text = failure.text();
+                assert!(text.starts_with("OTEL_EXPORTER_OTLP_ENDPOINT: ") && !text.contains("hunter2"), "{text}");
+            }
+        }
     }
 }
 
@@ -125,10 +148,14 @@ mod missing {
 
     use super::{Failure, TelemetryConfig, Traces};
 
-    /// This binary cannot export traces; configuring them is an error.
     pub(crate) fn start(config: &TelemetryConfig) -> Result<Option<Traces>, Failure> {
+        check(config).map(|()| None)
+    }
+
+    /// This binary cannot export traces; configuring them is an error.
+    pub(crate) fn check(config: &TelemetryConfig) -> Result<(), Failure> {
         match config.otlp {
-            None => Ok(None),
+            None => Ok(()),
             Some(_) => Err(Failure::usage(
                 "telemetry.otlp: this binary cannot export traces; build it with --features otlp, or take the line out"
                     .to_owned(),

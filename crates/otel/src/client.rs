@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use http::{Request, Response};
+use http::{HeaderMap, Request, Response};
 use opentelemetry_http::{HttpClient, HttpError};
 use postbox_core::lock;
 use reqwest::redirect::Policy;
@@ -21,17 +21,19 @@ const SAY_EVERY: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(crate) struct Client {
     http: reqwest::Client,
+    headers: HeaderMap,
     runtime: Handle,
     failures: Mutex<Failures>,
 }
 
 impl Client {
-    pub(crate) fn new(runtime: Handle) -> Result<Self, reqwest::Error> {
+    /// `headers` replace those that the exporter takes from `OTEL_EXPORTER_OTLP_HEADERS`.
+    pub(crate) fn new(headers: HeaderMap, runtime: Handle) -> Result<Self, reqwest::Error> {
         // TLS panics without a provider. An error means that the program has installed one.
         _ = rustls::crypto::ring::default_provider().install_default();
         // No redirects: headers contain secrets, which must go only to the configured address.
         let http = reqwest::Client::builder().timeout(REQUEST_TIMEOUT).redirect(Policy::none()).build()?;
-        Ok(Self { http, runtime, failures: Mutex::default() })
+        Ok(Self { http, headers, runtime, failures: Mutex::default() })
     }
 
     fn failed(&self, error: &str) {
@@ -44,7 +46,8 @@ impl Client {
 
 #[async_trait]
 impl HttpClient for Client {
-    async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+    async fn send_bytes(&self, mut request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+        request.headers_mut().extend(self.headers.clone());
         let http = self.http.clone();
         let sent = self.runtime.spawn(async move {
             let answer = http.execute(request.try_into()?).await?;

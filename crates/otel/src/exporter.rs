@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use http::HeaderMap;
 use opentelemetry::trace::TracerProvider as _;
 use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig as _, WithHttpConfig as _};
 use opentelemetry_sdk::Resource;
@@ -26,7 +27,8 @@ pub struct ExporterConfig {
     pub service_name: String,
     /// The share of traces that begin here and are exported, from 0 to 1.
     pub sample_ratio: f64,
-    /// Headers of every request.
+    /// Headers of every request. They replace those of the same name in
+    /// `OTEL_EXPORTER_OTLP_HEADERS`.
     pub headers: HashMap<String, String>,
 }
 
@@ -43,14 +45,14 @@ impl Exporter {
     /// Starts the exporter's thread, whose requests run on the given runtime. The error says what
     /// is wrong with the configuration. Does not connect yet.
     pub fn start(config: ExporterConfig, runtime: Handle) -> Result<Self, String> {
-        let client = Client::new(runtime).map_err(|error| error.to_string())?;
+        let headers = HeaderMap::try_from(&config.headers).map_err(|error| error.to_string())?;
+        let client = Client::new(headers, runtime).map_err(|error| error.to_string())?;
         let exporter = SpanExporter::builder()
             .with_http()
             .with_http_client(client)
             .with_protocol(Protocol::HttpBinary)
             .with_endpoint(format!("{}/v1/traces", config.endpoint.trim_end_matches('/')))
             .with_timeout(REQUEST_TIMEOUT)
-            .with_headers(config.headers)
             .build()
             .map_err(|error| error.to_string())?;
         let provider = SdkTracerProvider::builder()

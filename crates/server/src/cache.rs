@@ -6,6 +6,7 @@ use std::time::Duration;
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, Shared};
 use postbox_core::{Clock, lock};
+use tokio::task::AbortHandle;
 use tokio_util::task::AbortOnDropHandle;
 
 /// Keeps the last answer for `ttl`, counted from the start of its computation. Callers that arrive
@@ -13,8 +14,11 @@ use tokio_util::task::AbortOnDropHandle;
 pub(crate) struct Cached<T> {
     clock: Arc<dyn Clock>,
     ttl: Duration,
-    last: Mutex<Option<(Duration, Answer<T>)>>,
+    last: Mutex<Option<Last<T>>>,
 }
+
+/// An answer, when its computation began, and the task of that.
+type Last<T> = (Duration, AbortHandle, Answer<T>);
 
 type Answer<T> = Shared<BoxFuture<'static, Option<Arc<T>>>>;
 
@@ -29,15 +33,17 @@ impl<T: Send + Sync + 'static> Cached<T> {
     pub(crate) fn get(&self, ask: impl Future<Output = Option<T>> + Send + 'static) -> Answer<T> {
         let now = self.clock.monotonic();
         let mut last = lock(&self.last);
-        if let Some((at, answer)) = &*last
-            && (answer.peek().is_none() || now.saturating_sub(*at) < self.ttl)
+        // An answer without callers stays pending, although its task has ended.
+        if let Some((at, task, answer)) = &*last
+            && (!task.is_finished() || now.saturating_sub(*at) < self.ttl)
         {
             return answer.clone();
         }
         // Aborted when the cache is dropped. A panic counts as no answer.
         let task = AbortOnDropHandle::new(tokio::spawn(ask));
+        let handle = task.abort_handle();
         let answer = async { task.await.ok().flatten().map(Arc::new) }.boxed().shared();
-        *last = Some((now, answer.clone()));
+        *last = Some((now, handle, answer.clone()));
         answer
     }
 }
@@ -81,6 +87,15 @@ mod tests {
         let second = cached.get(async { unreachable!("one is on its way") });
         answer.send(7).expect("it is still wanted");
         assert_eq!(second.await.as_deref(), Some(&7));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_that_nobody_fetched_grows_old() {
+        let cached = cached();
+        drop(cached.get(async { Some(1) }));
+        tokio::task::yield_now().await;
+        tokio::time::advance(Duration::from_secs(60)).await;
+        assert_eq!(cached.get(async { Some(2) }).await.as_deref(), Some(&2));
     }
 
     #[tokio::test(start_paused = true)]

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use croner::parser::{CronParser, Seconds, Year};
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use postbox_engine::Schedule as _;
@@ -26,8 +27,10 @@ impl FromStr for Cron {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        croner::parser::CronParser::builder()
-            .seconds(croner::parser::Seconds::Optional)
+        // With a year, a relay would have nothing to wait for one day.
+        CronParser::builder()
+            .seconds(Seconds::Optional)
+            .year(Year::Disallowed)
             .build()
             .parse(text)
             .map(Self)
@@ -82,8 +85,10 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused_with_the_form() {
-        let error = "at three".parse::<Cron>().expect_err("refused");
-        assert!(error.contains("second minute hour day month weekday"), "{error}");
+        for wrong in ["at three", "0 0 6 1 1 * 2099"] {
+            let error = wrong.parse::<Cron>().expect_err("refused");
+            assert!(error.contains("second minute hour day month weekday"), "{error}");
+        }
     }
 
     #[test]

@@ -45,6 +45,8 @@ pub(crate) struct ServedStore {
     pub(crate) name: Option<StoreName>,
     /// Its share of the configuration, as if it were the only store.
     config: Config,
+    /// Opened by the caller; `None`: as configured.
+    given: Option<Arc<dyn Store>>,
     sinks: Arc<Sinks>,
     leases: LaneLeases,
     sources: Sources,
@@ -67,6 +69,7 @@ impl ServedStore {
     /// store, `drain_timeout` how long a stop waits for what is in flight.
     pub(crate) async fn new(
         (name, mut config): (Option<StoreName>, Config),
+        given: Option<Arc<dyn Store>>,
         (sinks, leases): (Arc<Sinks>, LaneLeases),
         (connections, drain_timeout): (usize, Duration),
         clock: &Arc<dyn Clock>,
@@ -79,6 +82,7 @@ impl ServedStore {
         Ok(Arc::new(Self {
             name,
             config,
+            given,
             sinks,
             leases,
             sources,
@@ -107,7 +111,7 @@ impl ServedStore {
 
     /// Takes the store up: creates its subscriptions and their relays. May be tried again after a
     /// failure.
-    pub(crate) async fn take_up(&self, store: Arc<dyn Store>) -> Result<()> {
+    async fn take_up(&self, store: Arc<dyn Store>) -> Result<()> {
         let mut relays = Vec::with_capacity(self.config.subscriptions.len());
         let known = store.subscriptions().await?;
         for subscription in &self.config.subscriptions {
@@ -119,7 +123,6 @@ impl ServedStore {
             relays.push(SupervisedRelay::new(relay, schedule));
         }
         self.note_missing(None);
-        // If it was taken up already, the first one stays.
         _ = self.taken_up.0.set((store, relays));
         Ok(())
     }
@@ -151,13 +154,21 @@ impl ServedStore {
         }
     }
 
-    /// Works until `stop`. With several stores, any fault of this one is waited out (it may be
-    /// unreachable, or its schema not there yet), because the others must go on.
+    /// Tries to take the store up. Fails with what waiting cannot mend.
+    pub(crate) async fn try_once(&self) -> Result<()> {
+        match self.open().await {
+            Err(error) if self.is_waited_for(&error) => Ok(()),
+            tried => tried,
+        }
+    }
+
+    /// Works until `stop`, as soon as the store can be taken up.
     pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken) -> Result<()> {
         if self.taken_up.0.get().is_none() {
-            match stop.run_until_cancelled(self.wait_for_it()).await {
+            let opened = wait_for_store(&*self.clock, |error| self.is_waited_for(error), || self.open());
+            match stop.run_until_cancelled(opened).await {
                 None => return Ok(()),
-                Some(taken_up) => taken_up?,
+                Some(opened) => opened?,
             }
         }
         let Some(store) = self.store().cloned() else { return Ok(()) };
@@ -178,16 +189,21 @@ impl ServedStore {
         join(&mut tasks, &stop).await
     }
 
-    async fn wait_for_it(&self) -> Result<()> {
-        let is_waited_for = |error: &Error| {
+    /// Whether to try again after an error, which is noted then. One store of several is waited for
+    /// whatever is wrong with it, because the others must go on.
+    fn is_waited_for(&self, error: &Error) -> bool {
+        let is_waited_for = self.name.is_some() || error.kind() == ErrorKind::Unavailable;
+        if is_waited_for {
             self.note_missing(Some(Fault::of_store(error.code(), error.message().to_owned())));
-            true
-        };
-        wait_for_store(&*self.clock, is_waited_for, || self.open()).await
+        }
+        is_waited_for
     }
 
     async fn open(&self) -> Result<()> {
-        let store = open_store(&self.config.store).await?;
+        let store = match &self.given {
+            Some(store) => Arc::clone(store),
+            None => open_store(&self.config.store).await?,
+        };
         store.validate().await?;
         if !self.config.sources.is_empty() {
             store.check_receiving().await?;

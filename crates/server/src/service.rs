@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use axum::Router;
 use postbox_core::{Clock, Error, ErrorKind, Result, Store};
-use postbox_engine::{TokioClock, wait_for_store};
+use postbox_engine::TokioClock;
 use postbox_listen::serve;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -19,23 +19,11 @@ use tracing::{Instrument as _, error, info, warn};
 use crate::config::Config;
 use crate::http::{Api, router};
 use crate::served_store::ServedStore;
-use crate::stores::open_store;
 use crate::wiring::Sinks;
 
 /// The part of the stop deadline reserved for relays and receivers, to settle and release what they
 /// hold after the last answer.
 const SETTLE_SHARE: Duration = Duration::from_millis(500);
-
-/// Codes of a store that is unreachable, still starting, or full.
-const AWAY: &[&str] = &[
-    "store_unreachable",
-    "store_unavailable",
-    "store_timeout",
-    "store_full",
-    "store_busy",
-    "store_contention",
-    "statement_timeout",
-];
 
 /// A running service. Dropping it ends everything at once without settling: nothing is lost, but
 /// what was in flight may be delivered again.
@@ -46,32 +34,18 @@ pub struct Service {
 }
 
 impl Service {
-    /// Starts on the configured store or stores. A single store is waited for while it is
-    /// unreachable, and any other fault of it is an error; dropping the future ends the wait.
+    /// Starts on the configured store or stores. What is wrong with a single store is an error. If
+    /// it is only unreachable, it is waited for while probes and scrapers are answered; what is
+    /// found wrong later ends the service.
+    ///
     /// Several stores are taken up independently: each as soon as it is reachable and valid,
     /// whatever the state of the others.
     pub async fn start(config: Config) -> Result<Self> {
-        if !config.stores.is_empty() {
-            return Self::serve(config, None).await;
-        }
-        let clock = TokioClock::new();
-        let open = || async {
-            let store = open_store(&config.store).await?;
-            store.validate().await?;
-            if !config.sources.is_empty() {
-                store.check_receiving().await?;
-            }
-            Ok(store)
-        };
-        let store = wait_for_store(&clock, is_away, open).await?;
-        Self::start_on(config, store).await
+        Self::serve(config, None).await
     }
 
     /// Starts on one store that is already open; the stores in the configuration are ignored.
-    /// Everything that can be wrong is found before the first event goes out: the schema, each
-    /// subscription, each sink and source, the port.
     pub async fn start_on(config: Config, store: Arc<dyn Store>) -> Result<Self> {
-        store.validate().await?;
         Self::serve(Config { stores: Vec::new(), ..config }, Some(store)).await
     }
 
@@ -92,16 +66,11 @@ impl Service {
         // stores, and for probes and scrapers.
         let connections = config.server.connections / (shares.len() + 1);
         for share in shares {
-            stores.push(
-                ServedStore::new(share, (Arc::clone(&sinks), leases.clone()), (connections, drain_timeout), &clock)
-                    .await?,
-            );
+            let built = (Arc::clone(&sinks), leases.clone());
+            stores.push(ServedStore::new(share, store.clone(), built, (connections, drain_timeout), &clock).await?);
         }
-        if let (Some(store), [served]) = (store, &stores[..]) {
-            // Read-only is temporary: a standby is about to be promoted, or somebody inspects the
-            // database.
-            let is_waited_for = |error: &Error| is_away(error) || error.code() == "store_read_only";
-            wait_for_store(&*clock, is_waited_for, || served.take_up(Arc::clone(&store))).await?;
+        if let [only] = &stores[..] {
+            only.try_once().await?;
         }
         let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
         info!(%address, stores = stores.len(), subscriptions, sources, "postbox serves");
@@ -157,10 +126,6 @@ impl Service {
             }
         }
     }
-}
-
-fn is_away(error: &Error) -> bool {
-    AWAY.contains(&error.code())
 }
 
 async fn bind(address: SocketAddr) -> Result<TcpListener> {

@@ -108,8 +108,8 @@ impl StoreConfig {
         let options = STORES.iter().map(|store| (store.read)(section)).collect();
         let config = Self { url, options, is_one_of_many: false };
         let is_postgres = config.chosen().is_ok_and(|store| (store as &dyn Any).is::<PostgresTable>());
-        // Without a URL here, --store names the store.
-        if section.has("url") && section.has("tenant") && !is_postgres {
+        // Without a URL here, --store names the store; a secret that is not needed is empty.
+        if section.has("url") && !config.url.expose().is_empty() && section.has("tenant") && !is_postgres {
             let name = section.name("tenant");
             section.fault("tenant", format!("{name}: only a Postgres store separates tenants; leave it out"));
         }

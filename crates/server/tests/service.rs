@@ -7,10 +7,10 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use async_trait::async_trait;
 use postbox_config::{SourceConfig, SourceContext};
-use postbox_core::{Append as _, Inspect as _, LogName, NewEvent, RawMessage, Source, Store};
+use postbox_core::{Append as _, Count, Inspect as _, LogName, NewEvent, RawMessage, Source, Store};
 use postbox_engine::TokioClock;
 use postbox_memory::{MemorySource, MemoryStore};
-use postbox_server::status::{ServiceStatus, fetch};
+use postbox_server::status::{ServiceStatus, StatsJson, add_marks, fetch};
 use postbox_server::{Config, NamedSource, ServerConfig, Service};
 use postbox_webhook::UnixSeconds;
 use postbox_webhook::standard::{SignKey, Signer};
@@ -186,6 +186,30 @@ async fn only_a_service_of_ours_has_a_status() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn each_store_of_a_subscription_has_its_high_water_marks() -> Result<()> {
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let config = ServerConfig { listen: listener.local_addr()?, ..ServerConfig::default() };
+    let service = async {
+        let (mut stream, _) = listener.accept().await?;
+        ensure!(stream.read(&mut [0; 1024]).await? > 0, "no request");
+        let marks = r#"[{"subscription":"out","high_water_marks":[{"stream":"s","position":"7"}],"fault":null}]"#;
+        let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", marks.len());
+        stream.write_all((head + marks).as_bytes()).await?;
+        anyhow::Ok(())
+    };
+    let mut counted = Vec::new();
+    for name in ["out", "other", "out"] {
+        let unread = StatsJson::unread(LogName::outbox(), Count::default());
+        counted.push(StatsJson { subscription: Some(name.parse()?), ..unread });
+    }
+    let ((), served) = tokio::join!(add_marks(&config, &mut counted), service);
+    served?;
+    let marks: Vec<usize> = counted.iter().map(|stats| stats.high_water_marks.len()).collect();
+    ensure!(marks == [1, 0, 1], "{marks:?}");
+    Ok(())
+}
+
 /// As one that was stopped: the kernel still accepts connections for it.
 #[tokio::test(start_paused = true)]
 async fn a_service_that_does_not_answer_is_a_finding() -> Result<()> {
@@ -262,6 +286,21 @@ async fn a_schedule_delivers_at_its_time() -> Result<()> {
     let text = file_subscription(&path).replace("sink =", "schedule = \"* * * * * *\"\nsink =");
     let service = start(&text, &store).await?;
     until("one line", async || Ok(std::fs::read_to_string(&path).unwrap_or_default().lines().count() == 1)).await?;
+    stop(service).await
+}
+
+#[tokio::test]
+async fn a_subscription_whose_events_wait_by_configuration_is_marked() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let plain = file_subscription(&folder.path().join("events.jsonl"));
+    let nightly = file_subscription(&folder.path().join("nightly.jsonl"))
+        .replace(".out]", ".nightly]\nschedule = \"0 0 3 * * *\"");
+    let service = start(&format!("{plain}{nightly}[subscriptions.nowhere]\n"), &memory()).await?;
+    let (_, page) = get(service.address(), "/metrics").await?;
+    for (name, waits) in [("out", 0), ("nightly", 1), ("nowhere", 1)] {
+        let line = format!("postbox_waits_by_configuration{{subscription=\"{name}\"}} {waits}\n");
+        ensure!(page.contains(&line), "{line} is not in\n{page}");
+    }
     stop(service).await
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_config::{StoreOptions, boolean, duration, from_core, integer, table, text};
+use postbox_config::{Secret, StoreOptions, boolean, duration, from_core, integer, secret, table, text};
 use postbox_core::{Result, Store, Tenant};
 
 use crate::PostgresStore;
@@ -77,6 +77,9 @@ table! {
         /// Postgres: writers wake idle relays with NOTIFY. Polling is fast enough for almost
         /// everybody.
         notify: bool = boolean(), default(false);
+        /// Postgres: the URL for `notify`, if `url` leads to a pooler: LISTEN needs a connection of
+        /// its own.
+        listen_url: Option<Secret> = secret().check(|url| scheme(url.expose())), unset("as `url`", r#""env:DIRECT_DATABASE_URL""#);
         /// Postgres: most connections. Status queries (`stats`, `/readyz`) use up to two more.
         pool: Option<usize> = integer(1_usize..=100), unset("8; in `[stores.NAME]` 3", "8");
         /// Postgres: the longest that one statement may take.
@@ -94,6 +97,14 @@ fn schema(text: &str) -> Result<String, String> {
     }
 }
 
+/// Checks the scheme only; the driver parses the rest.
+fn scheme(url: &str) -> Result<(), String> {
+    match url.starts_with("postgres://") || url.starts_with("postgresql://") {
+        true => Ok(()),
+        false => Err("not a Postgres URL; write \"postgres://user@host/db\"".to_owned()),
+    }
+}
+
 impl PostgresTable {
     /// Returns the configuration of a database with these settings.
     pub fn config(&self, url: &str) -> PostgresConfig {
@@ -103,6 +114,7 @@ impl PostgresTable {
             pool_size: self.pool.unwrap_or(usual.pool_size),
             tenant: self.tenant.clone(),
             notify: self.notify,
+            listen_url: self.listen_url.as_ref().map(|url| url.expose().to_owned()),
             statement_timeout: self.statement_timeout,
             ..usual
         }
@@ -116,12 +128,8 @@ impl PostgresTable {
 
 #[async_trait]
 impl StoreOptions for PostgresTable {
-    /// Checks the scheme only; the driver parses the rest.
     fn check(&self, url: &str) -> Result<(), String> {
-        match url.starts_with("postgres://") || url.starts_with("postgresql://") {
-            true => Ok(()),
-            false => Err("not a Postgres URL; write \"postgres://user@host/db\"".to_owned()),
-        }
+        scheme(url)
     }
 
     fn risk(&self, url: &str) -> Option<&'static str> {
@@ -189,6 +197,14 @@ mod tests {
         let sizes = |table: PostgresTable| [table.config("url"), table.config_of_many("url")].map(|it| it.pool_size);
         assert_eq!(sizes(PostgresTable::default()), [8, 3]);
         assert_eq!(sizes(PostgresTable { pool: Some(5), ..PostgresTable::default() }), [5, 5]);
+    }
+
+    #[test]
+    fn notifications_may_come_from_another_address() {
+        let table = PostgresTable { listen_url: Some(Secret::new("postgres://direct/d")), ..PostgresTable::default() };
+        assert_eq!(table.config("url").listen_url.as_deref(), Some("postgres://direct/d"));
+        assert_eq!(table.config_of_many("url").listen_url.as_deref(), Some("postgres://direct/d"));
+        assert_eq!(PostgresTable::default().config("url").listen_url, None);
     }
 
     #[test]

@@ -70,13 +70,12 @@ impl Migrate for PostgresStore {
     }
 
     async fn validate(&self) -> Result<()> {
-        let session = self.look_session("validate").await?;
         let look = async |session: &Session| {
             let (known, encoding) = futures::join!(known_migrations(session), check_encoding(session));
             check_versions(session.schema(), &known?)?;
             encoding
         };
-        session.at_once(&self.inner.modes.count, look).await
+        self.call_to_look("validate", async |session| session.at_once(&self.inner.modes.count, look).await).await
     }
 
     fn script(&self) -> String {

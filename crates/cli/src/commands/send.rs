@@ -15,10 +15,18 @@ pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result
     if context.only.is_some() {
         return Err(Failure::usage("an event is appended to a log, not to a subscription; leave --subscription out"));
     }
-    let event = event(send)?;
+    let mut event = event(send)?;
+    let id = *event.id.get_or_insert_with(EventId::now_v7);
     let log = context.log.clone().unwrap_or_else(LogName::outbox);
-    let appended = context.store().await?.append(&log, &[event]).await?;
-    let id = appended.id();
+    let store = context.store().await?;
+    // After an error that may be temporary, nobody knows whether the event was committed.
+    let appended = store.append(&log, &[event]).await.map_err(|error| match error.is_permanent() {
+        true => Failure::from(error),
+        false => Failure::failed(format!(
+            "{}; whether the event was appended is not known: to append it once, repeat with --id {id}",
+            Failure::from(error).text()
+        )),
+    })?;
     if !appended.is_new() {
         output::note(&format!("the {log} has this event {id} already; it was not appended again"));
     }

@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::env::{DEADLINE, FILE_SINK, Kind, TestEnv, cases, http_sink, signal, until};
+use crate::env::{DEADLINE, FILE_SINK, Kind, TestEnv, cases, get, http_sink, signal, until};
 
 /// An output that accepts nothing.
 #[derive(Debug, Clone, Copy)]
@@ -91,4 +91,26 @@ async fn a_send_that_cannot_say_the_id_on_standard_output_says_it_in_the_error()
 #[tokio::test]
 async fn standard_output_is_of_no_account_to_a_service() -> Result<()> {
     goes_on(RUN, Some(Output::Full), Output::Closed).await
+}
+
+/// The call that writes to it blocks a thread, which nothing can end but the end of the process.
+#[tokio::test]
+async fn a_sink_on_standard_output_that_nobody_reads_does_not_hold_up_a_stop() -> Result<()> {
+    let config = "[subscriptions.out]\nsink = { type = \"stdout\" }\n\
+                  [server]\nlisten = \"127.0.0.1:0\"\nstop_timeout = \"1s\"\n";
+    let env = TestEnv::with(Kind::Sqlite, config).await?;
+    env.insert_three().await?;
+    let (output, _output_kept) = Output::Unread.open()?;
+    let served = env.serve_to(output, &[]).await?;
+    until("a call", async || {
+        let page = get(&served.address, "/metrics", "").await?;
+        let sent = page.lines().find_map(|line| line.strip_prefix("postbox_in_flight{subscription=\"out\"} "));
+        Ok(sent.is_some_and(|events| events != "0").then_some(()))
+    })
+    .await?;
+    signal(served.pid()?, "TERM")?;
+    let (status, log) = served.status().await?;
+    ensure!(matches!(status.code(), Some(0 | 1)), "it ended with {status}: {log:#?}");
+    ensure!(env.ok(&["stats"])? == "pending=3 dispatched=0 dead=0 total=3\n");
+    Ok(())
 }

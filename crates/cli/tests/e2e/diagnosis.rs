@@ -33,7 +33,7 @@ async fn the_doctor_names_an_open_breaker(kind: Kind) -> Result<()> {
         kind,
         &format!(
             "[server]\nlisten = \"127.0.0.1:{port}\"\n[subscriptions.refused]\n{}\
-         [subscriptions.lost]\nsink = {{ type = \"http\", url = \"http://no-such-host.invalid/\" }}\n",
+         [subscriptions.lost]\nlease = \"1m\"\nsink = {{ type = \"http\", url = \"http://no-such-host.invalid/\" }}\n",
             http_sink("http://127.0.0.1:9/")
         ),
     )
@@ -50,6 +50,8 @@ async fn the_doctor_names_an_open_breaker(kind: Kind) -> Result<()> {
         ensure!(said.contains(&format!("last reason: {code}")), "{said}");
     }
     ensure!(said.contains("is the destination up") && said.contains("the host name in the sink's url"), "{said}");
+    // A pause that ends between two looks of the relay would be missed.
+    ensure!(said.contains("pause refused --for 10s") && said.contains("pause lost --for 30s"), "{said}");
     served.terminate().await?;
     // No service runs any more: the store remembers the reason.
     let said = env.said(&["doctor"])?;

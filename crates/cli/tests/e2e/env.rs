@@ -1,7 +1,7 @@
 //! A folder for one test, with a store in it, and the binary to run there.
 
 use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -212,8 +212,13 @@ impl TestEnv {
 
     /// The same with these variables in its environment.
     pub(crate) async fn serve_with(&self, env: &[(&str, &str)]) -> Result<Served> {
+        self.serve_to(Stdio::piped(), env).await
+    }
+
+    /// The same with this standard output.
+    pub(crate) async fn serve_to(&self, output: Stdio, env: &[(&str, &str)]) -> Result<Served> {
         let mut command = tokio::process::Command::from(self.command(&["run", "--log-json"]));
-        command.envs(env.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        command.envs(env.iter().copied()).stdout(output).stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn()?;
         let mut lines = BufReader::new(child.stderr.take().context("no stderr")?).lines();
         let started = async {
@@ -256,12 +261,18 @@ impl Served {
     }
 
     /// It must exit with 0 in time. Returns its log.
-    pub(crate) async fn ended(mut self) -> Result<Vec<String>> {
+    pub(crate) async fn ended(self) -> Result<Vec<String>> {
+        let (status, log) = self.status().await?;
+        ensure!(status.success(), "it ended with {status}: {log:#?}");
+        Ok(log)
+    }
+
+    /// It must end in time. Returns how it ended, and its log.
+    pub(crate) async fn status(mut self) -> Result<(ExitStatus, Vec<String>)> {
         let status = tokio::time::timeout(DEADLINE, self.child.wait()).await.context("it does not stop")??;
         while self.log.changed().await.is_ok() {}
         let log = self.log.borrow().clone();
-        ensure!(status.success(), "it ended with {status}: {log:#?}");
-        Ok(log)
+        Ok((status, log))
     }
 
     /// Returns its log so far.

@@ -90,15 +90,21 @@ async fn every_fault_of_a_configuration_is_listed_at_its_line() -> Result<()> {
 
 #[tokio::test]
 async fn a_missing_secret_stops_who_delivers_and_not_who_looks() -> Result<()> {
-    let env = TestEnv::with(
-        Kind::Sqlite,
-        "[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\" }\n",
-    )
-    .await?;
-    let said = ["postbox.toml:", "export NOT_THERE="];
-    refused(&env, 2, &[["run"], ["dispatch"], ["check-config"]], &said).await?;
-    env.ok(&["stats"])?;
+    let http = "type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\"";
+    for sink in [http, "type = \"bus\", url = \"env:NOT_THERE\""] {
+        let env = TestEnv::with(Kind::Sqlite, &format!("[subscriptions.a]\nsink = {{ {sink} }}\n")).await?;
+        let said = ["postbox.toml:", "export NOT_THERE="];
+        refused(&env, 2, &[["run"], ["dispatch"], ["check-config"]], &said).await?;
+        env.ok(&["stats"])?;
+    }
     Ok(())
+}
+
+#[tokio::test]
+async fn a_log_level_is_checked_before_anything_runs() -> Result<()> {
+    let env = TestEnv::with(Kind::Sqlite, "[log]\nlevel = \"info,postbox_engine\"\n").await?;
+    let said = ["postbox.toml:4: ", "\"postbox_engine\" is not a log level"];
+    refused(&env, 2, &[["check-config"], ["run"], ["stats"]], &said).await
 }
 
 #[tokio::test]

@@ -11,10 +11,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
-use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use crate::endpoint::{Arrival, Endpoint, Shut, firsts};
-use crate::env::{Kind, TestEnv, cases, http_sink, on_both, signal, until};
+use crate::env::{Kind, Served, TestEnv, cases, get, http_sink, on_both, signal};
 
 /// Response time of a working destination, long enough that a fault finds work in flight.
 const PACE: Duration = Duration::from_millis(5);
@@ -173,6 +172,20 @@ cases! {
     after_a_crash_of_the_database_longer_than_the_lease_it_delivers_again => the_database_returns(PrivatePostgres::stop_immediate, "1s");
 }
 
+/// What a service answers that waits for its store.
+async fn ensure_waits(relay: &Served, code: &str) -> Result<()> {
+    relay.logged("store away", 1).await?;
+    ensure!(relay.log().iter().any(|line| line.contains("store away") && line.contains(code)), "{:#?}", relay.log());
+    let page = async |path: &str| get(&relay.address, path, "").await;
+    let (health, ready) = (page("/healthz").await?, page("/readyz").await?);
+    ensure!(health.starts_with("HTTP/1.1 200"), "{health}");
+    ensure!(ready.starts_with("HTTP/1.1 503") && ready.contains("store: "), "{ready}");
+    let (status, metrics) = (page("/status").await?, page("/metrics").await?);
+    ensure!(status.contains(&format!("\"code\":\"{code}\"")), "{status}");
+    ensure!(metrics.contains("\npostbox_store_up 0\n"), "{metrics}");
+    Ok(())
+}
+
 /// A relay that starts on a standby waits for the promotion, and then delivers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_standby_is_waited_for_until_it_is_promoted() -> Result<()> {
@@ -183,23 +196,17 @@ async fn a_standby_is_waited_for_until_it_is_promoted() -> Result<()> {
     env.config(&endpoint.subscription("out"))?;
     fill(&env, 2, 10).await?;
     postgres.restart_as_standby().await;
-    let promote = async {
-        const RELAYS: &str = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'postbox'";
-        let client = TestEnv::on(Kind::Postgres, postgres.url())?.client().await?;
-        let connected = async || anyhow::Ok((client.query_one(RELAYS, &[]).await?.get::<_, i64>(0) > 0).then_some(()));
-        until("a relay that is connected", connected).await?;
-        ensure!(endpoint.count() == 0, "nothing is sent from a standby");
-        client.batch_execute("SELECT pg_promote()").await?;
-        anyhow::Ok(())
-    };
-    let (relay, promoted) = futures::join!(env.serve(), promote);
-    promoted?;
+    let relay = env.serve().await?;
+    ensure_waits(&relay, "store_read_only").await?;
+    ensure!(endpoint.count() == 0, "nothing is sent from a standby");
+    TestEnv::on(Kind::Postgres, postgres.url())?.client().await?.batch_execute("SELECT pg_promote()").await?;
     endpoint.until("all events", |arrivals| distinct(arrivals) == 10).await?;
-    relay?.terminate().await?;
+    relay.terminate().await?;
     Ok(())
 }
 
-/// A relay that starts while the database is down waits, logs that, and then delivers.
+/// A relay that starts while the database is down waits, says so to whoever asks, and then
+/// delivers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_database_that_is_down_at_the_start_is_waited_for() -> Result<()> {
     let mut postgres = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
@@ -209,12 +216,11 @@ async fn a_database_that_is_down_at_the_start_is_waited_for() -> Result<()> {
     env.config(&endpoint.subscription("out"))?;
     fill(&env, 2, 10).await?;
     postgres.stop_fast();
-    let mut relay = env.spawn(&["run", "--log-json"])?;
-    let mut lines = BufReader::new(relay.stderr.take().context("no stderr")?).lines();
-    let said = tokio::time::timeout(Duration::from_secs(30), lines.next_line()).await??.context("it ended")?;
-    ensure!(said.contains("store away") && said.contains("store_unreachable"), "{said}");
+    let relay = env.serve().await?;
+    ensure_waits(&relay, "store_unreachable").await?;
     postgres.start().await;
     endpoint.until("all events", |arrivals| distinct(arrivals) == 10).await?;
+    relay.terminate().await?;
     Ok(())
 }
 

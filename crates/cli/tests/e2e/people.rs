@@ -1,6 +1,7 @@
 //! What a person sees of one event, and what a script reads.
 
 use anyhow::{Context as _, Result, ensure};
+use postbox_testkit::proxy::{FaultProxy, Harm, Point};
 use serde_json::Value;
 
 use crate::endpoint::{Endpoint, refuses_all};
@@ -185,6 +186,23 @@ async fn a_list_without_a_state_has_the_newest_events(kind: Kind) -> Result<()> 
     both[..2].sort();
     ensure!(both.len() == 6 && both[..2] == ["order.paid pending orders", "order.paid skipped bills"], "{both:?}");
     ensure!(listed(&["--limit", "1"])?.len() == 1);
+    Ok(())
+}
+
+/// The server has committed, and its answer is lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_send_without_an_answer_names_the_id_to_repeat_it_with() -> Result<()> {
+    let direct = TestEnv::migrated(Kind::Postgres).await?;
+    let proxy = FaultProxy::in_front_of(&direct.url).await;
+    let env = TestEnv::on(Kind::Postgres, proxy.url(&direct.url))?;
+    let lost = proxy.trap(Point::CommitOf("READ WRITE".to_owned()), Harm::LoseAnswer);
+    let complaint = env.refuses(1, &["send", "order.paid", "{}"])?;
+    ensure!(lost.is_sprung() && lost.answer().await.last().is_some_and(|tag| tag == "COMMIT"), "{lost:?}");
+    let id = complaint.trim_end().rsplit_once("repeat with --id ").with_context(|| complaint.clone())?.1;
+    let again = env.output(&["send", "order.paid", "{}", "--id", id])?;
+    let said = String::from_utf8(again.stderr)?;
+    ensure!(again.status.success() && said.contains("it was not appended again"), "{}: {said}", again.status);
+    ensure!(again.stdout == format!("{id}\n").into_bytes());
     Ok(())
 }
 

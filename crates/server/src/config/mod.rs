@@ -26,7 +26,7 @@ use crate::sources::{NamedSource, sources};
 use crate::stores::{NamedStore, StoreConfig, stores};
 pub(crate) use subscription::store_names;
 use subscription::subscriptions;
-pub use telemetry::TelemetryConfig;
+pub use telemetry::{TelemetryConfig, check_collector_url};
 
 /// The name of the file when none is given.
 pub const FILE_DEFAULT: &str = "postbox.toml";

@@ -124,12 +124,7 @@ const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
 
 /// Checks a single word, or the levels of a filter.
 fn level(text: &str) -> Result<String, String> {
-    let is_filter = text.contains(['=', ',']);
-    let mut words = text.split(',').filter_map(|part| match part.rsplit_once('=') {
-        Some((_, word)) => Some(word.trim()),
-        // In a filter, the name of a part of the program.
-        None => Some(part).filter(|_| !is_filter),
-    });
+    let mut words = text.split(',').map(|part| part.rsplit_once('=').map_or(part, |(_, word)| word.trim()));
     match words.find(|word| !LEVELS.contains(&word.to_ascii_lowercase().as_str())) {
         None => Ok(text.to_owned()),
         Some(wrong) => Err(format!("{wrong:?} is not a log level; {}", suggestion(wrong, &LEVELS))),

@@ -82,8 +82,9 @@ pub async fn fetch(config: &ServerConfig) -> Result<Option<ServiceStatus>, Findi
 pub async fn add_marks(config: &ServerConfig, counted: &mut [StatsJson]) {
     let asked = timeout(WAIT_MAX, ask::<Vec<MarksJson>>(config, "/high-water-marks")).await;
     for marks in asked.ok().and_then(Result::ok).unwrap_or_default() {
-        let of = counted.iter_mut().find(|stats| stats.subscription.as_ref() == Some(&marks.subscription));
-        of.into_iter().for_each(|stats| stats.high_water_marks.clone_from(&marks.high_water_marks));
+        // With several stores, each has a row of it.
+        let of = counted.iter_mut().filter(|stats| stats.subscription.as_ref() == Some(&marks.subscription));
+        of.for_each(|stats| stats.high_water_marks.clone_from(&marks.high_water_marks));
     }
 }
 

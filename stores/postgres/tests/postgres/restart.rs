@@ -215,8 +215,8 @@ async fn unreachable_stores_say_so() {
     assert_eq!(error.code(), "schema_missing");
 }
 
-/// A server that stops answering blocks no caller for ever: retention and creating a log time out
-/// like every other call.
+/// A server that stops answering blocks no caller for ever: retention, creating a log and the check
+/// of the schema time out like every other call.
 #[tokio::test]
 async fn a_silent_server_holds_up_no_call() {
     let server = Postgres::shared(Version::V15).await;
@@ -229,7 +229,7 @@ async fn a_silent_server_holds_up_no_call() {
     let log = LogName::new("more").expect("a name");
     // Retries until the pool has a working connection: on a busy machine a call may take half a
     // second.
-    while store.create_log(&log).await.is_err() {}
+    while store.create_log(&log).await.is_err() || store.validate().await.is_err() {}
     proxy.swallow(&Direction::BOTH);
     // Far longer than the 6 s that a call may take: its own timeout, the pool's, and 5 s for the
     // network.
@@ -237,11 +237,14 @@ async fn a_silent_server_holds_up_no_call() {
     let calls = futures::join!(
         tokio::time::timeout(patience, store.forget(Duration::ZERO)),
         tokio::time::timeout(patience, store.create_log(&log)),
+        tokio::time::timeout(patience, store.validate()),
     );
     let errors = [
         calls.0.expect("forget gives up").expect_err("no answer"),
         calls.1.expect("create_log gives up").expect_err("no answer"),
+        calls.2.expect("validate gives up").expect_err("no answer"),
     ];
+    assert_eq!(errors[2].code(), "store_timeout");
     for error in errors {
         assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     }

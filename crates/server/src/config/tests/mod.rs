@@ -25,6 +25,7 @@ pub(super) fn env(name: &str) -> Option<String> {
         "COLLECTOR_KEY" | "HOOK_SECRET" | "KAFKA_PASSWORD" | "MQTT_PASSWORD" | "PARTNER_SECRET"
         | "RABBITMQ_PASSWORD" | "REDIS_PASSWORD" | "SQS_SECRET_KEY" | "SQS_SESSION_TOKEN" => Some(KEY.into()),
         "DATABASE_URL" => Some("postgres://u:hunter2@h/db".into()),
+        "DIRECT_DATABASE_URL" => Some("postgres://u:hunter2@h/direct".into()),
         "ACME_DATABASE_URL" => Some("postgres://u:hunter2@h/acme".into()),
         "SHORT" => Some("whsec_abc".into()),
         "POSTBOX_STATUS_TOKEN" => Some("0123456789abcdef".into()),

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use jiff::Timestamp;
+use postbox_config::duration_text;
 use postbox_core::{Disposition, Record, Unreadable};
 
 use super::Finding;
@@ -13,6 +14,8 @@ use crate::text::{cut, span};
 /// Number of events that must fail for the same reason before the destination is blamed and not an
 /// event.
 const SAME_MIN: usize = 3;
+/// Shortest pause that is suggested; with the default lease, a relay looks three times meanwhile.
+const PAUSE_MIN: Duration = Duration::from_secs(10);
 
 /// A destination that is down: as reported by the running service, or by events that failed without
 /// being charged an attempt.
@@ -47,7 +50,10 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
     let text = last.map(|(record, _)| text(record)).unwrap_or_default();
     let mut cure = cure_down(code, text).to_owned();
     if open.is_some() {
-        cure.push_str(&format!("; to try now: postbox pause {} --for 10s", known.info.name));
+        // A relay looks every third of its lease.
+        let lease = known.config.map_or(Duration::ZERO, |config| config.settings.lease_ttl);
+        let long = duration_text((lease / 2).max(PAUSE_MIN));
+        cure.push_str(&format!("; to try now: postbox pause {} --for {long}", known.info.name));
     }
     Some(Finding::problem("destination_down", what, cure).reason(code))
 }
