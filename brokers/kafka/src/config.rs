@@ -252,7 +252,7 @@ mod tests {
             ("brokers = \"kafka://u:canary@h:1\"\ntopic = \"t\"", "HOST:PORT"),
             ("brokers = \"h\"\ntopic = \"t\"", "HOST:PORT"),
             ("brokers = \"h:0\"\ntopic = \"t\"", "HOST:PORT"),
-            ("brokers = \"h:1\"\ntopic = \"a b\"", "is no topic"),
+            ("brokers = \"h:1\"\ntopic = \"a b\"", "not a valid topic"),
             ("brokers = \"h:1\"\ntopic = \"t\"\nacks = \"none\"", "none of all, leader"),
             (
                 "brokers = \"h:1\"\ntopic = \"t\"\ntls = { client_cert = \"c\" }",

@@ -80,7 +80,6 @@ impl Delivery {
     /// replay.
     ///
     /// It has no dot, because Standard Webhooks forbids dots in ids.
-    /// It has no dot, because Standard Webhooks forbids dots in ids.
     pub fn dedupe_id(&self) -> String {
         match self.replay {
             0 => self.event.id.to_string(),

@@ -29,11 +29,11 @@ const JSON: &str = "application/json";
 pub enum Envelope {
     /// `raw`: the payload alone.
     Raw,
-    /// `replica`: one JSON object for receivers that keep copies of entities.
+    /// `json`: one JSON object with every field of the event.
     Json,
     /// `replica`: one JSON object for those who keep copies of entities.
     Replica,
-    /// `cloudevents-binary`: CloudEvents 1.0, binary mode; the payload, with attributes beside it.
+    /// `cloudevents`: CloudEvents 1.0, structured mode; everything in one JSON object.
     CloudEvents,
     /// `cloudevents-binary`: CloudEvents 1.0, binary mode; the payload, and attributes beside it.
     CloudEventsBinary,

@@ -8,7 +8,8 @@ macro_rules! conformance_suite {
         $crate::conformance_cases! { admin, $fixture,
             a_replayed_event_is_due_now_with_no_attempts_and_a_fresh_dedupe_id replaying_twice_replays_once
             a_retrying_event_can_be_sent_now replay_never_touches_pending_dispatched_or_discarded_events
-            a_selection_narrows_a_replay a_replayed_event_holds_its_key_again a_discarded_event_is_never_delivered
+            a_selection_narrows_a_replay a_replayed_event_holds_its_key_again
+            dead_events_of_one_key_are_retried_in_their_order a_discarded_event_is_never_delivered
             pending_events_are_discarded_only_by_id discarding_leaves_the_dispatched_and_other_subscriptions_alone
             discarding_a_follower_keeps_the_others_waiting a_replay_is_found_by_the_next_read
             a_large_replay_goes_in_bounded_steps small_steps_discard_all_that_is_named too_many_ids_at_once_are_refused
@@ -186,6 +187,7 @@ macro_rules! conformance_suite {
             handlers_and_what_they_append_commit_with_the_position what_is_appended_carries_on_the_event_s_context
             a_failure_takes_back_what_every_handler_did_until_it_is_retried
             what_is_refused_or_cannot_be_read_is_dead
+            several_who_commit_the_transaction_repeat_nobody
             who_ends_the_transaction_is_dead_and_the_others_are_handled who_commits_the_transaction_is_dead_too
         }
     };

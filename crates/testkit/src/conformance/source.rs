@@ -1,5 +1,7 @@
 //! What every source guarantees: a message comes until it is settled, and then never again.
 
+use std::collections::BTreeSet;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -156,13 +158,26 @@ pub async fn settling_is_idempotent(fixture: &dyn SourceFixture) {
     assert_eq!(fixture.dead_letters().await, [], "the first word counts");
 }
 
+/// Whether it is dropped while it connects, while nothing is there, or while messages arrive.
 pub async fn a_dropped_call_loses_no_message(fixture: &dyn SourceFixture) {
+    const MESSAGES: usize = 20;
     let source = fixture.source();
     for _ in 0..20 {
         assert!(source.next(10).now_or_never().is_none());
     }
-    publish(fixture, 2).await;
-    assert_eq!(gather(&source, 2).await.len(), 2);
+    publish(fixture, MESSAGES).await;
+    let (mut seen, mut calls) = (BTreeSet::new(), 0);
+    while seen.len() < MESSAGES {
+        let given = match calls {
+            // Each is polled once more than the one before it, so they end at different places.
+            1..=200 => polled(source.next(3), calls).await.transpose().expect("given").unwrap_or_default(),
+            // The first one connects. The last ones find what is left.
+            _ => next(&source, 3).await,
+        };
+        calls += 1;
+        settled(source.ack(&tokens(&given)).await);
+        seen.extend(ids(&given));
+    }
 }
 
 pub async fn closing_ends_a_waiting_call(fixture: &dyn SourceFixture) {
@@ -224,6 +239,18 @@ async fn connected(source: &Arc<dyn Source>, max: usize) -> Vec<SourceMessage> {
             source.next(max).await.expect("connected again")
         }
     }
+}
+
+/// Polls a call this many times, then drops it unless it is done.
+async fn polled<T>(call: impl Future<Output = T>, times: usize) -> Option<T> {
+    let mut call = pin!(call);
+    for _ in 0..times {
+        if let Some(done) = call.as_mut().now_or_never() {
+            return Some(done);
+        }
+        tokio::task::yield_now().await;
+    }
+    None
 }
 
 /// Returns at least `count` messages, in as many calls as needed.
