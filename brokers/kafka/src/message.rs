@@ -4,7 +4,8 @@ use bytes::Bytes;
 use krafka::ConsumerRecord;
 use krafka::producer::Record;
 use postbox_core::envelope::{Binding, Wrapped};
-use postbox_core::{Delivery, Headers, RawMessage, hex};
+use postbox_core::limits::KEY_BYTES_MAX;
+use postbox_core::{Delivery, Headers, Key, RawMessage, hex};
 use sha2::{Digest as _, Sha256};
 
 /// The header with the id to deduplicate by.
@@ -50,17 +51,21 @@ pub(crate) fn raw_message(record: ConsumerRecord, id_header: &str, content_type:
         id: id.or_else(|| word(id_header)).or_else(|| Some(place())),
         digest: Sha256::digest(&payload).into(),
         topic: record.topic.to_string(),
-        key: record.key.as_deref().map(key),
+        key: record.key.as_deref().and_then(key),
         headers: kept(&record, id_header),
         content_type: word(CONTENT_TYPE).unwrap_or_else(|| content_type.to_owned()),
         payload,
     }
 }
 
-fn key(bytes: &[u8]) -> String {
+/// Returns the text of a key, or else its bytes in hexadecimal: `42` as a number is text with null
+/// characters. Of a key that is too long as well, the digest. An empty key is none.
+fn key(bytes: &[u8]) -> Option<String> {
     match str::from_utf8(bytes) {
-        Ok(text) => text.to_owned(),
-        Err(_) => hex(bytes),
+        Ok("") => None,
+        Ok(text) if Key::new(text).is_ok() => Some(text.to_owned()),
+        _ if 2 * bytes.len() <= KEY_BYTES_MAX => Some(hex(bytes)),
+        _ => Some(format!("sha256:{}", hex(&Sha256::digest(bytes)))),
     }
 }
 
@@ -133,6 +138,20 @@ mod tests {
         let structured = record.headers.iter().find(|(name, _)| name == "content-type");
         let structured = structured.and_then(|(_, value)| value.clone()).expect("a value");
         assert!(structured.starts_with(b"application/cloudevents+json"), "{structured:?}");
+    }
+
+    #[test]
+    fn every_key_is_one_that_an_event_can_have() {
+        let key = |bytes: &[u8]| {
+            let record = ConsumerRecord::new("orders", 2, 7, Some(Bytes::copy_from_slice(bytes)), None);
+            let source: SourceName = "orders".parse().expect("a name");
+            raw_message(record, ID, "text/plain").into_inbound(&source).expect("an event").event.key
+        };
+        assert_eq!(key(&42_i64.to_be_bytes()).as_deref(), Some("000000000000002a"));
+        assert_eq!(key(b""), None);
+        assert_eq!(key(b"42").as_deref(), Some("42"));
+        assert!(key(&[0xff; 600]).is_some_and(|key| key.starts_with("sha256:")));
+        assert!(key(&[b'k'; 1_025]).is_some_and(|key| key.starts_with("sha256:")));
     }
 
     #[test]

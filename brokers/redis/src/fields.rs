@@ -81,7 +81,9 @@ impl Layout {
             // A field that is not text here is not one of ours.
             let (Ok(name), Ok(value)) = (String::from_utf8(name), String::from_utf8(value)) else { continue };
             match name.as_str() {
-                ID if !value.is_empty() => message.id = Some(value),
+                // An empty value says nothing.
+                ID | TOPIC | KEY | CONTENT_TYPE if value.is_empty() => {}
+                ID => message.id = Some(value),
                 TOPIC => message.topic = value,
                 KEY => message.key = Some(value),
                 CONTENT_TYPE => message.content_type = value,
@@ -178,6 +180,14 @@ mod tests {
         assert_eq!(message.content_type, "a/b");
         assert_eq!(message.headers, delivery.event.headers);
         assert_eq!(message.payload, delivery.event.payload);
+    }
+
+    #[test]
+    fn an_empty_field_says_nothing() {
+        let entry = [("payload", &b"{}"[..]), ("id", b""), ("topic", b""), ("key", b""), ("content-type", b"")];
+        let message = layout().message("5-1", fields(&entry));
+        assert_eq!((message.id.as_deref(), message.topic.as_str()), (Some("orders/5-1"), "orders"));
+        assert_eq!((message.key, message.content_type.as_str()), (None, "application/json"));
     }
 
     #[test]

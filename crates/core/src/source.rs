@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use sha2::{Digest as _, Sha256};
 
 use crate::error::Result;
-use crate::event::{Headers, NewEvent, header};
+use crate::event::{Headers, NewEvent, check_word_of, header};
 use crate::hex::hex;
 use crate::names::{SourceName, Topic};
 use crate::receive::Inbound;
@@ -15,6 +16,9 @@ use crate::receive::Inbound;
 const POISON_REASON_CHARS_MAX: usize = 500;
 /// Bytes that are kept of a message which no store can keep whole.
 const POISON_BYTES_MAX: usize = 1024 * 1024;
+
+/// The media type of bytes.
+const BYTES: &str = "application/octet-stream";
 
 /// A source's own number for one delivery of a message. Only the source that made it reads it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -47,11 +51,14 @@ impl RawMessage {
     }
 
     /// Returns an event with the message's topic, key, headers and payload; `Invalid` if no event
-    /// can have them.
+    /// can have them. An empty key is none. A content type that no event can have becomes that of
+    /// bytes: producers write many.
     pub fn into_inbound(self, source: &SourceName) -> Result<Inbound> {
         let message_id = self.message_id();
-        let mut event = NewEvent::new(self.topic, self.payload, self.content_type).source(source.to_string());
-        event.key = self.key;
+        let is_bytes = check_word_of("content_type", &self.content_type).is_err();
+        let content_type = if is_bytes { BYTES.to_owned() } else { self.content_type };
+        let mut event = NewEvent::new(self.topic, self.payload, content_type).source(source.to_string());
+        event.key = self.key.filter(|key| !key.is_empty());
         event.headers = self.headers;
         event.headers.insert(header::MESSAGE_ID.into(), message_id.clone());
         let inbound = Inbound { source: source.clone(), message_id, digest: self.digest, event };
@@ -64,8 +71,12 @@ impl RawMessage {
     /// message would come again for ever, and others would wait behind it.
     pub fn cut(&mut self) -> Option<usize> {
         let length = self.payload.len();
-        self.payload.truncate(POISON_BYTES_MAX);
-        (length > POISON_BYTES_MAX).then_some(length)
+        if length <= POISON_BYTES_MAX {
+            return None;
+        }
+        // A copy, so that the rest is freed.
+        self.payload = Bytes::copy_from_slice(&self.payload[..POISON_BYTES_MAX]);
+        Some(length)
     }
 
     /// Returns an event that keeps a message which cannot be decoded: its payload, the reason, and
@@ -90,8 +101,9 @@ impl RawMessage {
         if whole.validate().is_ok() {
             return whole;
         }
-        let content_type = "application/octet-stream".to_owned();
-        poison(Self { id: None, headers: Headers::new(), content_type, ..self })
+        // Even an id that no event can have tells this message from others with its payload.
+        let id = Some(hex(&Sha256::digest(self.message_id())));
+        poison(Self { id, headers: Headers::new(), content_type: BYTES.to_owned(), ..self })
     }
 }
 
@@ -189,6 +201,9 @@ mod tests {
         assert_eq!(inbound.event.headers[header::MESSAGE_ID], "m1");
         let nameless = RawMessage { id: None, ..message() }.into_inbound(&source()).expect("an event");
         assert_eq!(nameless.message_id, format!("sha256:{}", "07".repeat(32)));
+        let strange = RawMessage { key: Some(String::new()), content_type: "c".repeat(500), ..message() };
+        let event = strange.into_inbound(&source()).expect("an event").event;
+        assert_eq!((event.key, event.content_type.as_deref()), (None, Some("application/octet-stream")));
         let error = RawMessage { topic: "a b".into(), ..message() }.into_inbound(&source()).expect_err("no topic");
         assert_eq!(error.code(), "topic_invalid");
     }
@@ -214,6 +229,17 @@ mod tests {
             assert_eq!(poison.event.headers[header::POISON], "json_invalid: line\\u{1b}[1m 1");
             assert!(poison.message_id.starts_with("poison:"), "it does not use up the message's own id");
         }
+    }
+
+    #[test]
+    fn poison_of_equal_payloads_is_kept_apart() {
+        let poison = |id: &str| {
+            let message = RawMessage { id: Some(id.to_owned()), content_type: "c".repeat(500), ..message() };
+            message.into_poison(&source(), "topic_invalid", "").message_id
+        };
+        assert_ne!(poison("m1"), poison("m2"), "the second one would be taken for the first");
+        assert_ne!(poison(&"i".repeat(300)), poison(&"j".repeat(300)));
+        assert_eq!(poison("m1"), poison("m1"), "a repetition is one");
     }
 
     #[test]

@@ -13,9 +13,7 @@ use ::krafka::{CloseOptions, ConsumerRecord, Kafka, KafkaBuilder, KrafkaError, P
 use postbox_core::{Error, ErrorKind, Result};
 use tokio::time::timeout;
 
-use super::{
-    BATCH_BYTES_MAX, CONNECT_TIMEOUT, LINGER, MEMORY_BYTES, METADATA_MAX_AGE, POLL_MAX, Producing, REQUEST_TIMEOUT,
-};
+use super::{CONNECT_TIMEOUT, LINGER, MEMORY_BYTES, METADATA_MAX_AGE, POLL_MAX, Producing, REQUEST_TIMEOUT};
 use crate::classify::{self, Cause, Failure};
 use crate::connection::{Auth, Cluster, Mechanism, TopicIds};
 use crate::group::{Membership, OPERATION, OffsetReset, Partition, Rebalances};
@@ -126,7 +124,7 @@ pub(super) async fn producer(cluster: &Cluster, how: &Producing) -> Result<Produ
             Acks::Leader => ::krafka::producer::Acks::Leader,
         })
         .idempotent(how.acks == Acks::All)
-        .batch_size(BATCH_BYTES_MAX)
+        .batch_size(how.batch_bytes_max())
         .buffer_memory(MEMORY_BYTES)
         .linger(LINGER.min(how.request_timeout()))
         .delivery_timeout(how.confirm_within)

@@ -66,11 +66,16 @@ pub(crate) struct Producing {
     /// A record that is not confirmed for so long is given up.
     pub(crate) confirm_within: Duration,
     /// The size of the largest record.
-    #[cfg_attr(not(feature = "rdkafka"), expect(dead_code, reason = "krafka has no limit of its own"))]
     pub(crate) message_bytes_max: usize,
 }
 
 impl Producing {
+    /// The size of the largest batch. Whoever limits records below it has a topic that takes no
+    /// larger batches.
+    fn batch_bytes_max(&self) -> usize {
+        BATCH_BYTES_MAX.min(self.message_bytes_max)
+    }
+
     /// The longest wait for the answer to one request.
     fn request_timeout(&self) -> Duration {
         self.confirm_within / REQUESTS_A_CALL

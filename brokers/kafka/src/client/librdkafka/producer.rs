@@ -10,7 +10,7 @@ use ::rdkafka::producer::{BaseRecord, Producer as _, PurgeConfig};
 use postbox_core::Result;
 use tokio::sync::oneshot;
 
-use super::super::{BATCH_BYTES_MAX, LINGER, MEMORY_BYTES, Producing};
+use super::super::{LINGER, MEMORY_BYTES, Producing};
 use super::{Context, Native, Threaded, blocking, closed, config, millis, reach};
 use crate::classify::{self, Failure};
 use crate::connection::Cluster;
@@ -42,7 +42,7 @@ impl Producer {
             .set("message.timeout.ms", millis(how.confirm_within))
             .set("request.timeout.ms", millis(request_timeout))
             .set("linger.ms", millis(LINGER))
-            .set("batch.size", BATCH_BYTES_MAX.to_string())
+            .set("batch.size", how.batch_bytes_max().to_string())
             .set("message.max.bytes", request_bytes_max.to_string())
             .set("queue.buffering.max.kbytes", (MEMORY_BYTES / 1024).to_string())
             .set("queue.buffering.max.messages", RECORDS_MAX.to_string())
