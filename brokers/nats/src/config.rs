@@ -15,7 +15,7 @@ use postbox_core::{Down, Envelope, Inbound, LogName, RawMessage, Result, Sink, S
 
 use crate::classify::{NO_CONSUMER, no_stream};
 use crate::connection::{Auth, Link, Servers};
-use crate::jetstream::{ConsumerSpec, NewStream, duplicate_window, ensure_consumer, streams_of};
+use crate::jetstream::{ConsumerSpec, NewStream, ensure_consumer, settings, streams_of};
 use crate::sink::{NatsSink, Publishing, Target};
 use crate::source::NatsSource;
 use crate::subject;
@@ -263,7 +263,7 @@ async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
     let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
     let pattern = subject::pattern(&table.subject);
     let streams = match &table.stream {
-        Some(stream) => duplicate_window(&client, stream).await?.map(|_| stream.clone()).into_iter().collect(),
+        Some(stream) => settings(&client, stream).await?.map(|_| stream.clone()).into_iter().collect(),
         None => streams_of(&client, &pattern).await?,
     };
     match (&streams[..], &table.stream, &table.create) {

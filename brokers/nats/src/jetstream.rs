@@ -3,6 +3,8 @@
 use std::time::Duration;
 
 use async_nats::{Client, Request, RequestErrorKind};
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use postbox_core::{Down, ErrorKind};
 use serde_json::{Value, json};
 
@@ -52,10 +54,22 @@ pub(crate) struct NewStream {
     pub(crate) duplicate_window: Duration,
 }
 
-/// Returns how long a stream remembers message ids; `None` if there is no such stream.
-pub(crate) async fn duplicate_window(client: &Client, stream: &str) -> Result<Option<Duration>, Down> {
-    let window = |info: Value| Duration::from_nanos(info["config"]["duplicate_window"].as_u64().unwrap_or_default());
-    Ok(stream_info(client, stream).await?.map(window))
+/// The settings of a stream that matter to a sink.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Settings {
+    /// How long it remembers message ids.
+    pub(crate) duplicate_window: Duration,
+    /// Whether it deletes a message once its consumers acknowledged it.
+    pub(crate) deletes_acked: bool,
+}
+
+/// Returns a stream's settings; `None` if there is no such stream.
+pub(crate) async fn settings(client: &Client, stream: &str) -> Result<Option<Settings>, Down> {
+    let settings = |info: Value| Settings {
+        duplicate_window: Duration::from_nanos(info["config"]["duplicate_window"].as_u64().unwrap_or_default()),
+        deletes_acked: matches!(info["config"]["retention"].as_str(), Some("workqueue" | "interest")),
+    };
+    Ok(stream_info(client, stream).await?.map(settings))
 }
 
 /// Returns the number of the last message that a stream has stored; `None` if there is no such
@@ -72,10 +86,14 @@ async fn stream_info(client: &Client, stream: &str) -> Result<Option<Value>, Dow
     }
 }
 
-/// Returns the subject of a message; `None` if the stream has it no more.
-pub(crate) async fn subject_of(client: &Client, stream: &str, number: u64) -> Result<Option<String>, Down> {
+/// Returns subject and payload of a message; `None` if the stream has it no more.
+pub(crate) async fn message_at(client: &Client, stream: &str, number: u64) -> Result<Option<(String, Vec<u8>)>, Down> {
     match call(client, &format!("STREAM.MSG.GET.{stream}"), &json!({ "seq": number })).await? {
-        Ok(answer) => Ok(answer["message"]["subject"].as_str().map(str::to_owned)),
+        Ok(answer) => {
+            let text = |key: &str| answer["message"][key].as_str();
+            let payload = BASE64_STANDARD.decode(text("data").unwrap_or_default()).unwrap_or_default();
+            Ok(text("subject").map(|subject| (subject.to_owned(), payload)))
+        }
         Err(refusal) if refusal.err_code == NO_MESSAGE => Ok(None),
         Err(refusal) if refusal.err_code == NO_STREAM => {
             Err(Down::new(ErrorKind::Mismatch, classify::NO_STREAM, format!("there is no stream {stream} here")))

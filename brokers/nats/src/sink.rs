@@ -21,7 +21,9 @@ use tracing::{info, warn};
 use crate::classify::{self, Answer, NO_STREAM, no_stream};
 use crate::config;
 use crate::connection::{Link, Servers};
-use crate::jetstream::{NO_JETSTREAM, NewStream, create_stream, duplicate_window, last_number, streams_of, subject_of};
+use crate::jetstream::{
+    NO_JETSTREAM, NewStream, Settings, create_stream, last_number, message_at, settings, streams_of,
+};
 use crate::subject;
 
 /// The most events of a call. A client's queue holds 2,048, so two calls wait for the server, not
@@ -33,7 +35,7 @@ const CONCURRENCY: usize = 8;
 /// How many known messages are looked at at once. After a killed relay there can be thousands, and
 /// a server that is asked for all at once answers too late.
 const LOOKS_MAX: usize = 16;
-/// The most streams whose duplicate window is checked.
+/// The most streams whose settings are looked at.
 const STREAMS_MAX: usize = 3;
 
 /// The stream that events are published to.
@@ -47,6 +49,17 @@ pub(crate) struct Target {
     pub(crate) pattern: String,
     /// The longest time until an event whose ack was lost is sent again.
     pub(crate) repeats_within: Duration,
+}
+
+/// What is known of the streams that take the events.
+#[derive(Debug, Default)]
+struct Known {
+    /// Set once a stream was found.
+    is_found: AtomicBool,
+    /// Set once one was found that deletes messages when they are acknowledged.
+    deletes_acked: AtomicBool,
+    /// Set once a short duplicate window was reported, or we cannot ask.
+    is_checked: AtomicBool,
 }
 
 /// Publishes events to JetStream.
@@ -63,6 +76,7 @@ pub struct NatsSink {
     source: String,
     timeout: Duration,
     concurrency: usize,
+    known: Arc<Known>,
     /// For looks at known messages.
     looks: Semaphore,
     /// Set once it is known that we cannot look.
@@ -85,18 +99,19 @@ impl NatsSink {
     /// Returns a sink that connects when the first event is sent.
     pub(crate) fn new(servers: Servers, target: Target, how: Publishing, clock: Arc<dyn Clock>) -> Self {
         let (stream, create, pattern) = (target.stream.clone(), target.create.is_some(), target.pattern.clone());
-        let (target, is_checked) = (Arc::new(target), Arc::new(AtomicBool::new(false)));
+        let (target, known) = (Arc::new(target), Arc::<Known>::default());
         let look_timeout = how.timeout / 3;
+        let learnt = Arc::clone(&known);
         let prepare = move |client| {
-            let (target, is_checked) = (Arc::clone(&target), Arc::clone(&is_checked));
+            let (target, known) = (Arc::clone(&target), Arc::clone(&learnt));
             Box::pin(async move {
                 if target.create.is_some() {
-                    return prepare(&client, &target, &is_checked).await;
+                    return prepare(&client, &target, &known).await;
                 }
-                // Only for a warning. A server does not answer a user without the right to ask.
-                if !is_checked.load(Ordering::Relaxed) {
-                    let checked = timeout(look_timeout, prepare(&client, &target, &is_checked)).await;
-                    is_checked.fetch_or(checked.is_err(), Ordering::Relaxed);
+                // A server does not answer a user without the right to ask.
+                if !known.is_checked.load(Ordering::Relaxed) {
+                    let checked = timeout(look_timeout, prepare(&client, &target, &known)).await;
+                    known.is_checked.fetch_or(checked.is_err(), Ordering::Relaxed);
                 }
                 Ok(())
             }) as _
@@ -111,14 +126,16 @@ impl NatsSink {
             source: how.source,
             timeout: how.timeout,
             concurrency: how.concurrency.unwrap_or(CONCURRENCY),
+            known,
             looks: Semaphore::new(LOOKS_MAX),
             may_not_look: AtomicBool::new(false),
             clock,
         }
     }
 
-    /// Makes the message of an event, or returns why there can be none.
-    fn message(&self, delivery: &Delivery, id: &str) -> Result<(String, HeaderMap, Bytes), Outcome> {
+    /// Makes the message of an event, or returns why there can be none. `is_own`: its id is of this
+    /// subject and body alone. The body of an event is the same at each attempt, and so is that id.
+    fn message(&self, delivery: &Delivery, is_own: bool) -> Result<(String, HeaderMap, Bytes), Outcome> {
         let event = &delivery.event;
         let subject = subject::render(&self.subject, event)?;
         let wrapped = self.envelope.wrap(event, &self.source)?;
@@ -132,7 +149,12 @@ impl NatsSink {
         if wrapped.attributes.is_empty() {
             insert(&mut headers, "Content-Type", &wrapped.content_type)?;
         }
-        insert(&mut headers, "Nats-Msg-Id", id)?;
+        let mut id = delivery.dedupe_id();
+        if is_own {
+            let content = Sha256::new().chain_update(&subject).chain_update(" ").chain_update(&wrapped.body).finalize();
+            id = format!("{id}-{}", hex(&content[..8]));
+        }
+        insert(&mut headers, "Nats-Msg-Id", &id)?;
         if let Some(stream) = &self.stream {
             insert(&mut headers, "Nats-Expected-Stream", stream)?;
         }
@@ -141,38 +163,40 @@ impl NatsSink {
 
     /// Publishes an event.
     ///
-    /// A stream knows an id whatever the subject. If it has the event under another one, which
-    /// another subscription publishes to, the event is published under an id of its own.
+    /// A stream knows an id whatever the subject and the body. If it has another message under it,
+    /// of another subscription or of another database with the same idempotency key, the event is
+    /// published under an id of its own. That is seen by a look at the known message, so where
+    /// messages are deleted once they are acknowledged, each event has an id of its own.
     async fn publish(&self, client: &Client, delivery: &Delivery) -> Result<Acked, Outcome> {
-        let id = delivery.dedupe_id();
-        let acked = self.publish_as(client, delivery, &id).await?;
+        let is_own = self.known.deletes_acked.load(Ordering::Relaxed);
+        let (subject, headers, body) = self.message(delivery, is_own)?;
+        let acked = request(client, subject.clone(), headers, body.clone()).await;
         let Ok(Answer { stream: Some(stream), seq: Some(number), duplicate: true, .. }) = &acked else {
             return Ok(acked);
         };
-        let subject = subject::render(&self.subject, &delivery.event)?;
-        if !self.is_elsewhere(client, stream, *number, &subject).await? {
+        if is_own || !self.is_another(client, stream, *number, &subject, &body).await? {
             return Ok(acked);
         }
-        let own = hex(&Sha256::digest(&subject)[..8]);
-        self.publish_as(client, delivery, &format!("{id}-{own}")).await
+        let (subject, headers, body) = self.message(delivery, true)?;
+        Ok(request(client, subject, headers, body).await)
     }
 
-    async fn publish_as(&self, client: &Client, delivery: &Delivery, id: &str) -> Result<Acked, Outcome> {
-        let (subject, headers, body) = self.message(delivery, id)?;
-        // The call has its own deadline.
-        let request = Request::new().headers(headers).payload(body).timeout(None);
-        Ok(client.send_request(subject, request).await.map(|message| classify::read(&message)))
-    }
-
-    /// Whether a message of a stream has another subject. If it is gone, or we cannot look, it has
-    /// not: most known messages are repetitions.
-    async fn is_elsewhere(&self, client: &Client, stream: &str, number: u64, subject: &str) -> Result<bool, Outcome> {
+    /// Whether a message of a stream has another subject or body. If it is gone, or we cannot look,
+    /// it has not: most known messages are repetitions.
+    async fn is_another(
+        &self,
+        client: &Client,
+        stream: &str,
+        number: u64,
+        subject: &str,
+        body: &[u8],
+    ) -> Result<bool, Outcome> {
         let _turn = self.looks.acquire().await;
         if self.may_not_look.load(Ordering::Relaxed) {
             return Ok(false);
         }
-        match timeout(self.timeout / 3, subject_of(client, stream, number)).await {
-            Ok(Ok(known)) => return Ok(known.is_some_and(|known| known != subject)),
+        match timeout(self.timeout / 3, message_at(client, stream, number)).await {
+            Ok(Ok(known)) => return Ok(known.is_some_and(|(its, payload)| its != subject || payload != body)),
             // The stream may be in another domain or account, whose API is out of reach.
             Ok(Err(down)) if [NO_STREAM, NO_JETSTREAM].contains(&down.code()) => {}
             Ok(Err(down)) => return Err(down.ambiguous()),
@@ -183,7 +207,7 @@ impl NatsSink {
             warn!(
                 code = "nats_duplicates_unseen",
                 stream,
-                "this connection cannot ask which subjects known messages have; if other subscriptions publish to the \
+                "this connection cannot look at known messages; if other subscriptions or databases publish to the \
                  stream, allow the user to publish to $JS.API.STREAM.MSG.GET.{stream}, or use a stream for each"
             );
         }
@@ -211,6 +235,12 @@ impl NatsSink {
 
 /// The answer to a publish, or why there is none.
 type Acked = Result<Answer, RequestError>;
+
+async fn request(client: &Client, subject: String, headers: HeaderMap, body: Bytes) -> Acked {
+    // The call has its own deadline.
+    let request = Request::new().headers(headers).payload(body).timeout(None);
+    client.send_request(subject, request).await.map(|message| classify::read(&message))
+}
 
 /// Whether no event may set this header: JetStream or the envelope uses it.
 fn is_reserved(name: &str) -> bool {
@@ -338,37 +368,38 @@ impl NatsSink {
         };
         // Before a new connection clears the list of refused subjects.
         let concluded = outcomes.into_iter().zip(deliveries).map(conclude).collect();
-        // No event was delivered, so the connection itself may be at fault. A stream that we create
-        // is created on a new connection.
-        if !delivered && (silent || (missing && self.create)) {
+        // No event was delivered, so the connection itself may be at fault. On a new connection a
+        // stream is created if configured, and one that was never seen is looked at.
+        let helps = self.create || !self.known.is_found.load(Ordering::Relaxed);
+        if !delivered && (silent || (missing && helps)) {
             self.link.discard(client).await;
         }
         concluded
     }
 }
 
-/// Creates the stream if configured, and compares its duplicate window with the time in which
-/// events can repeat.
-async fn prepare(client: &Client, target: &Target, is_checked: &AtomicBool) -> Result<(), Down> {
+/// Creates the stream if configured, notes whether it deletes messages, and compares its duplicate
+/// window with the time in which events can repeat.
+async fn prepare(client: &Client, target: &Target, known: &Known) -> Result<(), Down> {
     let streams = match &target.stream {
         Some(stream) => vec![stream.clone()],
-        // Only for a warning: if we have no permission to ask, there is none.
+        // If we have no permission to ask, nothing is known.
         None => streams_of(client, &target.pattern).await.unwrap_or_default(),
     };
     for stream in streams.iter().take(STREAMS_MAX) {
-        let window = match (duplicate_window(client, stream).await, &target.create) {
+        let found = match (settings(client, stream).await, &target.create) {
             (Ok(None), Some(new)) => {
                 create_stream(client, stream, new).await?;
                 info!(stream, "stream made");
-                Some(new.duplicate_window)
+                Some(Settings { duplicate_window: new.duplicate_window, deletes_acked: false })
             }
             (Err(down), Some(_)) => return Err(down),
-            (known, _) => known.unwrap_or_default(),
+            (found, _) => found.unwrap_or_default(),
         };
-        let short = window.filter(|window| *window < target.repeats_within);
-        if let Some(window) = short
-            && !is_checked.swap(true, Ordering::Relaxed)
-        {
+        let Some(Settings { duplicate_window: window, deletes_acked }) = found else { continue };
+        known.is_found.store(true, Ordering::Relaxed);
+        known.deletes_acked.fetch_or(deletes_acked, Ordering::Relaxed);
+        if window < target.repeats_within && !known.is_checked.swap(true, Ordering::Relaxed) {
             warn!(
                 code = "dedupe_window_short", stream, ?window, repeats_within = ?target.repeats_within,
                 "stream forgets ids too soon: an event whose ack was lost may be stored twice; \

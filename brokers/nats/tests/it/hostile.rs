@@ -182,6 +182,26 @@ async fn two_subscriptions_may_publish_one_event_to_one_stream() {
     }
 }
 
+/// Equal idempotency keys of several databases are equal ids.
+#[tokio::test]
+async fn another_event_with_a_known_id_is_stored_too() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, "").await;
+        broker.stream("EVENTS", &["in.>"], json!({})).await;
+        let mut sent = deliveries(["1", "2", "3"].map(|body| NewEvent::json("t", body)));
+        let id = sent[0].event.id;
+        sent.iter_mut().for_each(|delivery| delivery.event.id = id);
+        let sink = sink(&broker.server.url(), "subject = \"in.{topic}\"").await;
+        for expected in ["delivered", "duplicate"] {
+            for delivery in &sent {
+                assert_eq!(said(&deliver(&sink, std::slice::from_ref(delivery)).await[0]), expected, "{version:?}");
+            }
+        }
+        let bodies: Vec<_> = broker.stored("EVENTS").await.into_iter().map(|message| message.payload).collect();
+        assert_eq!(bodies, [b"1", b"2", b"3"]);
+    }
+}
+
 /// All messages of a call are sent before the sink waits for the first ack.
 #[tokio::test]
 async fn a_call_does_not_wait_for_one_ack_after_the_other() {

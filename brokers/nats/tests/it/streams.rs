@@ -10,9 +10,10 @@ use postbox_testkit::sending::{PATIENCE, context, deliver, deliveries, said, sen
 use postbox_testkit::servers::NatsVersion;
 use postbox_testkit::warnings::Warnings;
 use serde_json::{Value, json};
+use tokio::time::timeout;
 
 use crate::broker::{Broker, api};
-use crate::stand::{self, sink, sink_with};
+use crate::stand::{self, sink, sink_with, source};
 
 fn event(topic: &str) -> NewEvent {
     NewEvent::json(topic, "{}")
@@ -131,6 +132,36 @@ async fn a_full_stream_is_waited_for() {
             api(&broker.client, &format!("STREAM.PURGE.{stream}"), Value::Null).await.expect("purged");
             assert_eq!(said(&send(&sink, event("t")).await), "delivered", "{version:?} {stream}");
         }
+    }
+}
+
+/// The stream knows the id of a message that it has no more, so nobody can see its subject.
+#[tokio::test]
+async fn two_subscriptions_may_publish_to_a_stream_that_deletes_what_is_acknowledged() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, "").await;
+        let url = broker.server.url();
+        let billing = sink(&url, "subject = \"in.{topic}\"").await;
+        let audit = sink(&url, "subject = \"audit.{topic}\"").await;
+        // The stream is made after the first connection.
+        for sink in [&billing, &audit] {
+            assert_eq!(said(&send(sink, event("t")).await), "unavailable nats_no_stream", "{version:?}");
+        }
+        broker.stream("EVENTS", &["in.>", "audit.>"], json!({ "retention": "workqueue" })).await;
+        let sent = deliveries([event("t")]);
+        assert_eq!(said(&deliver(&billing, &sent).await[0]), "delivered", "{version:?}");
+        let consumer = source(&url, "stream = \"EVENTS\"\nfilter = \"in.>\"").await;
+        let taken = timeout(PATIENCE, consumer.next(1)).await.expect("in time").expect("it comes");
+        consumer.ack(&[taken[0].token]).await.expect("acknowledged");
+        let gone = async { while !broker.stored("EVENTS").await.is_empty() {} };
+        timeout(PATIENCE, gone).await.expect("deleted");
+        assert_eq!(said(&deliver(&audit, &sent).await[0]), "delivered", "{version:?}");
+        for sink in [&billing, &audit] {
+            assert_eq!(said(&deliver(sink, &sent).await[0]), "duplicate", "{version:?}");
+        }
+        let stored = broker.stored("EVENTS").await;
+        let subjects: Vec<&str> = stored.iter().map(|message| message.subject.as_str()).collect();
+        assert_eq!(subjects, ["audit.t"], "{version:?}");
     }
 }
 
