@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use bytes::Bytes;
 use krafka::error::ErrorCode;
 use krafka::testing::{ApiKey, Control, FakeBroker};
 use postbox_core::{NewEvent, Outcome};
@@ -191,6 +192,22 @@ async fn answers_have_their_codes() {
         broker.clear_hooks();
         assert_eq!(codes(&deliver(&sink, &numbered(2)).await), ["delivered"], "{answer:?}");
     }
+}
+
+/// A topic's `max.message.bytes` applies to whole batches. A hook of the broker does not see how
+/// large a request is, but its log has the batches as they came.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_batch_is_larger_than_the_largest_record() {
+    let broker = fake(1).await;
+    broker.create_topic("small", 1);
+    let sink = sink(&broker.bootstrap_servers(), "topic = \"small\"\nmessage_max = \"60KB\"").await;
+    let events = (0..1_000).map(|n| NewEvent::json("t", vec![b' '; 1_000]).key(format!("k{n}")));
+    assert_eq!(codes(&deliver(&sink, &deliveries(events)).await), ["delivered"]);
+    let largest = broker.with_state(|state| {
+        let log = &state.partition("small", 0).expect("made").log;
+        log.iter().map(Bytes::len).max().expect("batches")
+    });
+    assert!(largest <= 60_000, "{largest} bytes");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use jiff::Timestamp;
 use redis::{Value, from_redis_value};
 
 /// An entry id. Ids are ordered as in the stream.
@@ -14,6 +15,11 @@ pub(super) struct EntryId {
 }
 
 impl EntryId {
+    /// Returns the first id of a time.
+    pub(super) fn at(time: Timestamp) -> Self {
+        Self { ms: u64::try_from(time.as_millisecond()).unwrap_or_default(), seq: 0 }
+    }
+
     /// Returns the id right before this one.
     pub(super) fn before(self) -> Self {
         match self.seq {

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
 use postbox_core::{AckToken, Clock, Error, ErrorKind, Result, lock};
 use redis::{Cmd, Pipeline, RedisError, RedisResult, Value};
 use tokio::sync::Notify;
@@ -214,9 +215,11 @@ impl Group {
     }
 
     /// Creates the group unless it exists. A new group starts at the first entry. One that was lost
-    /// starts after the entries that are settled.
+    /// starts as far back as every inbox remembers ids: what other consumers had pending was lost
+    /// with it. Ids that are no times are only known up to the entries settled here.
     async fn make_group(&self, commands: Connection) -> Result<()> {
-        let from = self.state().held.floor();
+        let remembered = self.clock.now().checked_sub(MESSAGE_IDS_AGE_MIN).unwrap_or_default();
+        let from = self.state().held.floor().min(EntryId::at(remembered));
         let mut command = redis::cmd("XGROUP");
         command.arg("CREATE").arg(&self.stream).arg(&self.name).arg(from.to_string()).arg("MKSTREAM");
         match self.ask_raw(commands, command, Duration::ZERO).await? {
@@ -224,7 +227,9 @@ impl Group {
                 let (stream, group) = (&self.stream, &self.name);
                 match from == EntryId::default() {
                     true => info!(stream, group, "consumer group made"),
-                    false => warn!(stream, group, %from, "consumer group was lost; made again behind the last entry"),
+                    false => {
+                        warn!(stream, group, %from, "consumer group was lost; made again, and what is remembered is read again")
+                    }
                 }
                 Ok(())
             }

@@ -126,7 +126,7 @@ async fn what_was_trimmed_before_it_was_received_is_counted_and_said() {
 
 /// A group is lost if the stream is deleted, or if the server is a copy that never had it.
 #[tokio::test]
-async fn a_lost_group_is_made_again_behind_what_is_stored() {
+async fn a_lost_group_is_made_again_from_what_is_remembered() {
     for kind in SERVERS {
         let broker = Broker::start(kind).await;
         let source = source_with(&broker, |_| ());
@@ -136,8 +136,9 @@ async fn a_lost_group_is_made_again_behind_what_is_stored() {
         let (warnings, _guard) = Warnings::hear();
         let _: usize = broker.ask("XGROUP DESTROY events postbox").await;
         add(&broker, 5..=5).await;
-        let again = take(&source, 1).await;
-        assert_eq!(ids(&again), ["5"], "what is given out does not come again while it is ours");
+        let again = take(&source, 3).await;
+        assert_eq!(ids(&again), ["1", "2", "5"], "what is given out does not come again while it is ours");
+        ack(&source, &again[..2]).await;
         assert!(warnings.all().iter().any(|line| line.contains("consumer group was lost")), "{:?}", warnings.all());
         // The connections are lost, too. Messages that were not stored are delivered again by the
         // new group.
@@ -149,6 +150,28 @@ async fn a_lost_group_is_made_again_behind_what_is_stored() {
         let _: usize = broker.ask("DEL events").await;
         add(&broker, 6..=6).await;
         assert_eq!(ids(&take(&source, 1).await), ["6"]);
+    }
+}
+
+/// A lost group takes with it what other consumers had not stored.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_another_consumer_left_in_a_lost_group_comes_again() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let gone = source_with(&broker, |config| config.consumer = "gone".into());
+        add(&broker, 1..=3).await;
+        assert_eq!(take(&gone, 3).await.len(), 3);
+        gone.close().await;
+        let source = source_with(&broker, |_| ());
+        add(&broker, 4..=5).await;
+        let taken = take(&source, 2).await;
+        assert_eq!(ids(&taken), ["4", "5"]);
+        ack(&source, &taken).await;
+        let _: usize = broker.ask("XGROUP DESTROY events postbox").await;
+        let all = take(&source, 5).await;
+        assert_eq!(ids(&all), ["1", "2", "3", "4", "5"]);
+        ack(&source, &all).await;
+        assert_eq!(pending(&broker).await, 0);
     }
 }
 
