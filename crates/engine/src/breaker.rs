@@ -4,7 +4,7 @@
 //! closes. A retryable failure proves nothing, so another probe follows. All lanes of a relay share
 //! one breaker because they share the destination.
 
-use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -89,7 +89,7 @@ pub(crate) struct Breaker {
     /// A copy of the state in `inner`, so that the check before each send takes no lock.
     state: AtomicU8,
     /// Number of probes in a row that had nothing to send.
-    empty: AtomicUsize,
+    empty: AtomicU64,
 }
 
 impl Breaker {
@@ -98,7 +98,7 @@ impl Breaker {
             policy,
             inner: Mutex::new(Inner::Closed),
             state: AtomicU8::new(BreakerState::Closed as u8),
-            empty: AtomicUsize::new(0),
+            empty: AtomicU64::new(0),
         }
     }
 
@@ -200,8 +200,9 @@ impl Breaker {
     pub(crate) fn found_nothing(&self, lanes: u64) -> bool {
         let mut inner = lock(&self.inner);
         let empty = self.empty.fetch_add(1, Ordering::Relaxed) + 1;
-        let is_over = matches!(*inner, Inner::Probing { .. }) && empty as u64 >= 2 * lanes.max(1);
+        let is_over = matches!(*inner, Inner::Probing { .. }) && empty >= 2 * lanes.max(1);
         if is_over {
+            self.empty.store(0, Ordering::Relaxed);
             self.set(&mut inner, Inner::Closed);
         }
         is_over
@@ -247,6 +248,20 @@ mod tests {
 
     fn breaker() -> Breaker {
         Breaker::new(BreakerPolicy { base: S, max: 8 * S })
+    }
+
+    #[test]
+    fn each_outage_counts_its_empty_probes_anew() {
+        let (breaker, mut now) = (breaker(), Duration::ZERO);
+        for outage in 0..2 {
+            now += breaker.unavailable(now, None, &Fixed(1.0)).expect("opens");
+            for closes in [false, true] {
+                assert_eq!(breaker.admit(now), Admission::Probe);
+                assert_eq!(breaker.found_nothing(1), closes, "outage {outage}");
+                breaker.probe_ended(now);
+            }
+            assert!(breaker.is_closed());
+        }
     }
 
     #[test]
