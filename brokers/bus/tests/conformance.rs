@@ -15,6 +15,7 @@ use postbox_engine::{Relay, TokioClock};
 use postbox_memory::MemoryStore;
 use postbox_router::handler_sink;
 use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits};
+use postbox_testkit::sending::{deliver, deliveries};
 
 fn log(name: &str) -> LogName {
     name.parse().expect("a name")
@@ -292,17 +293,10 @@ async fn one_refused_event_fails_none_of_its_neighbours() {
         (ErrorKind::NotFound, "reference_missing"),
         (ErrorKind::Unauthorized, "tenant_denied"),
     ] {
-        let sink = BusSink::new(Arc::new(Picky { store: store().await, kind, code }), log("events"), source());
-        let deliveries: Vec<Delivery> = ["a", "bad", "b", "bad", "c"]
-            .iter()
-            .zip(1..)
-            .map(|(key, seq)| {
-                let event = NewEvent::json("t", "1").key(*key);
-                let event = event.into_event(postbox_core::EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
-                Delivery { event, seq: Seq(seq), attempt: 1, replay: 0, trace: None }
-            })
-            .collect();
-        let outcomes = sink.deliver(&deliveries.iter().collect::<Vec<_>>()).await;
+        let other = Arc::new(Picky { store: store().await, kind, code });
+        let sink: Arc<dyn Sink> = Arc::new(BusSink::new(other, log("events"), source()));
+        let events = ["a", "bad", "b", "bad", "c"].map(|key| NewEvent::json("t", "1").key(key));
+        let outcomes = deliver(&sink, &deliveries(events)).await;
         let delivered: Vec<bool> = outcomes.iter().map(Outcome::is_delivered).collect();
         assert_eq!(delivered, [true, false, true, false, true], "{code}: {outcomes:?}");
         assert!(matches!(&outcomes[1], Outcome::Ambiguous { .. }), "it may be an outage: {outcomes:?}");

@@ -452,9 +452,14 @@ pub(crate) fn schema_version(headers: &Headers) -> Option<u32> {
     headers.get(header::SCHEMA_VERSION).map_or("1", String::as_str).parse().ok()
 }
 
+/// Whether an event can have this text as its kind, aggregate, source or content type.
+pub fn is_word(text: &str) -> bool {
+    (1..=NAME_BYTES_MAX).contains(&text.len()) && !text.chars().any(char::is_control)
+}
+
 /// Checks a kind, an aggregate, a source or a content type.
 pub(crate) fn check_word_of(what: &'static str, text: &str) -> Result<()> {
-    if (1..=NAME_BYTES_MAX).contains(&text.len()) && !text.chars().any(char::is_control) {
+    if is_word(text) {
         return Ok(());
     }
     let message = format!("the {what} must have 1 to {NAME_BYTES_MAX} bytes and no control characters");

@@ -38,6 +38,12 @@ impl Rate {
         self.period.1 / self.count
     }
 
+    /// Returns how many events it allows within a time, rounded down, at least one.
+    pub fn within(self, time: Duration) -> usize {
+        let count = time.as_nanos() / self.interval().as_nanos().max(1);
+        usize::try_from(count).unwrap_or(usize::MAX).max(1)
+    }
+
     /// Returns the count per minute, rounded down, at least one.
     pub fn per_minute(self) -> u64 {
         let micros = self.period.1.as_micros().max(1);

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use sha2::{Digest as _, Sha256};
 
 use crate::error::Result;
-use crate::event::{Headers, NewEvent, check_word_of, header};
+use crate::event::{Headers, NewEvent, header, is_word};
 use crate::hex::hex;
 use crate::names::{SourceName, Topic};
 use crate::receive::Inbound;
@@ -55,8 +55,7 @@ impl RawMessage {
     /// bytes: producers write many.
     pub fn into_inbound(self, source: &SourceName) -> Result<Inbound> {
         let message_id = self.message_id();
-        let is_bytes = check_word_of("content_type", &self.content_type).is_err();
-        let content_type = if is_bytes { BYTES.to_owned() } else { self.content_type };
+        let content_type = if is_word(&self.content_type) { self.content_type } else { BYTES.to_owned() };
         let mut event = NewEvent::new(self.topic, self.payload, content_type).source(source.to_string());
         event.key = self.key.filter(|key| !key.is_empty());
         event.headers = self.headers;

@@ -102,8 +102,7 @@ impl RelayContext {
         let (limiter, capabilities) = Limiter::new(declared, &settings);
         let mut settings = settings;
         if let Some(rate) = settings.rate {
-            let most = READ_FOR.as_nanos() / rate.interval().as_nanos().max(1);
-            settings.batch.events = settings.batch.events.min(usize::try_from(most).unwrap_or(usize::MAX)).max(1);
+            settings.batch.events = settings.batch.events.min(rate.within(READ_FOR));
         }
         let health = Health {
             breaker: Breaker::new(settings.breaker.clone()),

@@ -30,8 +30,7 @@ impl Limiter {
         let mut batch_max = declared.batch_max.max(1);
         if let Some(rate) = settings.rate {
             // A larger call would spend the rate of a long time at once.
-            let burst = RATE_BURST.as_nanos() / rate.interval().as_nanos().max(1);
-            batch_max = batch_max.min(usize::try_from(burst).unwrap_or(usize::MAX).max(1));
+            batch_max = batch_max.min(rate.within(RATE_BURST));
         }
         let concurrency = declared.concurrency.max(1).min(settings.concurrency.unwrap_or(usize::MAX));
         let limiter = Self {

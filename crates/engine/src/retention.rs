@@ -30,6 +30,12 @@ pub fn step_pause(took: Duration) -> Duration {
     took.max(STEP_PAUSE_MIN)
 }
 
+/// Pauses after a step that began at a time of this clock, or until `stop`.
+pub(crate) async fn pause_after(clock: &dyn Clock, began: Duration, stop: &CancellationToken) {
+    let took = clock.monotonic().saturating_sub(began);
+    _ = stop.run_until_cancelled(clock.sleep(step_pause(took))).await;
+}
+
 /// The result of one sweep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -209,9 +215,7 @@ impl Sweeper {
                 break;
             }
             *after = changed.next;
-            _ = stop
-                .run_until_cancelled(self.clock.sleep(step_pause(self.clock.monotonic().saturating_sub(began))))
-                .await;
+            pause_after(&*self.clock, began, stop).await;
         }
         Ok(removed)
     }

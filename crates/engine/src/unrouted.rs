@@ -7,7 +7,7 @@ use postbox_core::{Clock, LogName, Maintain, Result};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use crate::retention::step_pause;
+use crate::retention::pause_after;
 
 /// How often to look at the logs. A look that finds nothing new costs one or two index probes.
 const EVERY: Duration = Duration::from_secs(1);
@@ -69,8 +69,7 @@ impl UnroutedFinder {
             if !routed.more {
                 break;
             }
-            let pause = step_pause(self.clock.monotonic().saturating_sub(began));
-            _ = stop.run_until_cancelled(self.clock.sleep(pause)).await;
+            pause_after(&*self.clock, began, stop).await;
         }
         Ok(found)
     }

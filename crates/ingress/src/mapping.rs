@@ -6,7 +6,8 @@ use bytes::Bytes;
 use http::{HeaderMap, header};
 use postbox_core::envelope::{Binding, decode};
 use postbox_core::header::MESSAGE_ID;
-use postbox_core::limits::{MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, OCCURRED_AT_MIN};
+use postbox_core::kit::is_word;
+use postbox_core::limits::{MESSAGE_ID_BYTES_MAX, OCCURRED_AT_MIN};
 use postbox_core::{Error, Inbound, NewEvent, SourceName, hex};
 use postbox_receiver::log_excerpt;
 use postbox_webhook::{Scheme, Verified};
@@ -315,11 +316,6 @@ impl VerifiedRequest<'_> {
         }
         Ok(None)
     }
-}
-
-/// Whether an event can have this text as its kind, aggregate or content type.
-fn is_word(text: &str) -> bool {
-    (1..=NAME_BYTES_MAX).contains(&text.len()) && !text.chars().any(char::is_control)
 }
 
 /// Returns the single value of a header as text, with CloudEvents attributes decoded.

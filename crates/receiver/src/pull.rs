@@ -1,5 +1,6 @@
 //! Drives a source: pulls messages, stores them, and settles them after the commit.
 
+use std::ops::SubAssign;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
@@ -53,12 +54,24 @@ struct Pending {
 /// A message and what is stored for it; `None`: nothing.
 type Decoded = (Pending, Option<Inbound>);
 
-/// What became of a settlement.
-struct Settled {
-    /// Number of its messages.
-    count: usize,
+/// Messages that the source has handed out.
+#[derive(Clone, Copy, Default)]
+struct Load {
+    messages: usize,
     /// Size of their payloads.
     bytes: usize,
+}
+
+impl SubAssign for Load {
+    fn sub_assign(&mut self, settled: Self) {
+        self.messages -= settled.messages;
+        self.bytes -= settled.bytes;
+    }
+}
+
+/// What became of a settlement.
+struct Settled {
+    load: Load,
     failed: bool,
 }
 
@@ -107,7 +120,7 @@ impl Receiver {
         // One share for each batch being stored, one being read and one being acknowledged.
         let batch_max = NEXT_MAX.min(in_flight_max / (batches_max + 2)).max(1);
         let (mut storing, mut settling) = (FuturesUnordered::new(), FuturesUnordered::new());
-        let (mut in_flight, mut bytes, mut not_before) = (0, 0, Duration::ZERO);
+        let (mut in_flight, mut not_before) = (Load::default(), Duration::ZERO);
         let (mut backoff, mut settle_backoff) = (None::<Backoff>, None::<Backoff>);
         // Pulled while others are being stored. Closing the source gives them back.
         let mut ready = Vec::<Decoded>::new();
@@ -123,8 +136,9 @@ impl Receiver {
             // Pull in large portions: small ones would become small commits, and lead to small ones
             // again.
             let wanted = batch_max.saturating_sub(ready.len());
-            let has_room =
-                2 * wanted >= batch_max && wanted <= in_flight_max.saturating_sub(in_flight) && bytes < BYTES_MAX;
+            let has_room = 2 * wanted >= batch_max
+                && wanted <= in_flight_max.saturating_sub(in_flight.messages)
+                && in_flight.bytes < BYTES_MAX;
             let next = async {
                 if let Some(wait) = not_before.checked_sub(self.clock.monotonic()) {
                     self.clock.sleep(wait).await;
@@ -144,12 +158,10 @@ impl Receiver {
                         ended.bytes += ready.iter().map(|(pending, _)| pending.bytes).sum::<usize>();
                         ended.nak.extend(ready.drain(..).map(|(pending, _)| pending.token));
                         while let Some(settled) = settling.next().await {
-                            in_flight -= settled.count;
-                            bytes -= settled.bytes;
+                            in_flight -= settled.load;
                         }
                         let settled = self.settle(source, std::mem::take(&mut ended)).await;
-                        in_flight -= settled.count;
-                        bytes -= settled.bytes;
+                        in_flight -= settled.load;
                         if settled.failed {
                             let wait = settle_backoff.get_or_insert_with(Backoff::new).next();
                             not_before = self.clock.monotonic() + wait;
@@ -157,8 +169,7 @@ impl Receiver {
                     }
                 }
                 Some(settled) = settling.next(), if !settling.is_empty() => {
-                    in_flight -= settled.count;
-                    bytes -= settled.bytes;
+                    in_flight -= settled.load;
                     // What was not settled comes again, and would at once not be settled again.
                     if settled.failed {
                         not_before = self.clock.monotonic() + settle_backoff.get_or_insert_with(Backoff::new).next();
@@ -173,8 +184,8 @@ impl Receiver {
                         if settle_backoff.is_none() {
                             self.watch().failing = None;
                         }
-                        in_flight += messages.len();
-                        bytes += messages.iter().map(|it| it.message.payload.len()).sum::<usize>();
+                        in_flight.messages += messages.len();
+                        in_flight.bytes += messages.iter().map(|it| it.message.payload.len()).sum::<usize>();
                         let pending = |SourceMessage { message, token }| {
                             let bytes = message.payload.len();
                             Pending { message, token, bytes, poison: None }
@@ -188,7 +199,7 @@ impl Receiver {
                 },
             }
         }
-        info!(source = %self.source, in_flight, "receiver stopping");
+        info!(source = %self.source, in_flight = in_flight.messages, "receiver stopping");
         let stored = async {
             while settling.next().await.is_some() {}
             self.settle(source, ended).await;
@@ -217,7 +228,7 @@ impl Receiver {
             if away {
                 // The store may be away for long, so acknowledge now what is stored.
                 let ack = std::mem::take(&mut settlement.ack);
-                settlement.reported += self.settle(source, Acks { ack, ..Acks::default() }).await.count;
+                settlement.reported += self.settle(source, Acks { ack, ..Acks::default() }).await.load.messages;
                 tokio::select! {
                     // Closing the source gives them back.
                     () = stop.cancelled() => return settlement,
@@ -322,8 +333,8 @@ impl Receiver {
     /// Settles messages at the source. If the source does not receive this, they come again and are
     /// duplicates.
     async fn settle(&self, source: &dyn Source, settlement: Acks) -> Settled {
-        let count = settlement.len();
-        let Acks { ack, nak, reject, reported: _, bytes } = settlement;
+        let load = Load { messages: settlement.len(), bytes: settlement.bytes };
+        let Acks { ack, nak, reject, .. } = settlement;
         self.metrics.add(&self.metrics.rejected, reject.len());
         self.metrics.add(&self.metrics.returned, nak.len());
         let mut settled: Vec<Result<()>> = Vec::with_capacity(3);
@@ -339,7 +350,7 @@ impl Receiver {
         }
         let failed = settled.iter().any(Result::is_err);
         settled.into_iter().filter_map(Result::err).for_each(|failure| self.observe_source(&failure));
-        Settled { count, bytes, failed }
+        Settled { load, failed }
     }
 
     fn observe_source(&self, failure: &Error) {

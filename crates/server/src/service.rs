@@ -69,7 +69,10 @@ impl Service {
             let built = (Arc::clone(&sinks), leases.clone());
             stores.push(ServedStore::new(share, store.clone(), built, (connections, drain_timeout), &clock).await?);
         }
-        if let [only] = &stores[..] {
+        // Several are taken up while the service runs.
+        if let [only] = &stores[..]
+            && only.name.is_none()
+        {
             only.try_once().await?;
         }
         let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());

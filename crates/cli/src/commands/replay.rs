@@ -34,11 +34,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
     }
     let named = Named::look(store.as_ref(), &infos, replay.ids.as_deref().unwrap_or_default(), stand).await?;
     // With a rate, a step is what may go out in a second.
-    let step_max = rate.map_or(CHANGE_EVENTS_MAX, |rate| {
-        usize::try_from(1_000_000 / rate.interval().as_micros().max(1))
-            .unwrap_or(usize::MAX)
-            .clamp(1, CHANGE_EVENTS_MAX)
-    });
+    let step_max = rate.map_or(CHANGE_EVENTS_MAX, |rate| rate.within(Duration::from_secs(1)).min(CHANGE_EVENTS_MAX));
     let (mut left, mut count, mut noted) = (replay.limit, 0, Instant::now());
     let mut stop = std::pin::pin!(stopped());
     let ended = loop {

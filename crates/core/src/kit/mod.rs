@@ -14,6 +14,7 @@ mod row;
 mod stats;
 
 pub use crate::context::in_context;
+pub use crate::event::is_word;
 pub use apply::{BlockedKeys, entries_of, panic_text};
 pub use attempt::{attempts_from_json, attempts_to_json, note_attempt};
 pub use batch::{BatchLimiter, lane_of};
