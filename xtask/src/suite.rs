@@ -17,6 +17,15 @@ const MEMORY: &str = "/dev/shm";
 const SIMULATIONS: [(&str, &[&str]); 2] =
     [("simulator: 200,000 seeds", &[]), ("simulator: 400 seeds of SQLite", &["--store", "sqlite", "--seeds", "400"])];
 
+/// Runs of the crash ledger: what is printed, and the arguments.
+const LEDGERS: [(&str, &[&str]); 2] = [
+    ("crash ledger: Postgres, 100,000 events, 100 faults", &[]),
+    (
+        "crash ledger: SQLite, 20,000 events, 20 faults",
+        &["--store", "sqlite", "--sink", "file", "--events", "20000", "--faults", "20"],
+    ),
+];
+
 /// Runs the suite; `true` if all of it passed.
 pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
     let mut steps = Steps::default();
@@ -113,8 +122,10 @@ fn proofs(steps: &mut Steps) -> anyhow::Result<()> {
         let cure = "a seed failed above, with the command that replays it";
         steps.command(name, cure, Command::new(programs.join("simulate")).args(how));
     }
-    let cure = "a promise broke, or the run did not end: the table above, and what its folder holds, say which";
-    steps.command("crash ledger: 100,000 events, 100 faults", cure, &mut crate::ledger(&programs)?);
+    for (name, how) in LEDGERS {
+        let cure = "a promise broke, or the run did not end: the table above, and what its folder holds, say which";
+        steps.command(name, cure, crate::ledger(&programs)?.args(how));
+    }
     Ok(())
 }
 
