@@ -19,10 +19,20 @@ const LANE_LOCK_ALL: &str =
 const LOG_TABLE_LOCK: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
 /// The last row each lane has passed. Walks the log.
+///
+/// An event that was appended in this cluster since the restore may have an id below those of the
+/// other cluster, so a lane's snapshot seems to include it. It is recognised by `xmin`, which is
+/// this cluster's: the inserting transaction's, or a later one of its subtransactions. So it is not
+/// below the row's `xid`, and both come after the transaction that restored the lane. A restored
+/// row's `xmin` is that of the restore, whatever its `xid`. In the cluster that wrote all rows,
+/// none such is in the lane's snapshot anyway.
 const LANE_PASSED: &str = "
 CREATE TEMPORARY TABLE postbox_passed ON COMMIT DROP AS
-SELECT n.subscription, n.lane, coalesce(max(l.seq) FILTER (WHERE NOT {is_unread}), 0) AS seq
-FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
+SELECT n.subscription, n.lane, coalesce(max(l.seq) FILTER (WHERE NOT {is_unread}
+  AND NOT (l.xid::text::bigint BETWEEN now.xid - (now.xid - n.xmin::text::bigint & 4294967295)
+    AND now.xid - (now.xid - l.xmin::text::bigint & 4294967295))), 0) AS seq
+FROM (SELECT pg_current_xact_id()::text::bigint AS xid) AS now
+CROSS JOIN {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
 LEFT JOIN {log} AS l ON l.slot % s.lanes = n.lane
 WHERE s.log = '{name}' GROUP BY n.subscription, n.lane";
 

@@ -42,3 +42,34 @@ async fn a_dump_is_restored_and_read_on() {
     assert_eq!(read(&store, true).await, [b"3", b"4"]);
     assert_eq!(read(&store, true).await, [b"5"]);
 }
+
+/// Makes a database look like one restored from a cluster that had used far more transactions.
+const FROM_AN_OLDER_CLUSTER: &str = "
+ALTER TABLE postbox.outbox DROP CONSTRAINT event_invalid;
+UPDATE postbox.outbox SET xid = (xid::text::bigint + 1000000000)::text::xid8;
+UPDATE postbox.lane SET cluster = 1,
+  from_snap = format('%1$s:%1$s:', pg_snapshot_xmax(from_snap)::text::bigint + 1000000000)::pg_snapshot,
+  to_snap = format('%1$s:%1$s:', pg_snapshot_xmax(to_snap)::text::bigint + 1000000000)::pg_snapshot;
+SELECT postbox.guard_log('outbox')";
+
+#[tokio::test]
+async fn what_is_appended_between_a_restore_and_its_rebase_is_sent() {
+    let server = Postgres::shared(Version::V15).await;
+    let url = server.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let events: Vec<NewEvent> = (1..=4).map(|n| NewEvent::json("t", n.to_string()).key("k")).collect();
+    store.append(&LogName::outbox(), &events).await.expect("appended");
+    assert_eq!(read(&store, true).await, [b"1", b"2"]);
+    let mut client = support::client(&url).await;
+    client.batch_execute(FROM_AN_OLDER_CLUSTER).await.expect("moved");
+    store.append(&LogName::outbox(), &[NewEvent::json("t", "5").key("k")]).await.expect("appended");
+    let transaction = client.transaction().await.expect("begun");
+    transaction.batch_execute("SELECT pg_current_xact_id(); SAVEPOINT s").await.expect("begun");
+    let enqueue = "SELECT postbox.enqueue('t', '6', key => 'k')";
+    transaction.batch_execute(enqueue).await.expect("appended in a subtransaction");
+    transaction.commit().await.expect("committed");
+    store.rebase().await.expect("rebased");
+    for expected in [[b"3", b"4"], [b"5", b"6"]] {
+        assert_eq!(read(&store, true).await, expected);
+    }
+}
