@@ -52,8 +52,31 @@ pub(crate) struct Servers {
     pub(crate) tls: Option<TlsTable>,
 }
 
+/// Subjects for which the server refused our publishes on the present connection. It reports this
+/// to the connection; the publish itself gets no answer.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Refused(Arc<StdMutex<BTreeSet<String>>>);
+
+impl Refused {
+    /// Whether one of them begins with this text.
+    pub(crate) fn any(&self, begin: &str) -> bool {
+        lock(&self.0).iter().any(|subject| subject.starts_with(begin))
+    }
+
+    fn note(&self, event: &Event) {
+        let Event::ServerError(ServerError::Other(text)) = event else { return };
+        let subject = text.split_once("Violation for Publish to \"").and_then(|(_, rest)| rest.rsplit_once('"'));
+        let mut refused = lock(&self.0);
+        if let Some((subject, _)) = subject
+            && refused.len() < REFUSED_MAX
+        {
+            refused.insert(subject.to_owned());
+        }
+    }
+}
+
 /// What is done on a new connection before it is used.
-type Prepare = Box<dyn Fn(Client) -> BoxFuture<'static, Result<(), Down>> + Send + Sync>;
+type Prepare = Box<dyn Fn(Client, Refused) -> BoxFuture<'static, Result<(), Down>> + Send + Sync>;
 
 /// The connection to the servers.
 pub(crate) struct Link {
@@ -64,9 +87,7 @@ pub(crate) struct Link {
     /// Which server is tried first. An attempt may be dropped while one server does not answer, and
     /// the next attempt must not begin with it again.
     first: AtomicUsize,
-    /// Subjects for which the server refused our publishes on the present connection. It reports
-    /// this to the connection; the publish itself gets no answer.
-    refused: Arc<StdMutex<BTreeSet<String>>>,
+    refused: Refused,
 }
 
 #[derive(Default)]
@@ -78,12 +99,12 @@ struct Current {
 impl Link {
     pub(crate) fn new(servers: Servers, prepare: Prepare) -> Self {
         let (failures, first) = (AtomicU64::new(0), AtomicUsize::new(0));
-        Self { servers, prepare, current: Mutex::default(), failures, first, refused: Arc::default() }
+        Self { servers, prepare, current: Mutex::default(), failures, first, refused: Refused::default() }
     }
 
     /// Connects to any server that answers, without preparing the connection: for a check.
     pub(crate) async fn look(servers: Servers) -> Result<Client, Down> {
-        Self::new(servers, Box::new(|_| Box::pin(async { Ok(()) }))).client().await
+        Self::new(servers, Box::new(|_, _| Box::pin(async { Ok(()) }))).client().await
     }
 
     /// Returns the connection, and makes one if there is none. Callers that waited for an attempt
@@ -117,7 +138,7 @@ impl Link {
 
     /// Whether the server has refused a publish to this subject.
     pub(crate) fn has_refused(&self, subject: &str) -> bool {
-        lock(&self.refused).contains(subject)
+        lock(&self.refused.0).contains(subject)
     }
 
     /// Whether the server has refused to let us read single messages of a stream.
@@ -152,7 +173,7 @@ impl Link {
         for place in first..first + urls.len() {
             self.first.store(place + 1, Ordering::Relaxed);
             down = match self.connect_to(&urls[place % urls.len()]).await {
-                Ok(client) => match (self.prepare)(client.clone()).await {
+                Ok(client) => match (self.prepare)(client.clone(), self.refused.clone()).await {
                     Ok(()) => {
                         self.first.store(place, Ordering::Relaxed);
                         return Ok(client);
@@ -168,13 +189,13 @@ impl Link {
     async fn connect_to(&self, url: &str) -> Result<Client, Down> {
         let invalid = |error: std::io::Error| Down::new(ErrorKind::Mismatch, "nats_config_invalid", error.to_string());
         let pool = [url, NOWHERE].map(str::parse::<ServerAddr>).into_iter().collect::<Result<Vec<_>, _>>();
-        lock(&self.refused).clear();
+        lock(&self.refused.0).clear();
         let options = self.options().await.map_err(invalid)?;
         options.connect(pool.map_err(invalid)?).await.map_err(|error| connecting(url, &error))
     }
 
     async fn options(&self) -> std::io::Result<ConnectOptions> {
-        let refused = Arc::clone(&self.refused);
+        let refused = self.refused.clone();
         let mut options = ConnectOptions::new()
             .name("postbox")
             .connection_timeout(CONNECT_TIMEOUT)
@@ -182,7 +203,7 @@ impl Link {
             .request_timeout(None)
             .ignore_discovered_servers()
             .event_callback(move |event| {
-                remember_refused(&refused, &event);
+                refused.note(&event);
                 std::future::ready(())
             })
             // Connect to the server first, then to nowhere: the second failure ends the client.
@@ -209,18 +230,6 @@ impl Link {
             }
         }
         Ok(options)
-    }
-}
-
-/// Remembers the subject of `Permissions Violation for Publish to "SUBJECT"`.
-fn remember_refused(refused: &StdMutex<BTreeSet<String>>, event: &Event) {
-    let Event::ServerError(ServerError::Other(text)) = event else { return };
-    let subject = text.split_once("Violation for Publish to \"").and_then(|(_, rest)| rest.rsplit_once('"'));
-    let mut refused = lock(refused);
-    if let Some((subject, _)) = subject
-        && refused.len() < REFUSED_MAX
-    {
-        refused.insert(subject.to_owned());
     }
 }
 

@@ -20,7 +20,7 @@ use tracing::{info, warn};
 
 use crate::classify::{self, Answer, NO_STREAM, no_stream};
 use crate::config;
-use crate::connection::{Link, Servers};
+use crate::connection::{Link, Refused, Servers};
 use crate::jetstream::{
     NO_JETSTREAM, NewStream, Settings, create_stream, last_number, message_at, settings, streams_of,
 };
@@ -102,16 +102,18 @@ impl NatsSink {
         let (target, known) = (Arc::new(target), Arc::<Known>::default());
         let look_timeout = how.timeout / 3;
         let learnt = Arc::clone(&known);
-        let prepare = move |client| {
+        let prepare = move |client, refused: Refused| {
             let (target, known) = (Arc::clone(&target), Arc::clone(&learnt));
             Box::pin(async move {
                 if target.create.is_some() {
                     return prepare(&client, &target, &known).await;
                 }
-                // A server does not answer a user without the right to ask.
-                if !known.is_checked.load(Ordering::Relaxed) {
-                    let checked = timeout(look_timeout, prepare(&client, &target, &known)).await;
-                    known.is_checked.fetch_or(checked.is_err(), Ordering::Relaxed);
+                // A server does not answer a user without the right to ask. One that is only slow
+                // is asked again on the next connection.
+                if !known.is_checked.load(Ordering::Relaxed)
+                    && timeout(look_timeout, prepare(&client, &target, &known)).await.is_err()
+                {
+                    known.is_checked.fetch_or(refused.any("$JS.API.STREAM."), Ordering::Relaxed);
                 }
                 Ok(())
             }) as _
@@ -181,8 +183,8 @@ impl NatsSink {
         Ok(request(client, subject, headers, body).await)
     }
 
-    /// Whether a message of a stream has another subject or body. If it is gone, or we cannot look,
-    /// it has not: most known messages are repetitions.
+    /// Whether a message of a stream has another subject or body. If we cannot look, it has not:
+    /// most known messages are repetitions.
     async fn is_another(
         &self,
         client: &Client,
@@ -196,7 +198,9 @@ impl NatsSink {
             return Ok(false);
         }
         match timeout(self.timeout / 3, message_at(client, stream, number)).await {
-            Ok(Ok(known)) => return Ok(known.is_some_and(|(its, payload)| its != subject || payload != body)),
+            Ok(Ok(Some((its, payload)))) => return Ok(its != subject || payload != body),
+            // Gone. That is a repetition, unless the stream may delete what is acknowledged.
+            Ok(Ok(None)) => return Ok(!self.known.is_found.load(Ordering::Relaxed)),
             // The stream may be in another domain or account, whose API is out of reach.
             Ok(Err(down)) if [NO_STREAM, NO_JETSTREAM].contains(&down.code()) => {}
             Ok(Err(down)) => return Err(down.ambiguous()),

@@ -91,7 +91,7 @@ impl NatsSource {
     pub(crate) fn new(servers: Servers, spec: ConsumerSpec, content_type: String, clock: Arc<dyn Clock>) -> Self {
         let ack_wait_ms = Arc::new(AtomicU64::new(0));
         let (wanted, found) = (spec.clone(), Arc::clone(&ack_wait_ms));
-        let prepare = move |client| {
+        let prepare = move |client, _| {
             let (wanted, found) = (wanted.clone(), Arc::clone(&found));
             Box::pin(async move {
                 let wait = ensure_consumer(&client, &wanted).await?;

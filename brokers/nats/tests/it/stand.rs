@@ -11,16 +11,20 @@ use postbox_testkit::{receiving, sending};
 /// Longest wait for acks in tests with a silent server.
 pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
-/// Settings of a server where clients without credentials may do everything, and `limited` less.
+/// Settings of a server where clients without credentials may do everything, and others less:
+/// `limited` may not look at messages, `blind` not at streams.
 pub(crate) const LIMITED: &str = r#"
 no_auth_user: all
 authorization { users: [
     { user: all, password: a }
     { user: limited, password: b, permissions: { publish: { deny: ["in.forbidden", "$JS.API.STREAM.MSG.GET.>"] } } }
+    { user: blind, password: c, permissions: { publish: { deny: ["$JS.API.STREAM.NAMES", "$JS.API.STREAM.INFO.>"] } } }
 ] }
 "#;
 /// The credentials of `limited`.
 pub(crate) const AS_LIMITED: &str = "auth = { user = \"limited\", password = \"b\" }";
+/// The credentials of `blind`.
+pub(crate) const AS_BLIND: &str = "auth = { user = \"blind\", password = \"c\" }";
 
 /// Builds a sink from the address and these keys.
 pub(crate) async fn sink(url: &str, keys: &str) -> Arc<dyn Sink> {

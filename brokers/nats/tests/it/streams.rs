@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use crate::broker::{Broker, api};
-use crate::stand::{self, sink, sink_with, source};
+use crate::stand::{self, AS_BLIND, LIMITED, SHORT, sink, sink_with, source};
 
 fn event(topic: &str) -> NewEvent {
     NewEvent::json(topic, "{}")
@@ -163,6 +163,28 @@ async fn two_subscriptions_may_publish_to_a_stream_that_deletes_what_is_acknowle
         let subjects: Vec<&str> = stored.iter().map(|message| message.subject.as_str()).collect();
         assert_eq!(subjects, ["audit.t"], "{version:?}");
     }
+}
+
+/// A known message that is gone may have been another subscription's.
+#[tokio::test]
+async fn on_a_stream_that_nobody_may_look_at_an_event_is_rather_stored_twice_than_never() {
+    let broker = Broker::launch(NatsVersion::V2_15, LIMITED).await;
+    broker.stream("EVENTS", &["in.>", "audit.>"], json!({ "retention": "workqueue" })).await;
+    let url = broker.server.url();
+    let billing = sink_with(&url, &format!("subject = \"in.{{topic}}\"\n{AS_BLIND}"), &context(6 * SHORT)).await;
+    let audit = sink_with(&url, &format!("subject = \"audit.{{topic}}\"\n{AS_BLIND}"), &context(6 * SHORT)).await;
+    let sent = deliveries([event("t")]);
+    assert_eq!(said(&deliver(&billing, &sent).await[0]), "delivered");
+    let consumer = source(&url, "stream = \"EVENTS\"\nfilter = \"in.>\"").await;
+    let taken = timeout(PATIENCE, consumer.next(1)).await.expect("in time").expect("it comes");
+    consumer.ack(&[taken[0].token]).await.expect("acknowledged");
+    let gone = async { while !broker.stored("EVENTS").await.is_empty() {} };
+    timeout(PATIENCE, gone).await.expect("deleted");
+    for expected in ["delivered", "duplicate"] {
+        assert_eq!(said(&deliver(&audit, &sent).await[0]), expected);
+    }
+    let stored = broker.stored("EVENTS").await;
+    assert_eq!(stored.iter().map(|message| message.subject.as_str()).collect::<Vec<_>>(), ["audit.t"]);
 }
 
 #[tokio::test]
