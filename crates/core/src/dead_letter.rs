@@ -6,7 +6,7 @@ use async_trait::async_trait;
 
 use crate::batch::{BatchLimit, Delivery, Unreadable};
 use crate::error::Result;
-use crate::event::{EventId, Seq};
+use crate::event::{EventId, Seq, header};
 use crate::log::Lease;
 use crate::names::SubscriptionName;
 
@@ -64,6 +64,8 @@ impl DeadLetter {
             (dead_header::SUBSCRIPTION, lease.subscription.to_string()),
             (dead_header::LOG, lease.log.to_string()),
         ];
+        // The letter itself can be decoded: whoever receives it must not take it for poison.
+        delivery.event.headers.remove(header::POISON);
         delivery.event.headers.extend(headers.map(|(name, value)| (name.to_owned(), value)));
         delivery.event.id = letter_id(delivery.event.id, &lease.subscription, delivery.replay);
         Delivery { attempt: 1, replay: 0, ..delivery }
@@ -153,7 +155,7 @@ mod tests {
     fn letter(error: &str, replay: u32) -> DeadLetter {
         let id = "01890000-0000-7000-8000-000000000001".parse().expect("an id");
         let event = NewEvent::json("t", "{}").key("k").header("h", "v").header(dead_header::CODE, "of a former life");
-        let event = event.into_event(id, jiff::Timestamp::UNIX_EPOCH);
+        let event = event.header(header::POISON, "json_invalid: line 1").into_event(id, jiff::Timestamp::UNIX_EPOCH);
         let delivery = Delivery { event, seq: Seq(7), attempt: 10, replay, trace: None };
         DeadLetter { delivery, unreadable: None, code: "http_422".into(), error: error.into() }
     }

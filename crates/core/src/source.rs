@@ -59,6 +59,8 @@ impl RawMessage {
         let mut event = NewEvent::new(self.topic, self.payload, content_type).source(source.to_string());
         event.key = self.key.filter(|key| !key.is_empty());
         event.headers = self.headers;
+        // Only a receiver says that a message cannot be decoded.
+        event.headers.remove(header::POISON);
         event.headers.insert(header::MESSAGE_ID.into(), message_id.clone());
         let inbound = Inbound { source: source.clone(), message_id, digest: self.digest, event };
         inbound.validate()?;
@@ -205,6 +207,13 @@ mod tests {
         assert_eq!((event.key, event.content_type.as_deref()), (None, Some("application/octet-stream")));
         let error = RawMessage { topic: "a b".into(), ..message() }.into_inbound(&source()).expect_err("no topic");
         assert_eq!(error.code(), "topic_invalid");
+    }
+
+    #[test]
+    fn no_producer_declares_its_message_poison() {
+        let forged = RawMessage { headers: Headers::from([(header::POISON.into(), "x: y".into())]), ..message() };
+        let event = forged.into_inbound(&source()).expect("an event").event;
+        assert!(!event.headers.contains_key(header::POISON), "{:?}", event.headers);
     }
 
     #[test]
