@@ -15,7 +15,7 @@ use crate::outcome::Outcome;
 /// use postbox_core::Template;
 ///
 /// let template: Template = "orders.{topic}".parse()?;
-/// assert_eq!(template.fill(|_field, _behind| Ok("paid"))?, "orders.paid");
+/// assert_eq!(template.fill(|_field, _between| Ok("paid"))?, "orders.paid");
 /// # Ok::<(), postbox_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -68,12 +68,13 @@ impl Field {
 }
 
 impl Template {
-    /// Returns the text with a value for each field. `value` also gets the text that follows the
-    /// field.
+    /// Returns the text with a value for each field. `value` also gets the text between its field
+    /// and the next one; for the last field it is empty.
     pub fn fill<'v, E>(&self, value: impl Fn(Field, &str) -> Result<&'v str, E>) -> Result<String, E> {
         let mut text = self.prefix.clone();
-        for (field, behind) in &self.fields {
-            text.push_str(value(*field, behind)?);
+        for (nth, (field, behind)) in (1..).zip(&self.fields) {
+            let between = if nth < self.fields.len() { behind } else { "" };
+            text.push_str(value(*field, between)?);
             text.push_str(behind);
         }
         Ok(text)
@@ -100,7 +101,8 @@ impl Template {
 ///
 /// Different events must not get the same name by accident, because permissions and tenants are
 /// often separated by names: with `{tenant}-{topic}`, tenant `a` with topic `b-c`, and tenant `a-b`
-/// with topic `c`. So a value is refused if it contains the text that follows its field.
+/// with topic `c`. So a value is refused if the text between its field and the next would be found
+/// before its end. What follows the last field is the same in every name.
 #[derive(Debug, Clone, Copy)]
 pub struct NameRules {
     /// What is named, e.g. `topic`.
@@ -131,13 +133,13 @@ impl NameRules {
     /// one.
     pub fn name(&self, template: &Template, event: &Event) -> Result<String, Outcome> {
         let dead = |fault: String| Outcome::dead(self.code, fault);
-        let name = template.fill(|field, behind| self.value(field, behind, event).map_err(dead))?;
+        let name = template.fill(|field, between| self.value(field, between, event).map_err(dead))?;
         (self.check)(&name).map_err(|fault| dead(format!("the event gives no valid {}: {fault}", self.what)))?;
         Ok(name)
     }
 
-    /// Returns the value of a field that is followed by `behind`.
-    fn value<'e>(&self, field: Field, behind: &str, event: &'e Event) -> Result<&'e str, String> {
+    /// Returns the value of a field, with `between` before the next one.
+    fn value<'e>(&self, field: Field, between: &str, event: &'e Event) -> Result<&'e str, String> {
         let (name, what) = (field.as_str(), self.what);
         let is_path = |value: &str| self.separator.is_some_and(|separator| value.contains(separator));
         match field.of(event) {
@@ -146,13 +148,12 @@ impl NameRules {
                 "the event's {name} has a separator and would be several parts; leave {{{name}}} out of the {what}"
             )),
             // The next field is a part of its own.
-            value if behind.is_empty() || self.separator.is_some_and(|separator| behind.starts_with(separator)) => {
+            value if between.is_empty() || self.separator.is_some_and(|separator| between.starts_with(separator)) => {
                 Ok(value)
             }
-            value if value.contains(behind) => {
-                Err(format!("the event's {name} holds {behind:?}, which ends it in the sink's {what}"))
-            }
-            value => Ok(value),
+            // The end of the value and the text behind it may form that text: `a_` before `__`.
+            value if format!("{value}{between}").find(between) == Some(value.len()) => Ok(value),
+            _ => Err(format!("the event's {name} holds {between:?}, which ends it in the sink's {what}")),
         }
     }
 }
@@ -226,10 +227,10 @@ mod tests {
     }
 
     #[test]
-    fn a_value_is_asked_for_with_the_text_behind_it() {
+    fn a_value_is_asked_for_with_the_text_before_the_next() {
         let asked = std::cell::RefCell::new(Vec::new());
-        let refused = template("a{topic}-.{key}b{tenant}").fill(|field, behind| {
-            asked.borrow_mut().push((field, behind.to_owned()));
+        let refused = template("a{topic}-.{key}b{tenant}").fill(|field, between| {
+            asked.borrow_mut().push((field, between.to_owned()));
             if field == Field::Key { Err("refused") } else { Ok("") }
         });
         assert_eq!(refused, Err("refused"));
@@ -273,6 +274,13 @@ mod tests {
             let dead = name(rules, template, &format!("a{between}b"), "c").expect_err(template);
             assert!(matches!(&dead, Outcome::Dead { code, .. } if code == "topic_invalid"), "{dead:?}");
         }
+        for between in ["__", "--", "::"] {
+            let (half, template) = (&between[..1], format!("{{tenant}}{between}{{topic}}"));
+            assert!(name(flat, &template, &format!("acme{half}"), "x").is_err(), "{template}");
+            let ends = format!("{half}x");
+            assert_eq!(name(flat, &template, "acme", &ends), Ok(format!("acme{between}{ends}")), "{template}");
+        }
+        assert_eq!(name(flat, "{topic}.v1", "t", "a.v1.b").as_deref(), Ok("a.v1.b.v1"), "every name ends with it");
         assert_eq!(name(path, "{topic}.{tenant}", "a", "b.c").as_deref(), Ok("b.c.a"), "a topic has several parts");
         assert!(name(path, "x.{tenant}", "a.b", "t").is_err(), "one part a tenant");
         assert_eq!(name(flat, "x.{tenant}", "a.b", "t").as_deref(), Ok("x.a.b"), "no parts, no rule");
