@@ -4,7 +4,8 @@
 //! closes. A retryable failure proves nothing, so another probe follows. All lanes of a relay share
 //! one breaker because they share the destination.
 
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -88,8 +89,8 @@ pub(crate) struct Breaker {
     inner: Mutex<Inner>,
     /// A copy of the state in `inner`, so that the check before each send takes no lock.
     state: AtomicU8,
-    /// Number of probes in a row that had nothing to send.
-    empty: AtomicU64,
+    /// For each lane, the number of its probes in a row that had nothing to send.
+    empty: Mutex<BTreeMap<u16, u32>>,
 }
 
 impl Breaker {
@@ -98,7 +99,7 @@ impl Breaker {
             policy,
             inner: Mutex::new(Inner::Closed),
             state: AtomicU8::new(BreakerState::Closed as u8),
-            empty: AtomicU64::new(0),
+            empty: Mutex::default(),
         }
     }
 
@@ -194,15 +195,20 @@ impl Breaker {
         }
     }
 
-    /// Notes that a lane had nothing to probe with. If that happens twice in a row for each of the
-    /// `lanes` held, closes the breaker and returns true: what found the destination down was
+    /// Notes that `lane` had nothing to probe with. If each of the `held` lanes has nothing twice
+    /// in a row, closes the breaker and returns true: what found the destination down was
     /// discarded, has expired, or is another relay's, and nothing else may come for days.
-    pub(crate) fn found_nothing(&self, lanes: u64) -> bool {
+    ///
+    /// Counted for each lane, because an empty one asks again much sooner than one that waits for
+    /// its turn with an event.
+    pub(crate) fn found_nothing(&self, lane: u16, held: u64) -> bool {
         let mut inner = lock(&self.inner);
-        let empty = self.empty.fetch_add(1, Ordering::Relaxed) + 1;
-        let is_over = matches!(*inner, Inner::Probing { .. }) && empty >= 2 * lanes.max(1);
+        let mut empty = lock(&self.empty);
+        *empty.entry(lane).or_default() += 1;
+        let lanes = empty.values().filter(|count| **count >= 2).count();
+        let is_over = matches!(*inner, Inner::Probing { .. }) && lanes as u64 >= held.max(1);
         if is_over {
-            self.empty.store(0, Ordering::Relaxed);
+            empty.clear();
             self.set(&mut inner, Inner::Closed);
         }
         is_over
@@ -210,7 +216,7 @@ impl Breaker {
 
     /// Notes that a lane had something to probe with.
     pub(crate) fn found_some(&self) {
-        self.empty.store(0, Ordering::Relaxed);
+        lock(&self.empty).clear();
     }
 
     /// Lets a lane probe from `now` on, whatever wait the destination named.
@@ -257,11 +263,26 @@ mod tests {
             now += breaker.unavailable(now, None, &Fixed(1.0)).expect("opens");
             for closes in [false, true] {
                 assert_eq!(breaker.admit(now), Admission::Probe);
-                assert_eq!(breaker.found_nothing(1), closes, "outage {outage}");
+                assert_eq!(breaker.found_nothing(0, 1), closes, "outage {outage}");
                 breaker.probe_ended(now);
             }
             assert!(breaker.is_closed());
         }
+    }
+
+    #[test]
+    fn a_lane_that_waits_for_its_probe_keeps_the_breaker_open() {
+        let (breaker, mut now) = (breaker(), Duration::ZERO);
+        now += breaker.unavailable(now, None, &Fixed(1.0)).expect("opens");
+        // Lane 3 has an event, and the others ask again and again before it gets its turn.
+        for lane in [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3] {
+            assert_eq!(breaker.admit(now), Admission::Probe);
+            assert!(!breaker.found_nothing(lane, 4), "lane {lane}");
+            breaker.probe_ended(now);
+        }
+        assert_eq!(breaker.admit(now), Admission::Probe);
+        assert!(breaker.found_nothing(3, 4), "each twice");
+        assert!(breaker.is_closed());
     }
 
     #[test]

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use postbox_core::{
-    Acquired, Capabilities, Clock, DeadLetters, Destination, Error, ErrorKind, Log, Ordering, OwnerId, Random, Result,
-    Sink, Subscription, lock,
+    Acquired, BatchLimit, Capabilities, Clock, DeadLetters, Destination, Error, ErrorKind, Log, Ordering, OwnerId,
+    Random, Result, Sink, Subscription, lock,
 };
 use tracing::warn;
 
@@ -47,6 +47,8 @@ pub(crate) struct RelayContext {
     pub(crate) capabilities: Capabilities,
     pub(crate) subscription: Subscription,
     pub(crate) settings: RelaySettings,
+    /// The most that one read may bring: a batch, or less if there is a rate.
+    pub(crate) read: BatchLimit,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) random: Arc<dyn Random>,
     pub(crate) metrics: Arc<Metrics>,
@@ -100,10 +102,8 @@ impl RelayContext {
             }
         };
         let (limiter, capabilities) = Limiter::new(declared, &settings);
-        let mut settings = settings;
-        if let Some(rate) = settings.rate {
-            settings.batch.events = settings.batch.events.min(rate.within(READ_FOR));
-        }
+        let events_max = settings.rate.map_or(usize::MAX, |rate| rate.within(READ_FOR));
+        let read = BatchLimit { events: settings.batch.events.min(events_max), ..settings.batch };
         let health = Health {
             breaker: Breaker::new(settings.breaker.clone()),
             failures: FailureTracker::new(settings.breaker.clone()),
@@ -117,6 +117,7 @@ impl RelayContext {
             capabilities,
             subscription,
             settings,
+            read,
             clock,
             random,
             metrics,
@@ -206,7 +207,7 @@ impl RelayContext {
 pub(crate) fn removed(name: &str) -> Error {
     let message = format!(
         "subscription {name} was removed or renamed while this relay ran; write its new name into the configuration, \
-         or remove it there, and restart (if it is started as {name} again, it is created as a new subscription)"
+         or remove it there, and restart (a relay of a {name} that does not exist creates it as a new subscription)"
     );
     Error::new(ErrorKind::NotFound, "acquire", SUBSCRIPTION_REMOVED, message)
 }

@@ -256,12 +256,15 @@ impl Metrics {
         known.lane.code = error.code().to_owned();
     }
 
-    /// Notes that a store call of a lane succeeded.
-    pub(crate) fn lane_works(&self, lane: u16, operation: &'static str) {
+    /// Notes that a store call of a lane succeeded. If it was the last one that failed because the
+    /// store was away, returns since when.
+    pub(crate) fn lane_works(&self, lane: u16, operation: &'static str) -> Option<Timestamp> {
         let mut failures = lock(&self.failures);
-        if !failures.is_empty() {
-            failures.remove(&(lane, operation));
+        if failures.is_empty() {
+            return None;
         }
+        let failed = failures.remove(&(lane, operation)).filter(|it| it.of_store)?;
+        failures.is_empty().then_some(failed.lane.since)
     }
 
     /// Returns failed deliveries by topic and code. At most 100 pairs are named; later ones count

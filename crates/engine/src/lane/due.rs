@@ -69,7 +69,7 @@ impl Lane {
     /// stand behind slow calls and be read again and again.
     pub(super) async fn due_once(&self, until: Until<'_>, probe: bool, round: &CancellationToken) -> Result<usize> {
         self.due_timer.reset(self.context.clock.monotonic());
-        let most = self.context.settings.batch;
+        let most = self.context.read;
         let careful = self.careful.has_rows();
         let events = if probe || careful { 1 } else { self.due_events.load(Ordering::Relaxed).min(most.events) };
         let limit = BatchLimit { events, ..most };

@@ -61,7 +61,9 @@ impl RelayContext {
                 return Verdict::Refused(self.dead(delivery, code, &error, took));
             }
             Outcome::Gone { code, error } => {
-                let why = format!("{code}: {error}");
+                let code = clean(code);
+                // No store takes NUL in the reason of a pause.
+                let why = format!("{code}: {}", clip(&error)).replace('\0', "\u{fffd}");
                 return Verdict::Gone { disposition: self.dead(delivery, code, &error, took), why };
             }
             Outcome::Retry { code, error, after } => (Failure::OfEvent, code, error, after),
@@ -186,9 +188,9 @@ impl RelayContext {
     }
 
     /// Closes the breaker if nothing is left that could find the destination up.
-    pub(super) fn found_nothing(&self) {
+    pub(super) fn found_nothing(&self, lane: u16) {
         let breaker = &self.health.breaker;
-        if breaker.found_nothing(self.metrics.lanes_held()) {
+        if breaker.found_nothing(lane, self.metrics.lanes_held()) {
             self.metrics.destination_up();
             self.metrics.set_breaker(breaker.state());
             info!(subscription = self.name(), "breaker closed, nothing to send");

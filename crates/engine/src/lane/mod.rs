@@ -248,7 +248,7 @@ impl Lane {
             || !stream_first && self.probe_stream(until, limit, &round).await?;
         match found {
             true => context.health.breaker.found_some(),
-            false => context.found_nothing(),
+            false => context.found_nothing(self.lease.lease.lane),
         }
         Ok(found)
     }

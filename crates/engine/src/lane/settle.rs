@@ -5,12 +5,13 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use postbox_core::{Batch, Disposition, Error, Result, Seq, Settlement};
 use tokio_util::sync::CancellationToken;
-use tracing::debug;
+use tracing::{debug, info};
 
 use super::Lane;
 use super::call::Call;
 use super::dispatch::DispatchLimits;
 use super::verdicts::{Verdicts, count, earliest_retry, span};
+use crate::log_lines::rounded;
 
 /// Number of consecutive failed probes that leave no row behind. With default waits they take at
 /// least 8 seconds, and by then a probe may be any event of a page.
@@ -138,7 +139,11 @@ impl Lane {
 
     /// Records a store call that succeeded.
     pub(super) fn works(&self, operation: &'static str) {
-        self.context.metrics.lane_works(self.lease.lease.lane, operation);
+        let context = &self.context;
+        if let Some(since) = context.metrics.lane_works(self.lease.lease.lane, operation) {
+            let away = context.clock.now().duration_since(since).unsigned_abs();
+            info!(subscription = context.name(), away = ?rounded(away), "store answers again");
+        }
     }
 
     /// Repeats a read while the store is down; `None` if `round` ended first.

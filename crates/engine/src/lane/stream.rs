@@ -26,7 +26,7 @@ impl Lane {
     pub(super) async fn stream(&self, until: Until<'_>, round: &CancellationToken) -> Result<usize> {
         let settings = &self.context.settings;
         let mut poll = Poll::new(settings.poll_min, settings.poll_max);
-        let one = settings.batch;
+        let one = self.context.read;
         let batches = if settings.rate.is_some() { 1 } else { READ_BATCHES };
         let several = BatchLimit { events: (one.events * batches).min(BATCH_EVENTS_MAX), ..one };
         let mut limit = several;

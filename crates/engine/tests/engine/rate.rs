@@ -36,6 +36,18 @@ async fn a_rate_is_kept_and_costs_no_attempt() {
     }
 }
 
+/// A slow rate reads few events at once, but a probe chooses among as many as without it.
+#[tokio::test(start_paused = true)]
+async fn with_a_slow_rate_events_that_always_fail_do_not_stand_in_the_way() {
+    let env = TestEnv::with((0..40).map(|n| event(n, n))).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), RelaySettings { rate: "11/m".parse().ok(), ..fast() });
+    sink.script(|delivery| match memory::version(delivery) {
+        0..3 => Outcome::ambiguous("http_504", "no answer in time"),
+        _ => Outcome::DELIVERED,
+    });
+    env.run_while(&relay, sink.wait_for(37)).await;
+}
+
 /// Each replica gets the share that its lanes are of all lanes; the last one gets the whole rate.
 #[tokio::test(start_paused = true)]
 async fn replicas_share_a_rate() {
