@@ -1,7 +1,6 @@
 //! Handlers in transactions of a `diesel-async` pool.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use async_trait::async_trait;
 use diesel::connection::{TransactionDepthChange, TransactionManagerStatus};
@@ -18,12 +17,8 @@ use postbox_core::{
     Apply, Database, Decide, Delivery, Error, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use postbox_postgres::PostgresStore;
-use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, pool_exhausted};
+use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, in_time, pool_exhausted};
 use postbox_postgres_sql::unreachable;
-
-/// Longest wait for a connection; the pool alone would wait for ever. Long enough to open one, and
-/// far shorter than the 30 seconds after which a waiting event counts as failed.
-const WAIT: Duration = Duration::from_secs(10);
 
 /// `diesel-async`: lends handlers a transaction of your pool, in which their event is settled.
 ///
@@ -152,14 +147,17 @@ fn no_transaction_of(connection: &mut AsyncPgConnection) -> &mut TransactionMana
     status
 }
 
+/// The pool's name for its size.
+const SIZE: &str = "max_size";
+
 /// Borrows a connection of the pool. If it is dropped with a transaction open, it is closed: the
 /// pool would only notice when it lends the connection again.
 async fn borrow(pool: &Pool<AsyncPgConnection>) -> Result<Borrowed<Object<AsyncPgConnection>>> {
-    match tokio::time::timeout(WAIT, pool.get()).await {
-        Ok(Ok(object)) => Ok(Borrowed::new(object, |object| drop(Object::take(object)))),
-        Err(_) | Ok(Err(PoolError::Timeout(_))) => Err(pool_exhausted("max_size")),
-        Ok(Err(PoolError::Backend(NotConnected::QueryError(error)))) => Err(failed(error)),
-        Ok(Err(error)) => Err(unreachable("apply", error)),
+    match in_time(pool.get(), SIZE).await? {
+        Ok(object) => Ok(Borrowed::new(object, |object| drop(Object::take(object)))),
+        Err(PoolError::Timeout(_)) => Err(pool_exhausted(SIZE)),
+        Err(PoolError::Backend(NotConnected::QueryError(error))) => Err(failed(error)),
+        Err(error) => Err(unreachable("apply", error)),
     }
 }
 

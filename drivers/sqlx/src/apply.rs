@@ -7,7 +7,9 @@ use postbox_core::{
     Apply, Database, Decide, Delivery, Error, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use postbox_postgres::PostgresStore;
-use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, commit_failed, pool_exhausted};
+use postbox_postgres::driver::{
+    BEGIN, Borrowed, Rows, Settles, Statement, apply_in, commit_failed, in_time, pool_exhausted,
+};
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, PgRow};
 use sqlx::{AssertSqlSafe, Connection as _, Executor as _, Postgres, Row as _};
@@ -104,12 +106,15 @@ impl Apply for SqlxApply {
     }
 }
 
+/// The pool's name for its size.
+const SIZE: &str = "max_connections";
+
 /// Borrows a connection of the pool. If it is dropped before its end, it is closed: `sqlx` would
 /// lend a connection whose BEGIN is still in flight to the next caller.
 async fn borrow(pool: &PgPool) -> Result<Borrowed<PoolConnection<Postgres>>> {
-    match pool.acquire().await {
+    match in_time(pool.acquire(), SIZE).await? {
         Ok(connection) => Ok(Borrowed::new(connection, |connection| drop(connection.detach()))),
-        Err(sqlx::Error::PoolTimedOut) => Err(pool_exhausted("max_connections")),
+        Err(sqlx::Error::PoolTimedOut) => Err(pool_exhausted(SIZE)),
         Err(error) => Err(failed(error)),
     }
 }

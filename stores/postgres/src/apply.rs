@@ -3,13 +3,15 @@
 
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use futures::FutureExt as _;
 use postbox_core::kit::{BlockedKeys, entries_of, panic_text};
 use postbox_core::trace::Traced;
 use postbox_core::{
-    Apply, Database, Decide, Delivery, Error, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
+    Apply, Database, Decide, Delivery, Error, ErrorKind, HandledFuture, Handlers, Lease, Outcome, Result, Settlement,
+    Transact,
 };
 use postbox_postgres_sql::UNREACHABLE;
 use tokio_postgres::Transaction;
@@ -112,9 +114,13 @@ fn copied(from: &str, to: &str) -> String {
 pub(crate) static SETTINGS_BACK: LazyLock<String> =
     LazyLock::new(|| format!("SELECT {}", SETTINGS.map(|name| copied(&kept(name), name)).join(", ")));
 
-/// Whether a transaction with this id was committed; reads the commit log.
-const XACT_COMMITTED: &str =
-    "SELECT (pg_catalog.pg_xact_status('{xid}') OPERATOR(pg_catalog.=) 'committed')::pg_catalog.text";
+/// What became of the transaction with this id; reads the commit log.
+const XACT_STATUS: &str = "SELECT pg_catalog.pg_xact_status('{xid}')";
+
+/// How often it is asked what became of a transaction whose connection ended, and the pause between
+/// two questions. The server rolls back within milliseconds, unless it has not seen the end yet.
+const STATUS_ASKED_MAX: usize = 100;
+const STATUS_PAUSE: Duration = Duration::from_millis(20);
 
 /// Saves the role and search_path that the last handler worked with, and sets our own.
 pub(crate) static SETTINGS_OURS: LazyLock<String> = LazyLock::new(|| {
@@ -144,7 +150,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
     ) -> Result<Vec<Option<Outcome>>> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
         let mut session = self.store.session("apply").await?;
-        let subscription = self.store.leased(&session, lease).await?;
+        let subscription = self.store.leased_for_handlers(&session, lease).await?;
         let mut tx = session
             .client_mut()
             .build_transaction()
@@ -154,7 +160,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
             .await
             .map_err(failed)?;
         let mut lent = Lent { tx: &mut tx, handler: &self.handler };
-        let outcomes = call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
+        let outcomes = call_each(&self.store, &mut lent, lease, deliveries, &mut settlement, decide).await?;
         // From here on the lane is locked, so the rest is bounded in time: a host that vanishes now
         // must not delay a take-over. The handlers may have set a role and a search_path of their
         // own, while our statements need ours. Theirs are restored afterwards, because deferred
@@ -217,6 +223,7 @@ pub(crate) trait Calls {
 /// Calls the handler for every delivery that is not blocked by an earlier failure of its key, and
 /// adds the dispositions to the settlement. The transaction must have just begun.
 pub(crate) async fn call_each<'d>(
+    store: &PostgresStore,
     transaction: &mut impl Calls,
     lease: &Lease,
     deliveries: &[&'d Delivery],
@@ -236,13 +243,15 @@ pub(crate) async fn call_each<'d>(
         let after = if outcomes.len() + 1 < deliveries.len() { &SETTINGS_BACK } else { "" };
         let called = transaction.call(traced.delivery(), after).instrument(traced.span().clone()).await;
         if let Err(error) = &called
-            && error.is_transaction_ended()
-            && first_text(transaction.rows(XACT_COMMITTED.replace("{xid}", &xid)).await.unwrap_or_default()) == "true"
+            && (error.is_transaction_ended() || error.is_transaction_lost())
+            && is_committed(store, &xid, error).await?
         {
+            let error = Error::transaction_ended("apply");
             outcomes.push(Some(Outcome::dead(error.code().to_owned(), error.message())));
             for (delivery, outcome) in deliveries.iter().zip(&outcomes) {
                 outcome.as_ref().map(|outcome| decide(delivery, outcome));
             }
+            return Err(error);
         }
         let outcome = called?;
         traced.end(&outcome);
@@ -251,6 +260,35 @@ pub(crate) async fn call_each<'d>(
     }
     settlement.entries.extend(entries_of(deliveries, &outcomes, settlement.position.is_some(), decide));
     Ok(outcomes)
+}
+
+/// Whether the transaction was committed that a handler ended, or lost with its connection. The
+/// store asks on a connection of its own: that of the handler may have another transaction open,
+/// and a failed one. An error has the code of `ended`, and says that nobody knows.
+async fn is_committed(store: &PostgresStore, xid: &str, ended: &Error) -> Result<bool> {
+    let sql = XACT_STATUS.replace("{xid}", xid);
+    let asked = async {
+        let session = store.session("apply").await?;
+        for _ in 0..STATUS_ASKED_MAX {
+            let status: Option<String> = session.row(&sql, &[]).await?.get(0);
+            match status.as_deref() {
+                Some("committed") => return Ok(true),
+                // The server has not noticed the end of the connection yet.
+                Some("in progress") if ended.is_transaction_lost() => tokio::time::sleep(STATUS_PAUSE).await,
+                Some(_) => return Ok(false),
+                None => break,
+            }
+        }
+        Err(Error::new(ErrorKind::Unavailable, "apply", "status_unknown", "the server has no answer yet"))
+    };
+    store.bounded("apply", asked).await.map_err(|unknown| {
+        let message = format!(
+            "the transaction ended while the handler had it, and it is not known whether it was committed ({}); \
+             check its effects, because what was committed may be done again",
+            unknown.message()
+        );
+        Error::new(ended.kind(), "apply", ended.code().to_owned(), message)
+    })
 }
 
 fn first_text(rows: Vec<Row>) -> String {

@@ -5,6 +5,7 @@
 //! and errors are made here and in `postbox-postgres-sql`, so that all drivers behave alike.
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use postbox_core::{
     Database, Decide, Delivery, Error, ErrorKind, HandledFuture, Handlers, Lease, Outcome, Result, Settlement,
@@ -61,8 +62,14 @@ impl Statement {
     }
 }
 
-/// Returns the statement with each parameter cast from `text` to its type.
+/// Returns the statement with each parameter cast from `text` to its type. Between double quotes is
+/// a name, which may contain a dollar sign.
 fn cast(sql: &str, bound: &[Bound<'_>]) -> String {
+    let part = |(nth, part): (usize, &str)| if nth % 2 == 1 { part.to_owned() } else { cast_unquoted(part, bound) };
+    sql.split('"').enumerate().map(part).collect::<Vec<_>>().join("\"")
+}
+
+fn cast_unquoted(sql: &str, bound: &[Bound<'_>]) -> String {
     let mut parts = sql.split('$');
     let mut cast = parts.next().unwrap_or_default().to_owned();
     for part in parts {
@@ -113,9 +120,9 @@ pub async fn apply_in<'a, D>(
 where
     D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
 {
-    let subscription = store.leased(&store.session("apply").await?, lease).await?;
+    let subscription = store.leased_for_handlers(&store.session("apply").await?, lease).await?;
     let mut lent = Lent::<D> { connection, handlers };
-    let outcomes = apply::call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
+    let outcomes = apply::call_each(store, &mut lent, lease, deliveries, &mut settlement, decide).await?;
     let soon_over = &store.inner.modes.soon_over;
     D::run(connection, format!("{soon_over}; {}", *SETTINGS_OURS)).await?;
     let settled = {
@@ -188,6 +195,16 @@ impl<C> Drop for Borrowed<C> {
     fn drop(&mut self) {
         self.connection.take().into_iter().for_each(self.close);
     }
+}
+
+/// Longest wait for a connection of the handlers' pool. Long enough to open one, and far shorter
+/// than the 30 seconds after which a waiting event counts as failed.
+const WAIT: Duration = Duration::from_secs(10);
+
+/// Waits for a connection of the handlers' pool, for 10 seconds at most: the pool may wait longer
+/// than an event may take, or for ever. `setting` is the pool's name for its size.
+pub async fn in_time<T>(connection: impl Future<Output = T>, setting: &str) -> Result<T> {
+    tokio::time::timeout(WAIT, connection).await.map_err(|_| pool_exhausted(setting))
 }
 
 /// The error if the handlers' pool had no free connection in time. `setting` is the pool's name for
@@ -264,7 +281,7 @@ impl<D: Settles> Execute for On<'_, D> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use postbox_postgres_sql::bound;
+    use postbox_postgres_sql::{SchemaName, bound};
 
     #[test]
     fn every_parameter_is_cast_from_text() {
@@ -273,5 +290,12 @@ mod tests {
         let sql = "SELECT f($1::text::pg_catalog.int4, $2::text::pg_catalog._text::text[], $1::text::pg_catalog.int4)";
         assert_eq!(statement.sql, sql);
         assert_eq!(statement.texts, [Some("7".to_owned()), Some(r#"{"a,b",NULL}"#.to_owned())]);
+    }
+
+    #[test]
+    fn a_dollar_sign_in_a_name_is_no_parameter() {
+        let schema = SchemaName::new("a$1\"b").expect("a name");
+        let statement = Statement::of(&schema.sql("SELECT {s}.f($1)"), &bound![7_i32]);
+        assert_eq!(statement.sql, r#"SELECT "a$1""b".f($1::text::pg_catalog.int4)"#);
     }
 }

@@ -293,6 +293,22 @@ impl PostgresStore {
         })
     }
 
+    /// The same for handlers in a transaction. The relay may read another store than theirs, which
+    /// would look like a lost lease, for ever.
+    pub(crate) async fn leased_for_handlers(&self, session: &Session, lease: &Lease) -> Result<Arc<SubscriptionRow>> {
+        let name = &lease.subscription;
+        self.subscription(session, name).await.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => {
+                let message = format!(
+                    "the handlers' store has no subscription {name}; build the router on the store that the relay reads, unless \
+                     the subscription was just removed"
+                );
+                Error::new(ErrorKind::Mismatch, session.operation(), "handlers_of_another_store", message)
+            }
+            _ => error,
+        })
+    }
+
     /// Reads the subscription from the database and remembers it. A subscription that is gone is
     /// forgotten.
     pub(crate) async fn reload(&self, session: &Session, name: &SubscriptionName) -> Result<Arc<SubscriptionRow>> {

@@ -189,6 +189,7 @@ macro_rules! conformance_suite {
             what_is_refused_or_cannot_be_read_is_dead
             several_who_commit_the_transaction_repeat_nobody
             who_ends_the_transaction_is_dead_and_the_others_are_handled who_commits_the_transaction_is_dead_too
+            who_commits_and_hides_it_is_dead_too
         }
     };
     (prune, $fixture:expr) => {

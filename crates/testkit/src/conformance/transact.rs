@@ -73,9 +73,15 @@ impl Schemas for NotBroken {
     }
 }
 
+/// How handlers end their transaction themselves, in the words of every store.
+const ENDS: [&str; 3] = ["COMMIT", "ROLLBACK", "COMMIT; BEGIN"];
+
+/// The same in words that SQLite does not know.
+const ENDS_ON_A_SERVER: [&str; 2] = ["COMMIT AND CHAIN", "COMMIT; SELECT pg_terminate_backend(pg_backend_pid())"];
+
 /// Returns the SQL of a handler that ends its transaction itself, if the entry asks for it.
 pub fn sql_of(entry: &str) -> Option<&str> {
-    ["COMMIT", "ROLLBACK"].into_iter().find(|end| *end == entry)
+    ENDS.iter().chain(&ENDS_ON_A_SERVER).copied().find(|end| *end == entry)
 }
 
 /// A store with transactions in which handlers of a router work.
@@ -264,4 +270,19 @@ pub async fn who_commits_the_transaction_is_dead_too(fixture: &dyn RouterFixture
     assert_eq!(case.effects().await, expected);
     assert_eq!(case.codes(State::Dead).await, ["handler_refused second", "handler_ended_transaction"]);
     assert_eq!(stats(&case.store).await.dispatched, 2);
+}
+
+/// The connection does not show the commit: another transaction is open on it, or it has ended.
+pub async fn who_commits_and_hides_it_is_dead_too(fixture: &dyn RouterFixture) {
+    let on_a_server: &[&str] = if fixture.refuses_commit() { &[] } else { &ENDS_ON_A_SERVER };
+    let (mut expected, mut dead): (Vec<String>, Vec<&str>) = (Vec::new(), Vec::new());
+    for &commit in ["COMMIT; BEGIN"].iter().chain(on_a_server) {
+        let case = Case::of(fixture, &["1", commit, "2"]).await;
+        case.drain_on().await;
+        let kept = if fixture.refuses_commit() { Vec::new() } else { vec![commit.to_owned(), format!("{commit}+")] };
+        expected.extend(["1", "1+"].map(str::to_owned).into_iter().chain(kept).chain(["2", "2+"].map(str::to_owned)));
+        dead.push("handler_ended_transaction");
+        assert_eq!(case.effects().await, expected);
+        assert_eq!(case.codes(State::Dead).await, dead);
+    }
 }

@@ -6,8 +6,6 @@ mod support;
 mod particular;
 mod suites;
 
-use std::time::Duration;
-
 pub(crate) use postbox_sqlx::Sqlx as Driver;
 use postbox_testkit::conformance::ApplyFixture as _;
 pub(crate) use sqlx::Error as Failure;
@@ -42,11 +40,21 @@ fn size(pool: &Pool) -> usize {
 }
 
 /// Returns a pool whose only connection is taken. Waiting for it times out soon.
-async fn taken_up(url: &str) -> (Pool, PoolConnection<sqlx::Postgres>) {
-    let options = PgPoolOptions::new().max_connections(1).acquire_timeout(Duration::from_millis(50));
-    let pool = options.connect(url).await.expect("a pool");
-    let taken = pool.acquire().await.expect("a connection");
-    (pool, taken)
+async fn taken_up(url: &str) -> (Pool, Taken) {
+    let pool = PgPoolOptions::new().max_connections(1).connect(url).await.expect("a pool");
+    let connection = pool.acquire().await.expect("a connection");
+    tokio::time::pause();
+    (pool, Taken { _connection: connection })
+}
+
+struct Taken {
+    _connection: PoolConnection<sqlx::Postgres>,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        tokio::time::resume();
+    }
 }
 
 async fn write(tx: &mut Connection, effect: &str) {

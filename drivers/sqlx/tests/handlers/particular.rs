@@ -162,6 +162,14 @@ const DELIVERED: fn(&Delivery, &Outcome) -> Disposition = |_, _| Disposition::De
 
 /// Its lane is not there, which would look like a lost lease.
 #[tokio::test]
+async fn handlers_of_another_store_are_named() {
+    let ((_store, lease), other) = (leased().await, direct().await);
+    let applied = other.apply().apply(&lease, &[], Default::default(), &DELIVERED).await;
+    assert_eq!(applied.expect_err("it is elsewhere").code(), "handlers_of_another_store");
+}
+
+/// The same.
+#[tokio::test]
 async fn a_pool_of_another_database_is_named() {
     let ((store, lease), other) = (leased().await, support::on(Version::V15).await);
     let (pool, taken) = taken_up(&other.url).await;
@@ -175,8 +183,11 @@ async fn a_pool_without_a_free_connection_says_so() {
     let (store, lease) = leased().await;
     let (pool, taken) = taken_up(&store.url).await;
     let fixture = Fixture::of(store, pool);
+    let begun = tokio::time::Instant::now();
     let applied = fixture.apply().apply(&lease, &[], Default::default(), &DELIVERED).await;
     assert_eq!(applied.expect_err("no connection").code(), "pool_exhausted");
+    let limit = RelaySettings::default().deliver_timeout;
+    assert!(begun.elapsed() < limit, "the event would have to answer for it");
     drop(taken);
     fixture.apply().apply(&lease, &[], Default::default(), &DELIVERED).await.expect("applied");
 }

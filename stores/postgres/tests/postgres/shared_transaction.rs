@@ -1,19 +1,24 @@
 //! What a handler leaves behind in the transaction that it shares with others.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Append as _, Apply, BatchLimit, Delivery, Disposition, Log as _, LogName, NewEvent, Outcome, Settlement,
+    Append as _, Apply, BatchLimit, Delivery, Disposition, Log as _, LogName, NewEvent, Outcome, Result, Settlement,
 };
-use postbox_postgres::TxHandler;
+use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
 use postbox_testkit::conformance::ApplyFixture as _;
 use postbox_testkit::servers::Version;
 
 use crate::support::{self, Fixture};
 
-/// Applies an event for each payload, in one transaction. Returns whether each was delivered.
-async fn applied(fixture: &Fixture, apply: Arc<dyn Apply>, payloads: [&'static str; 3]) -> Vec<bool> {
+/// Applies an event for each payload, in one transaction.
+async fn apply_all(
+    fixture: &Fixture,
+    apply: Arc<dyn Apply>,
+    payloads: [&'static str; 3],
+) -> Result<Vec<Option<Outcome>>> {
     let store = &fixture.store;
     let lease = support::leased(store, "s").await;
     let events = payloads.map(|payload| NewEvent::new("t", payload, "text/plain"));
@@ -25,7 +30,12 @@ async fn applied(fixture: &Fixture, apply: Arc<dyn Apply>, payloads: [&'static s
         _ => Disposition::Dead { code: "handler".into(), error: String::new(), halt: false, took: None },
     };
     let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
-    let outcomes = apply.apply(&lease, &deliveries, settlement, &decide).await.expect("committed");
+    apply.apply(&lease, &deliveries, settlement, &decide).await
+}
+
+/// The same. Returns whether each was delivered.
+async fn applied(fixture: &Fixture, apply: Arc<dyn Apply>, payloads: [&'static str; 3]) -> Vec<bool> {
+    let outcomes = apply_all(fixture, apply, payloads).await.expect("committed");
     outcomes.iter().map(|it| it.as_ref().is_some_and(Outcome::is_delivered)).collect()
 }
 
@@ -36,6 +46,16 @@ async fn a_deferred_constraint_fails_its_own_handler_only() {
     fixture.client().await.batch_execute(unique).await.expect("a deferred constraint");
     assert_eq!(applied(&fixture, fixture.apply(), ["a", "a", "b"]).await, [true, false, true]);
     assert_eq!(fixture.effects().await, ["a", "b"]);
+}
+
+/// Its lane is not there, which would look like a lost lease.
+#[tokio::test]
+async fn handlers_of_another_store_are_named() {
+    let (fixture, other) = (support::on(Version::V15).await, support::on(Version::V15).await);
+    let lease = support::leased(&fixture.store, "s").await;
+    let decide = |_: &Delivery, _: &Outcome| Disposition::Delivered;
+    let error = other.apply().apply(&lease, &[], Settlement::default(), &decide).await.expect_err("it is elsewhere");
+    assert_eq!(error.code(), "handlers_of_another_store");
 }
 
 /// Sets a role without any rights here, and a path without its table.
@@ -62,4 +82,26 @@ async fn the_role_and_path_that_a_handler_sets_end_with_it() {
     let apply = fixture.store.apply(Sets);
     assert_eq!(applied(&fixture, apply, ["a", "b", "c"]).await, [true; 3]);
     assert_eq!(fixture.effects().await, ["a", "b", "c"]);
+}
+
+struct Commits;
+
+#[async_trait]
+impl TxHandler for Commits {
+    async fn handle(&self, tx: &tokio_postgres::Transaction<'_>, _: &Delivery) -> Outcome {
+        tx.batch_execute("COMMIT").await.expect("committed");
+        Outcome::DELIVERED
+    }
+}
+
+/// The handler has the store's only connection.
+#[tokio::test]
+async fn a_commit_that_the_store_cannot_ask_about_is_not_known() {
+    let fixture = support::on(Version::V15).await;
+    let mut config = PostgresConfig::new(&fixture.url);
+    (config.pool_size, config.pool_timeout) = (1, Duration::from_millis(50));
+    let store = PostgresStore::connect(config).await.expect("a store");
+    let error = apply_all(&fixture, store.apply(Commits), ["a", "b", "c"]).await.expect_err("nothing is settled");
+    assert_eq!(error.code(), "handler_ended_transaction");
+    assert!(error.message().contains("not known whether it was committed"), "{error}");
 }
