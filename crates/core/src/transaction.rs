@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::append::Appended;
 use crate::context::in_context;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::event::{NewEvent, schema_version};
 use crate::names::LogName;
 use crate::schemas::Schemas;
@@ -48,7 +48,9 @@ impl<S> Postbox<S> {
     }
 
     /// Appends only payloads that match the schema of their topic. Others fail with
-    /// [`schema_violated`](crate::Error::schema_violated), and nothing is sent.
+    /// [`schema_violated`](Error::schema_violated), and nothing is sent. So do events whose header
+    /// [`schema-version`](crate::header::SCHEMA_VERSION) is no number (`Invalid`, code
+    /// `schema_version_invalid`).
     #[must_use]
     pub fn schemas(mut self, schemas: Arc<dyn Schemas>) -> Self {
         self.schemas = Some(schemas);
@@ -82,12 +84,18 @@ impl<S> Postbox<S> {
     fn checked(&self, events: Vec<NewEvent>) -> Result<Vec<NewEvent>> {
         if let Some(schemas) = &self.schemas {
             for event in &events {
-                schema_version(&event.headers)
-                    .map_or(Ok(()), |version| schemas.check(&event.topic, version, &event.payload))?;
+                let version = schema_version(&event.headers).ok_or_else(|| version_invalid(event))?;
+                schemas.check(&event.topic, version, &event.payload)?;
             }
         }
         Ok(events)
     }
+}
+
+fn version_invalid(event: &NewEvent) -> Error {
+    let message =
+        format!("the header schema-version of {} is no number; write one from 1, or leave it out", event.topic);
+    Error::invalid("check", "schema_version_invalid", message)
 }
 
 /// Return type of [`Transaction::append`] with an async driver.

@@ -1,7 +1,8 @@
 //! The contents of `#[event(…)]`.
 
 use syn::meta::ParseNestedMeta;
-use syn::{Attribute, Ident, LitInt, LitStr, Result, Type};
+use syn::spanned::Spanned as _;
+use syn::{Attribute, Data, DeriveInput, Field, Ident, LitInt, LitStr, Result, Type};
 
 /// The attributes of a type.
 #[derive(Default)]
@@ -18,10 +19,18 @@ pub(crate) struct Attributes {
 const KNOWN: &str = "topic, key, schema_version, from, aggregate, kind";
 
 impl Attributes {
-    /// Reads every `#[event(…)]` of a type `name`.
-    pub(crate) fn of(name: &Ident, attributes: &[Attribute]) -> Result<Self> {
+    /// Reads every `#[event(…)]` of a type.
+    pub(crate) fn of(input: &DeriveInput) -> Result<Self> {
+        let name = &input.ident;
+        let is_ours = |attribute: &&Attribute| attribute.path().is_ident("event");
+        // Ignored, it would look as if the event had a key.
+        if let Some(misplaced) = inside(&input.data).into_iter().find(is_ours) {
+            let message =
+                format!("#[event(…)] belongs above `{name}`; the key is a field's name there: key = \"order\"");
+            return Err(syn::Error::new(misplaced.span(), message));
+        }
         let mut read = Self::default();
-        for attribute in attributes.iter().filter(|attribute| attribute.path().is_ident("event")) {
+        for attribute in input.attrs.iter().filter(is_ours) {
             attribute.parse_nested_meta(|meta| read.take(&meta))?;
         }
         if read.topic.is_none() {
@@ -47,6 +56,18 @@ impl Attributes {
             "kind" => once(&mut self.kind, meta.value()?.parse()?, meta),
             _ => Err(meta.error(format!("unknown attribute; known: {KNOWN}"))),
         }
+    }
+}
+
+/// Returns the attributes of the fields and variants.
+fn inside(data: &Data) -> Vec<&Attribute> {
+    fn of<'d>(fields: impl IntoIterator<Item = &'d Field>) -> impl Iterator<Item = &'d Attribute> {
+        fields.into_iter().flat_map(|field| &field.attrs)
+    }
+    match data {
+        Data::Struct(data) => of(&data.fields).collect(),
+        Data::Enum(data) => data.variants.iter().flat_map(|it| it.attrs.iter().chain(of(&it.fields))).collect(),
+        Data::Union(data) => of(&data.fields.named).collect(),
     }
 }
 

@@ -10,7 +10,7 @@ use crate::attributes::Attributes;
 pub(crate) fn derive(input: TokenStream) -> Result<TokenStream> {
     let input: DeriveInput = syn::parse2(input)?;
     let name = &input.ident;
-    let Attributes { topic, key, schema_version, from, aggregate, kind } = Attributes::of(name, &input.attrs)?;
+    let Attributes { topic, key, schema_version, from, aggregate, kind } = Attributes::of(&input)?;
     let schema_version = schema_version.map(|version| quote! { const SCHEMA_VERSION: u32 = #version; });
     let key = key.map(|key| written_key(&input, &key)).transpose()?;
     let aggregate = aggregate.map(|aggregate| quote! { .aggregate(#aggregate) });
@@ -161,6 +161,7 @@ mod tests {
         let topic = r#"a topic is not empty and has no white space; use dots, as in "order.paid""#;
         let known = "unknown attribute; known: topic, key, schema_version, from, aggregate, kind";
         let no_struct = "`A` is no struct; only a field of one can be the key";
+        let misplaced = r##"#[event(…)] belongs above `A`; the key is a field's name there: key = "order""##;
         for (input, text) in [
             ("struct A { b: u8 }", no_topic),
             (r#"#[event(key = "b")] struct A { b: u8 }"#, no_topic),
@@ -176,6 +177,10 @@ mod tests {
             (r#"#[event(topic = "t", schema_version = 0)] struct A;"#, version),
             (r#"#[event(topic = "t", schema_version = 4294967296)] struct A;"#, version),
             (r#"#[event(topic = "t", from = "1")] struct A;"#, "`1` is no type; name that of the older version"),
+            (r#"#[event(topic = "t")] struct A { #[event(key)] b: u8 }"#, misplaced),
+            (r#"#[event(topic = "t")] struct A(#[event(key = "0")] u8);"#, misplaced),
+            (r#"#[event(topic = "t")] enum A { #[event(topic = "u")] B }"#, misplaced),
+            (r#"#[event(topic = "t")] enum A { B { #[event(key)] c: u8 } }"#, misplaced),
             (r#"#[event(topic = 1)] struct A;"#, "expected string literal"),
         ] {
             assert_eq!(fault(input), text, "{input}");

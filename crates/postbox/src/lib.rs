@@ -36,8 +36,9 @@
 //! # In your transaction
 //!
 //! [`Postbox::append`] takes one event or several, [typed](derive@Event) or [not](NewEvent), in the
-//! transaction of your driver. A transaction of another database is a compile error, and so is a
-//! client or a pool, which would commit the event by itself:
+//! transaction of your driver. A transaction of another database is a compile error (with
+//! `sea-orm`, which has one type for all, an error of the append), and so is a client or a pool,
+//! which would commit the event by itself:
 //!
 //! ```compile_fail,E0277
 //! # async fn example(mut client: tokio_postgres::Client) -> postbox::Result<()> {

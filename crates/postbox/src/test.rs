@@ -66,6 +66,9 @@ pub fn store() -> MemoryStore {
 /// It reads with a temporary subscription, so it works with any store. If something else uses the
 /// store at that time, retention waits for that subscription.
 ///
+/// Cancel-safety: if dropped, it may leave that subscription (`test-` and an id), and retention
+/// waits for it until somebody removes it. So it may if the store is down meanwhile.
+///
 /// An event that cannot be decoded as the type is an error, that of [`decode`].
 pub async fn appended<T: TypedEvent + DeserializeOwned>(store: &(impl Store + Clone)) -> Result<Vec<T>> {
     read(store, LogName::outbox(), vec![TopicPattern::from_stored(T::TOPIC)]).await?.iter().map(decode).collect()
@@ -86,10 +89,11 @@ async fn read(store: &(impl Store + Clone), log: LogName, topics: Vec<TopicPatte
         }
     });
     let relay = Relay::builder(Arc::new(store.clone()), subscription).sink(Arc::new(sink)).build()?;
-    relay.drain(None).await?;
+    let drained = relay.drain(None).await;
     for info in store.subscriptions().await?.into_iter().filter(|info| info.name == name) {
         store.remove(&name, info.generation).await?;
     }
+    drained?;
     let mut seen = std::mem::take(&mut *lock(&seen));
     // Events of different keys go out concurrently, in any order.
     seen.sort_by_key(|(seq, _)| *seq);
@@ -97,7 +101,7 @@ async fn read(store: &(impl Store + Clone), log: LogName, topics: Vec<TopicPatte
 }
 
 /// Asserts that an event, or several in this order, were committed to the log `outbox` of a store,
-/// possibly among others. The failure message shows what was committed.
+/// possibly among others. The failure message shows what was committed. Reads as [`appended`] does.
 ///
 /// An event matches the expected one if it has its topic and its payload (as JSON, or to the byte),
 /// and every other field and header that the expected one has.

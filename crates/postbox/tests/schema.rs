@@ -53,6 +53,8 @@ async fn what_breaks_a_schema_is_not_appended_and_the_transaction_goes_on() {
         let error = refused.expect_err("refused");
         assert_eq!((error.kind(), error.code()), (ErrorKind::Invalid, "schema_violated"), "{error}");
     }
+    let error = postbox.append(&mut tx, paid("two", r#"{"order":1,"cents":5}"#)).expect_err("refused");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Invalid, "schema_version_invalid"), "{error}");
     postbox.append(&mut tx, OrderPaid { order: 2, cents: 5 }).expect("as it says");
     postbox.append(&mut tx, OrderPaidV1 { order: 3 }).expect("as it says");
     tx.commit();

@@ -1,11 +1,14 @@
 //! The promises of the module for users' tests, on an in-memory store and on a real one.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use postbox::contract::Store;
+use async_trait::async_trait;
+use postbox::contract::{Inspect as _, Store};
 use postbox::router::{Event, Router};
 use postbox::sqlite::{SqliteConfig, SqliteStore};
-use postbox::{Append as _, LogName, Migrate as _, NewEvent, Outcome, Service, test};
+use postbox::{Append as _, Error, ErrorKind, LogName, Migrate as _, NewEvent, Outcome, Result, Service, test};
+use postbox_memory::{Call, Wire};
 use serde::{Deserialize, Serialize};
 
 #[derive(postbox::Event, Serialize, Deserialize, Debug, PartialEq)]
@@ -38,6 +41,28 @@ async fn what_was_appended_can_be_asked_for_again_and_again() {
     let store = SqliteStore::open(SqliteConfig::new(folder.path().join("test.db"))).await.expect("opened");
     store.up().await.expect("migrated");
     appends_and_is_asked(store).await;
+}
+
+/// A connection to a store that gives no lease.
+struct NoLease;
+
+#[async_trait]
+impl Wire for NoLease {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        if call.operation == "acquire" {
+            return Err(Error::new(ErrorKind::Unavailable, "acquire", "store_down", "the cable is cut"));
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_read_that_fails_leaves_no_subscription() {
+    let store = test::store().client(Some(Arc::new(NoLease)));
+    let error = test::appended::<OrderPaid>(&store).await.expect_err("no lease");
+    assert_eq!(error.code(), "store_down");
+    assert_eq!(store.subscriptions().await.expect("listed"), []);
 }
 
 #[tokio::test]

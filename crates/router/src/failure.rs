@@ -1,5 +1,6 @@
 //! Turns a handler's error into the outcome of the event.
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::error::Error as StdError;
 use std::fmt;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use postbox_core::Outcome;
 
 /// The code of an error that is retried.
-pub(crate) const HANDLER_ERROR: &str = "handler_error";
+const HANDLER_ERROR: &str = "handler_error";
 /// The code of an error that a rule selected.
 const HANDLER_REFUSED: &str = "handler_refused";
 
@@ -23,6 +24,7 @@ const HANDLER_REFUSED: &str = "handler_refused";
 /// # use postbox_router::Failure;
 /// Failure::dead("address_unknown", "there is no such customer");
 /// Failure::retry("printer_busy", "ask again").after(Duration::from_secs(30));
+/// Failure::unavailable("mail_server_down", "nobody answers");
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure(Outcome);
@@ -38,7 +40,15 @@ impl Failure {
         Self(Outcome::dead(code, error.to_string()))
     }
 
-    /// Sets the shortest wait before the retry. Has no effect on a dead event.
+    /// What the handler needs is down, for every event. No attempt is counted, the subscription
+    /// waits, and a single event then probes whether it is back: as with
+    /// [`Outcome::Unavailable`], also in a transaction. An event that alone finds it down, again
+    /// and again, is charged in the end.
+    pub fn unavailable(code: impl Into<Cow<'static, str>>, error: impl fmt::Display) -> Self {
+        Self(Outcome::unavailable(code, error.to_string()))
+    }
+
+    /// Sets the shortest wait before the retry. Has no effect on the other outcomes.
     #[must_use]
     pub fn after(mut self, wait: Duration) -> Self {
         if let Outcome::Retry { after, .. } = &mut self.0 {
@@ -50,10 +60,7 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
-            Outcome::Retry { error, .. } | Outcome::Dead { error, .. } => f.write_str(error),
-            other => write!(f, "{other:?}"),
-        }
+        f.write_str(self.0.failure().map_or("", |(_, error)| error))
     }
 }
 
@@ -160,4 +167,15 @@ impl IntoFailure<Anyhow> for anyhow::Error {
     fn into_outcome(self, rules: &FailureRules) -> Outcome {
         rules.judge(Failed::Anyhow(&self))
     }
+}
+
+/// Returns the outcome of an error, or a text, of a handler without a router.
+pub(crate) fn unruled<E: Into<Box<dyn StdError + Send + Sync>> + 'static>(error: E) -> Outcome {
+    let rules = FailureRules::default();
+    // In a box, contexts are hidden.
+    if let Some(error) = (&error as &dyn Any).downcast_ref() {
+        return rules.judge(Failed::Anyhow(error));
+    }
+    let error: Box<dyn StdError + Send + Sync> = error.into();
+    rules.judge(Failed::Standard(&*error))
 }

@@ -103,16 +103,19 @@ pub trait BlockingTxFn<'t, D: Database, Arguments, Kind>: Send + Sync {
     fn call_in(&self, arguments: Arguments, tx: Tx<'t, D>, judge: Judge<'t>) -> Outcome;
 }
 
-/// Returns the first topic that arguments imply.
-const fn first(topics: &[Option<&'static str>]) -> Option<&'static str> {
+/// Returns the topic that arguments imply. A second one is an error of the compiler: the handler
+/// would get the events of one topic, and decode them as those of both.
+const fn only(topics: &[Option<&'static str>]) -> Option<&'static str> {
+    let mut only = None;
     let mut at = 0;
     while at < topics.len() {
         if topics[at].is_some() {
-            return topics[at];
+            assert!(only.is_none(), "a handler takes one Event<T>: write a handler for each topic");
+            only = topics[at];
         }
         at += 1;
     }
-    None
+    only
 }
 
 /// Expands to the arguments as a tuple. If one fails, returns its outcome by `$refused`.
@@ -140,7 +143,7 @@ macro_rules! handlers {
                     E: IntoFailure<Kind>,
                     $($argument: Extract<S>,)*
                 {
-                    const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
+                    const TOPIC: Option<&'static str> = only(&[$($argument::TOPIC),*]);
 
                     fn reads(version: u32) -> bool {
                         true $(&& $argument::reads(version))*
@@ -185,7 +188,7 @@ macro_rules! handlers {
                     F: for<'t> TxFn<'t, D, ($($argument,)*), Kind> + 'static,
                     $($argument: Extract<S>,)*
                 {
-                    const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
+                    const TOPIC: Option<&'static str> = only(&[$($argument::TOPIC),*]);
 
                     fn reads(version: u32) -> bool {
                         true $(&& $argument::reads(version))*
@@ -204,7 +207,7 @@ macro_rules! handlers {
                     F: for<'t> BlockingTxFn<'t, D, ($($argument,)*), Kind> + 'static,
                     $($argument: Extract<S>,)*
                 {
-                    const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
+                    const TOPIC: Option<&'static str> = only(&[$($argument::TOPIC),*]);
 
                     fn reads(version: u32) -> bool {
                         true $(&& $argument::reads(version))*
@@ -264,5 +267,22 @@ impl<S: Send + Sync, D: Database> Call<(), D> for Bound<S, D> {
     fn call<'t>(&'t self, called: Called<'t, ()>, lent: D::Lent<'t>) -> D::Handled<'t> {
         let Called { delivery, judge, .. } = called;
         self.handler.call(Called { delivery, state: &self.state, judge }, lent)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_argument_of_any_has_the_topic() {
+        assert_eq!(only(&[]), None);
+        assert_eq!(only(&[None, Some("order.paid"), None]), Some("order.paid"));
+    }
+
+    #[test]
+    #[should_panic(expected = "a handler takes one Event<T>")]
+    fn two_topics_are_refused() {
+        _ = only(&[Some("order.paid"), None, Some("order.placed")]);
     }
 }

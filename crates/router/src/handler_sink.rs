@@ -1,11 +1,14 @@
 //! A plain async function as a sink.
 
+use std::error::Error;
+
 use async_trait::async_trait;
 use postbox_core::{Capabilities, Delivery, Outcome, Sink};
 
-use crate::failure::HANDLER_ERROR;
+use crate::failure::unruled;
 
-/// Return type of a handler: an [`Outcome`], nothing, or a result whose error is retried.
+/// Return type of a handler: an [`Outcome`], nothing, or a result. Its error is an
+/// `anyhow::Error`, any other `std::error::Error` or a text.
 pub trait IntoOutcome {
     /// Converts the value to an outcome.
     fn into_outcome(self) -> Outcome;
@@ -23,12 +26,14 @@ impl IntoOutcome for () {
     }
 }
 
-/// `Ok` converts its value. `Err` is retried with code `handler_error` and the error's text.
-impl<T: IntoOutcome, E: std::fmt::Display> IntoOutcome for Result<T, E> {
+/// `Ok` converts its value. `Err` is what a [`Router`](crate::Router) without rules makes of it:
+/// what a [`Failure`](crate::Failure) in its chain of causes says, or a retry with code
+/// `handler_error` and the texts of the chain.
+impl<T: IntoOutcome, E: Into<Box<dyn Error + Send + Sync>> + 'static> IntoOutcome for Result<T, E> {
     fn into_outcome(self) -> Outcome {
         match self {
             Ok(done) => done.into_outcome(),
-            Err(error) => Outcome::retry(HANDLER_ERROR, error.to_string()),
+            Err(error) => unruled(error),
         }
     }
 }

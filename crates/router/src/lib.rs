@@ -26,7 +26,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use futures::future::join_all;
 use postbox_core::{
-    Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Schemas, Sink, TopicPattern, Transact,
+    Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Schemas, Sink, TopicPattern, Transact, header,
 };
 
 use bus::worst;
@@ -131,9 +131,23 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         Self { database, routes, fallback: None, rules: FailureRules::default(), schemas, layers }
     }
 
-    /// Adds a handler for the topic of its [`Event<T>`](Event) argument.
+    /// Adds a handler for the topic of its [`Event<T>`](Event) argument. In errors it has the name
+    /// of the function.
     ///
-    /// In errors it has the name of the function.
+    /// Two such arguments do not compile:
+    ///
+    /// ```compile_fail,E0080
+    /// # use postbox_core::TypedEvent;
+    /// # use postbox_router::{Event, Router};
+    /// # #[derive(serde::Deserialize)]
+    /// # struct Paid {}
+    /// # impl TypedEvent for Paid { const TOPIC: &'static str = "order.paid"; }
+    /// # #[derive(serde::Deserialize)]
+    /// # struct Placed {}
+    /// # impl TypedEvent for Placed { const TOPIC: &'static str = "order.placed"; }
+    /// async fn mail(_: Event<Paid>, _: Event<Placed>) -> Result<(), std::io::Error> { Ok(()) }
+    /// let router: Router = Router::new().on(mail);
+    /// ```
     #[must_use]
     pub fn on<H: Handler<S, D, Arguments>, Arguments: 'static>(mut self, handler: H) -> Self {
         const { assert!(H::TOPIC.is_some(), "a handler without an Event<T> has no topic: use Router::fallback") };
@@ -166,7 +180,8 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
     }
 
     /// Makes an event dead at once, with code `schema_violated` and every issue, if its payload
-    /// breaks the schema of its topic. Handlers do not see it. Applies to the whole router.
+    /// breaks the schema of its topic, or with code `schema_version_differs` if its schema version
+    /// is no number. Handlers do not see it. Applies to the whole router.
     #[must_use]
     pub fn schemas(mut self, schemas: Arc<dyn Schemas>) -> Self {
         self.schemas.push(schemas);
@@ -272,9 +287,18 @@ impl<D: Database> Router<(), D> {
     }
 }
 
-/// Returns the dead outcome of an event whose payload breaks a schema.
+/// Returns the dead outcome of an event whose payload breaks a schema, or whose schema version is
+/// no number: no schema could be chosen.
 fn violation(schemas: &[Arc<dyn Schemas>], event: &postbox_core::Event) -> Option<Outcome> {
-    let version = event.schema_version()?;
+    if schemas.is_empty() {
+        return None;
+    }
+    let Some(version) = event.schema_version() else {
+        let version = event.header(header::SCHEMA_VERSION).unwrap_or_default();
+        let message =
+            format!("the event has schema version {version:?}, which is no number; its sender has to mend it");
+        return Some(Outcome::dead("schema_version_differs", message));
+    };
     let check = |schemas: &Arc<dyn Schemas>| schemas.check(event.topic.as_str(), version, &event.payload).err();
     let error = schemas.iter().find_map(check)?;
     Some(Outcome::dead(error.code().to_owned(), error.message()))

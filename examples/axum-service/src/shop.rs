@@ -64,14 +64,18 @@ pub struct Shop {
 
 /// `POST /orders`: the order and its event commit together, or neither does.
 async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Json<i64>, Refused> {
-    let mut tx = shop.pool.begin().await?;
-    let insert = sqlx::query_scalar("INSERT INTO orders (cents) VALUES ($1) RETURNING id");
-    let order = insert.bind(new.cents).fetch_one(&mut *tx).await?;
-    shop.postbox.append(&mut tx, OrderPlaced { order }).await?;
-    // Its CHECK fails when nothing is left; then the order and its event are rolled back, too.
-    sqlx::query("UPDATE stock SET pieces = pieces - 1").execute(&mut *tx).await?;
-    tx.commit().await?;
-    Ok(Json(order))
+    // A task, because a client that leaves ends this future, and sqlx must finish its BEGIN.
+    let placed = tokio::spawn(async move {
+        let mut tx = shop.pool.begin().await?;
+        let insert = sqlx::query_scalar("INSERT INTO orders (cents) VALUES ($1) RETURNING id");
+        let order = insert.bind(new.cents).fetch_one(&mut *tx).await?;
+        shop.postbox.append(&mut tx, OrderPlaced { order }).await?;
+        // Its CHECK fails when nothing is left; then the order and its event are rolled back, too.
+        sqlx::query("UPDATE stock SET pieces = pieces - 1").execute(&mut *tx).await?;
+        tx.commit().await?;
+        Ok(Json(order))
+    });
+    placed.await?
 }
 
 async fn confirm(

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use postbox_core::{Delivery, Headers, NewEvent, State as EventState, TypedEvent};
+use postbox_core::{Delivery, Headers, NewEvent, Outcome, State as EventState, TypedEvent};
 use postbox_engine::{Relay, RelaySettings};
-use postbox_router::{Event, Failure, Router, State};
+use postbox_router::{Event, Failure, IntoOutcome as _, Router, State};
 use postbox_testkit::memory::{TestEnv, fast};
 use postbox_testkit::warnings::Warnings;
 
@@ -246,6 +246,39 @@ async fn errors_are_retried_or_dead_by_their_type_wherever_it_is_in_the_chain() 
         assert_eq!(found, code, "case {n}");
         assert!(error.ends_with(text), "case {n}: {error}");
     }
+}
+
+#[test]
+fn the_errors_of_a_function_without_a_router_are_judged_like_those_of_a_handler() {
+    let unknown = || Failure::dead("address_unknown", "no such customer");
+    let dead = || Outcome::dead("address_unknown", "no such customer");
+    let retry = |text: &str| Outcome::retry("handler_error", text);
+    let cases = [
+        (fail(unknown()).into_outcome(), dead()),
+        (fail(anyhow::Error::new(unknown()).context("at noon")).into_outcome(), dead()),
+        (fail(anyhow::anyhow!("no row").context(unknown())).into_outcome(), dead()),
+        (fail(Box::<dyn std::error::Error + Send + Sync>::from(unknown())).into_outcome(), dead()),
+        (fail(anyhow::anyhow!("no row").context("at noon")).into_outcome(), retry("at noon: no row")),
+        (fail(Wrapped(MailError::Busy)).into_outcome(), retry("no mail was sent: the mail server says Busy")),
+        (fail("not yet").into_outcome(), retry("not yet")),
+    ];
+    for (n, (outcome, expected)) in cases.into_iter().enumerate() {
+        assert_eq!(outcome, expected, "case {n}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_finds_its_service_down_costs_no_attempt() {
+    let env = TestEnv::with([paid(1)]).await;
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counted = calls.clone();
+    let mail = move |_: Event<Paid>| {
+        let is_down = counted.fetch_add(1, Ordering::SeqCst) < 6;
+        async move { if is_down { fail(Failure::unavailable("mail_server_down", "nobody answers")) } else { Ok(()) } }
+    };
+    env.run_for(&relay(&env, Router::new().on(mail)), 60 * S).await;
+    assert_eq!(calls.load(Ordering::SeqCst), 7, "more than the attempts it has");
+    assert_eq!(env.stats().await.dispatched, 1);
 }
 
 #[tokio::test(start_paused = true)]

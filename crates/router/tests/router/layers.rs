@@ -101,6 +101,22 @@ impl Schemas for No13 {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_has_no_schema_version_that_is_a_number_is_dead_and_nobody_sees_it() {
+    let env = TestEnv::with([paid(1).header("schema-version", "two"), paid(2)]).await;
+    let seen = Seen::default();
+    let count = async |_: Delivery, State(seen): State<Seen>| {
+        see(&seen, "an event".to_owned());
+        anyhow::Ok(())
+    };
+    let router = Router::new().fallback(count).schemas(Arc::new(No13)).with_state(seen.clone());
+    assert_eq!(relay(&env, router).drain(None).await.expect("drained").delivered, 1);
+    assert_eq!(seen.lock().expect("unpoisoned").len(), 1);
+    let dead = env.list(EventState::Dead).await.remove(0);
+    assert_eq!(dead.code.as_deref(), Some("schema_version_differs"));
+    assert!(dead.error.is_some_and(|error| error.contains("\"two\"")));
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_breaks_a_schema_of_a_merged_router_is_dead_and_nobody_sees_it() {
     let env = TestEnv::with([paid(13), paid(1)]).await;
     let seen = Seen::default();

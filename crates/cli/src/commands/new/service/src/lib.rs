@@ -62,15 +62,16 @@ impl std::error::Error for NoSuchAddress {}
 
 /// `POST /orders`: the order and its event commit together, or neither does.
 async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Json<i64>, StatusCode> {
-    let placed = async {
+    // A task, because a client that leaves ends this future, and sqlx must finish its BEGIN.
+    let placed = tokio::spawn(async move {
         let mut tx = shop.pool.begin().await?;
         let insert = sqlx::query_scalar("INSERT INTO orders (mail) VALUES ($1) RETURNING id");
         let order: i64 = insert.bind(&new.mail).fetch_one(&mut *tx).await?;
         shop.postbox.append(&mut tx, OrderPlaced { order, mail: new.mail }).await?;
         tx.commit().await?;
         anyhow::Ok(order)
-    };
-    placed.await.map(Json).map_err(|error| {
+    });
+    placed.await.map_err(anyhow::Error::from).flatten().map(Json).map_err(|error| {
         eprintln!("an order failed: {error:#}");
         StatusCode::INTERNAL_SERVER_ERROR
     })
