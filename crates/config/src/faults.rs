@@ -78,7 +78,7 @@ pub fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
 pub(crate) fn unknown(kind: &str, wrong: &str, place: &str, known: &[&str]) -> String {
     let is_word = |word: &str| (1..=10).contains(&word.len()) && word.bytes().all(|byte| byte.is_ascii_lowercase());
     let name = if nearest(wrong, known).is_some() || (wrong.len() <= 24 && wrong.split('_').all(is_word)) {
-        format!(" `{wrong}`")
+        format!(" `{}`", wrong.escape_debug())
     } else {
         String::new()
     };

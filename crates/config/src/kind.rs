@@ -135,9 +135,13 @@ where
     Kind::new(schema, move |place| {
         let DeValue::Integer(digits) = place.value else { return place.wrong_type("a whole number") };
         // A number beyond 128 bits is out of every range.
-        let number = i128::from_str_radix(digits.as_str(), digits.radix()).unwrap_or(i128::MAX);
-        let fault = || format!("{} = {number} is out of range; {low} to {high} are allowed", place.name);
-        T::try_from(number).ok().filter(|number| range.contains(number)).or_else(|| place.fault(fault()))
+        let number = i128::from_str_radix(digits.as_str(), digits.radix()).ok();
+        let fault = || {
+            let shown = number.map(|number| format!(" = {number}")).unwrap_or_default();
+            format!("{}{shown} is out of range; {low} to {high} are allowed", place.name)
+        };
+        let fits = number.and_then(|number| T::try_from(number).ok()).filter(|number| range.contains(number));
+        fits.or_else(|| place.fault(fault()))
     })
 }
 

@@ -244,11 +244,15 @@ impl<'r> Section<'r> {
         Some(self.place_of(self.name(key), name.span().start, value.get_ref()))
     }
 
-    /// Every key with its place. A name that may be a secret is not repeated.
+    /// Every key with its place. A name that may be a secret is not repeated, and one with a line
+    /// break is escaped: a fault is one line.
     pub(crate) fn places(&self) -> Vec<(&'r str, Place<'r>)> {
         let places = self.table.iter().map(|(key, value)| {
-            let shown = if may_be_secret(key.get_ref()) { "…" } else { key.get_ref() };
-            (key.get_ref().as_ref(), self.place_of(self.name(shown), key.span().start, value.get_ref()))
+            let shown = match may_be_secret(key.get_ref()) {
+                true => "…".to_owned(),
+                false => key.get_ref().escape_debug().to_string(),
+            };
+            (key.get_ref().as_ref(), self.place_of(self.name(&shown), key.span().start, value.get_ref()))
         });
         places.collect()
     }

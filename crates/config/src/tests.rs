@@ -97,6 +97,18 @@ fn every_fault_comes_at_its_line() {
 }
 
 #[test]
+fn a_fault_is_one_line_whatever_is_written() {
+    let beyond = "9".repeat(45);
+    let keys = format!("target = \"x\"\nlabels = {{ \"a\\nb\" = 1 }}\n\"wait\\n\" = 1\ncapacity = {beyond}");
+    let expected = [
+        "f:3: queue.labels.a\\nb must be true or false, not integer",
+        "f:4: unknown key `wait\\n` in [queue]; did you mean `wait`?",
+        "f:5: queue.capacity is out of range; 1 to 1000 are allowed",
+    ];
+    assert_eq!(read_queue(&keys).expect_err("faults"), expected);
+}
+
+#[test]
 fn documents_say_what_is_declared() {
     let keys = FileTable::keys();
     assert_eq!(

@@ -69,6 +69,8 @@ table! {
         /// The longest a body may take to arrive; then 503.
         body_timeout: Duration = duration(Duration::from_millis(100)), default("10s");
         /// Most verified messages being stored at once; others get 503 with `Retry-After`.
+        ///
+        /// The sources of a store share the places that `server.connections` leaves them.
         concurrency: usize = integer(1..=CONCURRENCY_MAX), default(256);
         /// Most verified messages per second (`s`), minute (`m`) or hour (`h`); others get 429 with
         /// `Retry-After`.
@@ -87,8 +89,8 @@ table! {
         /// If false, such a request is logged and answered with 200, and you confirm the
         /// subscription in AWS.
         confirm: Option<bool> = boolean(), unset("`false`", "");
-        /// `twilio`: the URL as configured at Twilio.
-        public_url: Option<String> = text(url), unset("", "");
+        /// `twilio`: the URL as configured at Twilio, without its query.
+        public_url: Option<String> = text(public_url), unset("", "");
         /// `hmac`: the header with the signature.
         signature_header: Option<String> = text(header), unset("", "");
         /// `hmac`: the text before the signature in that header, e.g. `"sha256="`.
@@ -346,7 +348,13 @@ fn sender(text: &str) -> Result<String, String> {
     }
 }
 
-fn url(text: &str) -> Result<String, String> {
+fn public_url(text: &str) -> Result<String, String> {
+    let host = text.split_once("://").and_then(|(_, rest)| rest.split(['/', '?', '#']).next());
+    if host.is_some_and(|host| host.contains('@')) {
+        return Err("the url holds a user name or password, which this service does not check: the signature shows \
+                    who sends; leave them out, here and at Twilio"
+            .into());
+    }
     postbox_http::check_url(text).map(|()| text.to_owned())
 }
 

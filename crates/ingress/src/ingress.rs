@@ -9,6 +9,7 @@ use axum::routing::post;
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{Bucket, Clock, Error, Rate, Receive, Result, SourceName, lock};
 use postbox_receiver::{LogThrottle, Receiver, ReceiverSettings, Storm};
+use tokio::sync::Semaphore;
 use tracing::warn;
 
 use crate::answer::{Count, Counters};
@@ -36,6 +37,8 @@ pub struct Ingress {
     pub(crate) sources: BTreeMap<String, SourceState>,
     pub(crate) unknown: Counters,
     pub(crate) clock: Arc<dyn Clock>,
+    /// Places for messages being stored, shared by all sources.
+    pub(crate) places: Semaphore,
 }
 
 /// One source and its state.
@@ -77,6 +80,17 @@ impl Ingress {
     /// Builds the ingress. Rejects two sources with one name, contradictory limits, and an unsigned
     /// tenant ([`Mapping::fault`](crate::Mapping::fault)).
     pub fn new(sources: Vec<WebhookSource>, receive: Arc<dyn Receive>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+        Self::bounded(sources, receive, clock, Semaphore::MAX_PERMITS)
+    }
+
+    /// As [`Self::new`], with at most `storing_max` messages of all sources together being stored
+    /// at once; others get 503. Each source keeps its own limit.
+    pub fn bounded(
+        sources: Vec<WebhookSource>,
+        receive: Arc<dyn Receive>,
+        clock: Arc<dyn Clock>,
+        storing_max: usize,
+    ) -> Result<Arc<Self>> {
         let mut states = BTreeMap::new();
         for source in sources {
             let name = source.name.to_string();
@@ -85,7 +99,8 @@ impl Ingress {
                 return Err(Error::invalid("configure", "source_twice", format!("there are two sources named {name}")));
             }
         }
-        Ok(Arc::new(Self { sources: states, unknown: Counters::default(), clock }))
+        let places = Semaphore::new(storing_max.min(Semaphore::MAX_PERMITS));
+        Ok(Arc::new(Self { sources: states, unknown: Counters::default(), clock, places }))
     }
 
     /// How often each source gave each answer, zeros included: `accepted`, `duplicate` (a replayed

@@ -159,6 +159,7 @@ impl Ingress {
     }
 
     async fn store(&self, state: &SourceState, inbound: Inbound) -> Result<Answer, Answer> {
+        let Ok(_place) = self.places.try_acquire() else { return Err(Answer::Busy) };
         match state.receiver.receive(inbound).await {
             Ok(Received::Accepted(_)) => Ok(Answer::Accepted),
             Ok(Received::Duplicate) => Ok(Answer::Duplicate),

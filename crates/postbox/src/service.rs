@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures::future::join_all;
+use postbox_core::kit::check_logs;
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription, SubscriptionName};
 use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder, wait_for_store};
 #[cfg(feature = "http")]
@@ -78,8 +79,8 @@ struct Inner {
     relays: Vec<Arc<SupervisedRelay>>,
     #[cfg(feature = "http")]
     ingress: Arc<Ingress>,
-    /// Whether it has sources.
-    receives: bool,
+    /// The logs that its sources write to.
+    received: BTreeSet<LogName>,
     sweeper: Sweeper,
     finder: UnroutedFinder,
     clock: Arc<dyn Clock>,
@@ -235,7 +236,8 @@ impl Inner {
 
     async fn check(&self) -> Result<()> {
         self.store.validate().await?;
-        if self.receives {
+        if !self.received.is_empty() {
+            check_logs("serve", &self.received, &self.store.logs().await?)?;
             self.store.check_receiving().await?;
         }
         let known = self.store.subscriptions().await?;
@@ -337,8 +339,7 @@ impl ServiceBuilder {
             return Err(Error::invalid("build service", "subscription_twice", text));
         }
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
-        let receives = !self.received.is_empty();
-        let mut logs = self.received;
+        let mut logs = self.received.clone();
         logs.extend([LogName::outbox(), LogName::inbox()]);
         logs.extend(relays.iter().map(|relay| relay.subscription().log.clone()));
         let logs: Vec<_> = logs.into_iter().collect();
@@ -352,7 +353,7 @@ impl ServiceBuilder {
             relays: relays.into_iter().map(|relay| SupervisedRelay::new(relay, None)).collect(),
             #[cfg(feature = "http")]
             ingress: Ingress::new(self.sources, store.clone(), clock.clone())?,
-            receives,
+            received: self.received,
             sweeper,
             finder: UnroutedFinder::new(store.clone(), logs, clock.clone()),
             store,

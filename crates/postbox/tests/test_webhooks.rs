@@ -1,6 +1,8 @@
 //! Both ends of a webhook for users' tests: only genuine messages get through.
 
+use std::future::pending;
 use std::sync::Arc;
+use std::time::Duration;
 
 use jiff::Timestamp;
 use postbox::http::{HttpSink, HttpSinkConfig};
@@ -12,6 +14,7 @@ use postbox::webhook::{
 use postbox::{
     Append as _, LogName, NewEvent, Relay, RelaySettings, RetryPolicy, Service, SourceName, Subscription, TokioClock,
 };
+use tokio::time::timeout;
 
 const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 const OTHER: &str = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD";
@@ -43,6 +46,16 @@ fn signed(scheme: Scheme, secret: &str, body: &[u8]) -> Vec<(String, String)> {
             signed.headers().into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
         }
     }
+}
+
+#[tokio::test]
+async fn a_source_whose_log_does_not_exist_ends_the_start() {
+    let (name, log) = (SourceName::new("partner").expect("a name"), LogName::new("nowhere").expect("a name"));
+    let source = WebhookSource::new(name, log, checks(Scheme::Stripe));
+    let service = Service::builder(test::store()).source(source).build().expect("built");
+    let run = timeout(Duration::from_secs(60), service.run_until(pending::<()>()));
+    let refused = run.await.expect("in time").expect_err("it started");
+    assert_eq!(refused.code(), "log_unknown");
 }
 
 #[tokio::test]

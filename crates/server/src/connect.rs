@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::stream::{StreamExt as _, iter};
-use postbox_core::kit::log_unknown;
+use postbox_core::kit::check_logs;
 use postbox_core::{Clock, Error, ErrorKind, Result};
 use postbox_engine::TokioClock;
 use tokio::time::timeout;
@@ -68,13 +68,9 @@ async fn store(config: &Config) -> Result<String> {
     let store = open_store(&config.store).await?;
     store.validate().await?;
     store.check_cursors().await?;
-    let logs = store.logs().await?;
+    let has = store.logs().await?;
     let of_subscriptions = config.subscriptions.iter().map(|it| &it.subscription.log);
-    let mut named = of_subscriptions.chain(config.sources.iter().map(|it| &it.log));
-    if let Some(missing) = named.find(|log| !logs.contains(log)) {
-        let known: Vec<String> = logs.iter().map(ToString::to_string).collect();
-        return Err(log_unknown("connect", missing, &known));
-    }
+    check_logs("connect", of_subscriptions.chain(config.sources.iter().map(|it| &it.log)), &has)?;
     if !config.sources.is_empty() {
         store.check_receiving().await?;
     }

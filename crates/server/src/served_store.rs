@@ -7,6 +7,7 @@ use async_trait::async_trait;
 use axum::Router;
 use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
+use postbox_core::kit::check_logs;
 use postbox_core::{
     Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName, Subscription,
     SubscriptionInfo, lock,
@@ -206,6 +207,8 @@ impl ServedStore {
         };
         store.validate().await?;
         if !self.config.sources.is_empty() {
+            let has = store.logs().await?;
+            check_logs("open", self.config.sources.iter().map(|it| &it.log), &has)?;
             store.check_receiving().await?;
         }
         self.take_up(store).await

@@ -139,7 +139,7 @@ fn below(store: Option<&StoreName>) -> String {
 /// All sources, by name.
 pub(crate) fn sources() -> Kind<Vec<NamedSource>> {
     let source = adapter("source", SOURCES, OPTIONAL);
-    entries(from_core, source).map(|sources| {
+    let sources = entries(from_core, source).map(|sources| {
         let source = |(name, (type_name, table)): (SourceName, (_, Arc<SourceTable>))| NamedSource {
             name,
             log: match &table.kind {
@@ -152,6 +152,13 @@ pub(crate) fn sources() -> Kind<Vec<NamedSource>> {
             table,
         };
         sources.into_iter().map(source).collect()
+    });
+    sources.check(|sources: &Vec<NamedSource>| {
+        let lost = |source: &&NamedSource| !source.is_pulled() && matches!(source.name.as_str(), "." | "..");
+        let Some(NamedSource { name, .. }) = sources.iter().find(lost) else { return Ok(()) };
+        Err(format!(
+            "a webhook cannot be named {name}, because senders shorten the path /in/{name}; give it another name"
+        ))
     })
 }
 
@@ -221,7 +228,8 @@ pub(crate) struct Sources {
 }
 
 impl Sources {
-    /// `drain_timeout` is how long a stop waits for messages that are being stored.
+    /// `connections` is how many requests of all webhooks together may wait for the store,
+    /// `drain_timeout` how long a stop waits for messages that are being stored.
     pub(crate) async fn build(
         configs: &[NamedSource],
         of_store: Option<&StoreName>,
@@ -230,14 +238,9 @@ impl Sources {
         clock: &Arc<dyn Clock>,
     ) -> Result<Self> {
         let (mut webhooks, mut receivers) = (Vec::new(), Vec::new());
-        let each = (connections / configs.iter().filter(|config| !config.is_pulled()).count().max(1)).max(1);
         for NamedSource { name, log, table, .. } in configs {
             match &table.kind {
-                SourceKind::Webhook(table) => {
-                    let mut source = table.source(name.clone())?;
-                    source.limits.concurrency = source.limits.concurrency.min(each);
-                    webhooks.push(source);
-                }
+                SourceKind::Webhook(table) => webhooks.push(table.source(name.clone())?),
                 SourceKind::Pulled(table) => {
                     let context = SourceContext { name: name.clone(), clock: Arc::clone(clock) };
                     let source = table.build(&context).await?;
@@ -257,7 +260,7 @@ impl Sources {
             }
         }
         let logs = configs.iter().map(|config| (config.name.clone(), config.log.clone())).collect();
-        let ingress = Ingress::new(webhooks, Arc::clone(receive), Arc::clone(clock))?;
+        let ingress = Ingress::bounded(webhooks, Arc::clone(receive), Arc::clone(clock), connections.max(1))?;
         Ok(Self { ingress, receivers, logs, path: below(of_store) })
     }
 

@@ -9,14 +9,16 @@ use async_trait::async_trait;
 use postbox_config::{SourceConfig, SourceContext};
 use postbox_core::{Append as _, Count, Inspect as _, LogName, NewEvent, RawMessage, Source, Store};
 use postbox_engine::TokioClock;
-use postbox_memory::{MemorySource, MemoryStore};
+use postbox_memory::{Call, MemorySource, MemoryStore, Wire};
 use postbox_server::status::{ServiceStatus, StatsJson, add_marks, fetch};
 use postbox_server::{Config, NamedSource, ServerConfig, Service};
 use postbox_webhook::UnixSeconds;
 use postbox_webhook::standard::{SignKey, Signer};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::task::JoinSet;
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 
 /// The secret of the published Standard Webhooks vectors.
 const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
@@ -220,20 +222,28 @@ async fn a_service_that_does_not_answer_is_a_finding() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn verified_webhooks_are_stored_once() -> Result<()> {
-    let text = format!(
-        "[subscriptions.apply]\nlog = \"inbox\"\n[subscriptions.out]\n[sources.partner]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\n"
-    );
-    let store = memory();
-    let service = start(&text, &store).await?;
-    let body = r#"{"type":"invoice.paid","id":7}"#;
+fn webhook(name: &str) -> String {
+    format!("[sources.{name}]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\n")
+}
+
+/// The head of a genuine request to a source.
+fn signed(source: &str, id: &str, body: &str) -> Result<String> {
     let now = UnixSeconds(jiff::Timestamp::now().as_second());
-    let signed = Signer::new([SignKey::parse(SECRET)?])?.sign("msg_1", now, body.as_bytes())?;
-    let mut head = "POST /in/partner HTTP/1.1".to_owned();
+    let signed = Signer::new([SignKey::parse(SECRET)?])?.sign(id, now, body.as_bytes())?;
+    let mut head = format!("POST /in/{source} HTTP/1.1");
     for (name, value) in signed.headers() {
         head += &format!("\r\n{name}: {value}");
     }
+    Ok(head)
+}
+
+#[tokio::test]
+async fn verified_webhooks_are_stored_once() -> Result<()> {
+    let text = "[subscriptions.apply]\nlog = \"inbox\"\n[subscriptions.out]\n".to_owned() + &webhook("partner");
+    let store = memory();
+    let service = start(&text, &store).await?;
+    let body = r#"{"type":"invoice.paid","id":7}"#;
+    let head = signed("partner", "msg_1", body)?;
     ensure!(exchange(service.address(), &head, body).await?.0 == 202);
     ensure!(exchange(service.address(), &head, body).await?.0 == 200);
     ensure!(exchange(service.address(), "POST /in/partner HTTP/1.1", body).await?.0 == 401);
@@ -250,6 +260,50 @@ async fn verified_webhooks_are_stored_once() -> Result<()> {
         ensure!(page.contains(line), "{line} is not in\n{page}");
     }
     check_page(&page)?;
+    stop(service).await
+}
+
+#[tokio::test]
+async fn a_source_whose_log_does_not_exist_ends_the_start() -> Result<()> {
+    let text = webhook("partner") + "log = \"nowhere\"\n";
+    let refused = Service::start_on(config(&text)?, memory()).await.err().context("it started")?;
+    ensure!(refused.code() == "log_unknown", "{refused}");
+    ensure!(refused.message().contains("postbox migrate up --log nowhere"), "{refused}");
+    Ok(())
+}
+
+/// Receives nothing until it may.
+struct Shut(CancellationToken);
+
+#[async_trait]
+impl Wire for Shut {
+    async fn carry(&self, call: Arc<Call>) -> postbox_core::Result<()> {
+        if call.operation == "receive" {
+            self.0.cancelled().await;
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn one_source_may_use_all_that_the_connections_leave_and_no_more() -> Result<()> {
+    let open = CancellationToken::new();
+    let store = memory().client(Some(Arc::new(Shut(open.clone()))));
+    let mut config = config(&["a", "b", "c"].map(webhook).concat())?;
+    config.server.connections = 4;
+    let service = Service::start_on(config, Arc::new(store)).await?;
+    let mut posts = JoinSet::new();
+    for id in ["1", "2", "3"] {
+        let (address, head) = (service.address(), signed("a", id, "{}")?);
+        posts.spawn(async move { exchange(address, &head, "{}").await });
+    }
+    // Half of the connections: two messages wait for the store, and the third is refused at once.
+    ensure!(posts.join_next().await.context("three were sent")???.0 == 503);
+    open.cancel();
+    while let Some(answer) = posts.join_next().await {
+        ensure!(answer??.0 == 202);
+    }
     stop(service).await
 }
 

@@ -56,12 +56,14 @@ macro_rules! text_secret {
         impl Secret {
             /// Takes the secret's text; its bytes are the key, without decoding.
             pub fn new(text: &str) -> Result<Self, $crate::SecretError> {
+                if text.trim() != text {
+                    return Err($crate::SecretError::Setting(
+                        "the secret begins or ends with white space, which would be part of the key; remove it",
+                    ));
+                }
                 $(if !text.starts_with($prefix) {
                     return Err($crate::SecretError::Prefix { expected: $prefix });
                 })?
-                if !text.is_empty() && text.trim().is_empty() {
-                    return Err($crate::SecretError::Setting("the secret is blank: white space and nothing else"));
-                }
                 let (min, max) = ($crate::secret::TEXT_BYTES_MIN, $crate::secret::TEXT_BYTES_MAX);
                 $crate::secret::SecretBytes::new($scheme, text.as_bytes(), min, max).map(Self)
             }
@@ -121,9 +123,11 @@ mod tests {
             assert!(matches!(refused, Err(SecretError::Length { .. })), "{length}");
         }
         assert!(SecretBytes::new("x", &[b'a'; 16], TEXT_BYTES_MIN, TEXT_BYTES_MAX).is_ok());
-        for blank in [" ".repeat(16), "\t\n".repeat(20), "\u{a0}".repeat(16)] {
-            assert!(matches!(crate::github::Secret::new(&blank), Err(SecretError::Setting(_))), "{blank:?}");
+        let spaced = ["0123456789abcdef\n", " 0123456789abcdef", "0123456789abcdef\u{a0}"].map(str::to_owned);
+        for wrong in [" ".repeat(16), "\t\n".repeat(20), "\u{a0}".repeat(16)].into_iter().chain(spaced) {
+            assert!(matches!(crate::github::Secret::new(&wrong), Err(SecretError::Setting(_))), "{wrong:?}");
         }
+        assert!(crate::github::Secret::new("0123456789 abcdef").is_ok(), "white space inside is meant");
         assert_eq!(Keys::<u8>::new([]).unwrap_err(), SecretError::None);
         assert!(matches!(Keys::new(0..9), Err(SecretError::TooMany { given: 9, max: 8 })));
     }

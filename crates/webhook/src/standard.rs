@@ -3,7 +3,8 @@
 //!
 //! Symmetric signatures (`v1`, HMAC-SHA256) and asymmetric ones (`v1a`, Ed25519) may occur in one
 //! list, and several keys may be live during a rotation: the sender signs with all of its keys, and
-//! the receiver accepts if any entry matches any of its keys *of the same version*.
+//! the receiver accepts if any entry matches any of its keys *of the same version*. Of `v1a`, it
+//! tries sixteen pairs of key and entry at most, because each try hashes the whole body.
 //!
 //! Svix's `svix-*` headers are read only if there is no `webhook-*` header at all. The two families
 //! are never mixed.

@@ -9,6 +9,7 @@ use postbox_config::{Secret, StoreOptions, boolean, duration, from_core, integer
 use postbox_core::{Result, Store, Tenant};
 
 use crate::PostgresStore;
+use crate::connect::check_url;
 
 /// The default pool size of a store that is one of many in a program: what one working lane needs.
 /// Fifty such stores open at most 250 connections, including two each for status queries.
@@ -79,7 +80,7 @@ table! {
         notify: bool = boolean(), default(false);
         /// Postgres: the URL for `notify`, if `url` leads to a pooler: LISTEN needs a connection of
         /// its own.
-        listen_url: Option<Secret> = secret().check(|url| scheme(url.expose())), unset("as `url`", r#""env:DIRECT_DATABASE_URL""#);
+        listen_url: Option<Secret> = secret().check(|url| check(url.expose())), unset("as `url`", r#""env:DIRECT_DATABASE_URL""#);
         /// Postgres: most connections. Status queries (`stats`, `/readyz`) use up to two more.
         pool: Option<usize> = integer(1_usize..=100), unset("8; in `[stores.NAME]` 3", "8");
         /// Postgres: the longest that one statement may take.
@@ -97,10 +98,11 @@ fn schema(text: &str) -> Result<String, String> {
     }
 }
 
-/// Checks the scheme only; the driver parses the rest.
-fn scheme(url: &str) -> Result<(), String> {
+/// Checks a URL as far as that is possible without contacting anything. The message never repeats
+/// it.
+fn check(url: &str) -> Result<(), String> {
     match url.starts_with("postgres://") || url.starts_with("postgresql://") {
-        true => Ok(()),
+        true => check_url(url).map_err(|text| format!("the URL is invalid: {text}")),
         false => Err("not a Postgres URL; write \"postgres://user@host/db\"".to_owned()),
     }
 }
@@ -129,7 +131,7 @@ impl PostgresTable {
 #[async_trait]
 impl StoreOptions for PostgresTable {
     fn check(&self, url: &str) -> Result<(), String> {
-        scheme(url)
+        check(url)
     }
 
     fn risk(&self, url: &str) -> Option<&'static str> {
@@ -189,6 +191,25 @@ mod tests {
             "postgres://u@h:port/d",
         ] {
             assert!(!unverified(url), "{url}");
+        }
+    }
+
+    #[test]
+    fn what_no_connection_could_use_is_refused_without_the_password() {
+        for (url, said) in [
+            ("postgres://u:hunter2@h:99999/d", "invalid value for option `port`"),
+            ("postgres://u:hunter2@h/d?sslmode=verifyfull", "invalid value for option `sslmode`"),
+            ("postgres://u:hunter2@h/d?hunter2=1", "unknown option;"),
+            ("postgres://u:hunter2@h/d?hunter2", "wrong form"),
+            ("postgres://u:se@hunter2@h/d", "%40"),
+            ("mysql://u:hunter2@h/d", "not a Postgres URL"),
+        ] {
+            let text = check(url).expect_err("refused");
+            assert!(text.contains(said) && !text.contains("hunter2"), "{text}");
+        }
+        let verified = "postgres://u:p@h:5433/d?sslmode=verify-full&sslrootcert=%2Fca.pem";
+        for url in [verified, "postgresql:///d", "postgres://h"] {
+            assert_eq!(check(url), Ok(()), "{url}");
         }
     }
 

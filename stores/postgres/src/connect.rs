@@ -1,5 +1,6 @@
 //! Turns a URL into a pool of connections.
 
+use std::error::Error as _;
 use std::net::IpAddr;
 use std::str::FromStr as _;
 use std::sync::Arc;
@@ -35,22 +36,10 @@ pub(crate) struct Target {
 impl Target {
     /// Parses the URL. Contacts nothing.
     pub(crate) fn parse(config: &PostgresConfig) -> Result<Self> {
-        let (url, tls_options) = TlsOptions::take_from(&config.url);
-        let mut settings = tokio_postgres::Config::from_str(&url).map_err(|error| {
-            // The driver names the faulty part, never the password.
-            Error::new(
-                ErrorKind::Mismatch,
-                "connect",
-                "store_url_invalid",
-                format!("the store URL is invalid: {error}; expected postgres://user@host:port/database"),
-            )
+        let (mut settings, tls_options) = parse_url(&config.url).map_err(|text| {
+            let text = format!("the store URL is invalid: {text}");
+            Error::new(ErrorKind::Mismatch, "connect", "store_url_invalid", text)
         })?;
-        // The driver ends a password at the first @, and the rest of it would be printed, and
-        // looked up, as the host.
-        if settings.get_hosts().iter().any(|host| matches!(host, Host::Tcp(name) if name.contains('@'))) {
-            let message = "the store URL is invalid: there is an @ in its host; write an @ in a password as %40";
-            return Err(Error::new(ErrorKind::Mismatch, "connect", "store_url_invalid", message));
-        }
         settings.connect_timeout(config.connect_timeout).keepalives_idle(std::time::Duration::from_secs(15));
         // A network that drops packets silently must not hold a call longer than its own timeout.
         settings.tcp_user_timeout(config.statement_timeout);
@@ -102,10 +91,36 @@ impl Target {
     }
 }
 
+/// Parses a URL or a `key=value` string. The message never repeats it, because it may hold a
+/// password.
+fn parse_url(url: &str) -> Result<(tokio_postgres::Config, TlsOptions), String> {
+    let (url, tls_options) = TlsOptions::take_from(url);
+    let settings = tokio_postgres::Config::from_str(&url).map_err(|error| {
+        let cause = error.source().map(ToString::to_string).unwrap_or_default();
+        let part = match cause.as_str() {
+            known if known.starts_with("invalid value for option") => known,
+            // The name of the option may be part of a password that is not escaped.
+            other if other.starts_with("unknown option") => "unknown option",
+            _ => "wrong form",
+        };
+        format!("{part}; expected postgres://user@host:port/database")
+    })?;
+    // The driver ends a password at the first @, and the rest of it would be printed, and looked
+    // up, as the host.
+    match settings.get_hosts().iter().any(|host| matches!(host, Host::Tcp(name) if name.contains('@'))) {
+        true => Err("there is an @ in its host; write an @ in a password as %40".to_owned()),
+        false => Ok((settings, tls_options)),
+    }
+}
+
+/// Checks a URL without contacting anything. The message never repeats it.
+pub(crate) fn check_url(url: &str) -> Result<(), String> {
+    parse_url(url).map(drop)
+}
+
 /// Whether the server's identity is not checked; see `PostgresConfig::is_unverified`.
 pub(crate) fn is_unverified(url: &str) -> bool {
-    let (url, wish) = TlsOptions::take_from(url);
-    let Ok(settings) = tokio_postgres::Config::from_str(&url) else { return false };
+    let Ok((settings, wish)) = parse_url(url) else { return false };
     // A certificate file alone is not enough: `prefer` continues without TLS if the server offers
     // none.
     let verified = wish.verify || (wish.root_file.is_some() && settings.get_ssl_mode() == SslMode::Require);

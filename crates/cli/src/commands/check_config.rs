@@ -10,13 +10,13 @@ use serde_json::json;
 use crate::args::Global;
 use crate::context::choose_store;
 use crate::failure::Failure;
-use crate::output;
-use crate::telemetry;
+use crate::{logging, output, telemetry};
 
 pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     let path = global.config.clone().unwrap_or_else(|| PathBuf::from(postbox_server::FILE_DEFAULT));
     let (mut config, warnings) = Config::load(&path, true)?;
     telemetry::check(&config.telemetry)?;
+    logging::filter(&config.log.level)?;
     let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
     let stores = match config.stores.len() {
         0 => String::new(),

@@ -104,7 +104,9 @@ async fn a_missing_secret_stops_who_delivers_and_not_who_looks() -> Result<()> {
 async fn a_log_level_is_checked_before_anything_runs() -> Result<()> {
     let env = TestEnv::with(Kind::Sqlite, "[log]\nlevel = \"info,postbox_engine\"\n").await?;
     let said = ["postbox.toml:4: ", "\"postbox_engine\" is not a log level"];
-    refused(&env, 2, &[["check-config"], ["run"], ["stats"]], &said).await
+    refused(&env, 2, &[["check-config"], ["run"], ["stats"]], &said).await?;
+    let env = TestEnv::with(Kind::Sqlite, "[log]\nlevel = \"[[bad=info\"\n").await?;
+    refused(&env, 2, &[["check-config"], ["run"], ["stats"]], &["\"[[bad=info\" is not a valid filter"]).await
 }
 
 #[tokio::test]

@@ -48,6 +48,17 @@ pub fn log_unknown(operation: &'static str, log: &LogName, known: &[String]) -> 
     Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
 }
 
+/// Checks that a store has every log that is named. `has` are its logs.
+pub fn check_logs<'a>(
+    operation: &'static str,
+    named: impl IntoIterator<Item = &'a LogName>,
+    has: &[LogName],
+) -> Result<()> {
+    let Some(missing) = named.into_iter().find(|log| !has.contains(log)) else { return Ok(()) };
+    let known: Vec<String> = has.iter().map(ToString::to_string).collect();
+    Err(log_unknown(operation, missing, &known))
+}
+
 fn listed(known: &[String]) -> String {
     if known.is_empty() { "none yet".to_owned() } else { known.join(", ") }
 }

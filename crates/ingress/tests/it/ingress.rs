@@ -28,8 +28,12 @@ pub(crate) struct Stand {
 
 impl Stand {
     pub(crate) fn new(sources: Vec<WebhookSource>) -> Self {
+        Self::bounded(sources, usize::MAX)
+    }
+
+    fn bounded(sources: Vec<WebhookSource>, storing_max: usize) -> Self {
         let inbox = Arc::new(Inbox::default());
-        let ingress = Ingress::new(sources, inbox.clone(), Arc::new(StillClock)).unwrap();
+        let ingress = Ingress::bounded(sources, inbox.clone(), Arc::new(StillClock), storing_max).unwrap();
         Self { inbox, router: postbox_ingress::router(Arc::clone(&ingress)), ingress }
     }
 
@@ -306,6 +310,25 @@ async fn a_store_that_is_down_or_hangs_makes_the_sender_come_again() {
     same(&second, (StatusCode::SERVICE_UNAVAILABLE, "busy"));
     stand.inbox.set(Mode::Works);
     same(&stand.post(message("msg_1", "{}")).await, ACCEPTED);
+}
+
+#[tokio::test]
+async fn all_sources_share_the_places_of_messages_being_stored() {
+    let sources = ["hooks", "idle"].map(|name| source(name, Scheme::StandardWebhooks));
+    let stand = Stand::bounded(sources.into(), 2);
+    stand.inbox.set(Mode::Hangs);
+    let mut to_idle = message("msg_3", "{}");
+    *to_idle.uri_mut() = "/in/idle".parse().unwrap();
+    let last = async {
+        let answer = stand.post(to_idle).await;
+        stand.inbox.set(Mode::Works);
+        answer
+    };
+    let [first, second] = ["msg_1", "msg_2"].map(|id| stand.post(message(id, "{}")));
+    let (first, second, last) = tokio::join!(first, second, last);
+    same(&last, (StatusCode::SERVICE_UNAVAILABLE, "busy"));
+    same(&first, ACCEPTED);
+    same(&second, ACCEPTED);
 }
 
 #[tokio::test]

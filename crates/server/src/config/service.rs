@@ -34,8 +34,8 @@ table! {
         /// Most connections at once.
         ///
         /// When the limit is reached, the longest idle connection is closed. Requests being stored
-        /// may use half of the connections for one store, and 1/(N+1) each for N stores; beyond
-        /// that the sender gets 503.
+        /// may use half of the connections for one store, and 1/(N+1) each for N stores, shared by
+        /// all sources of the store; beyond that the sender gets 503.
         connections: usize = integer(1..=CONNECTIONS_MAX), default(512);
         /// How long a connection may stay open without sending a complete request head.
         header_timeout: Duration = duration(TIMEOUT_MIN), default("10s");

@@ -1,5 +1,7 @@
 //! The receiver's side.
 
+use std::cell::{Cell, OnceCell};
+
 use ed25519_dalek::Signature;
 
 use super::{ID_HEADER, PublicKey, SIGNATURE_HEADER, SymmetricKey, TIMESTAMP_HEADER, is_id, preamble};
@@ -8,10 +10,15 @@ use crate::headers::Headers;
 use crate::keyed::{self, Key, Timed};
 use crate::mac::{from_base64, hmac_sha256};
 use crate::request::{Request, Scheme};
+use crate::secret::KEYS_MAX;
 use crate::time::UnixSeconds;
 
 /// Most entries in one signature list: twice the most keys of a sender.
 const ENTRIES_MAX: usize = 16;
+
+/// Most `v1a` signatures that are tried for one request, over all keys. Each try hashes the whole
+/// body, and anybody can cause it. Enough for both signatures of a rotating sender and every key.
+const PUBLIC_TRIES_MAX: usize = 2 * KEYS_MAX;
 
 /// A key to verify with.
 #[derive(Debug, Clone)]
@@ -54,6 +61,28 @@ pub struct Claim<'r> {
     signed_at: UnixSeconds,
     preamble: String,
     entries: Entries,
+    /// What `v1a` signs, built once for all keys.
+    message: OnceCell<Vec<u8>>,
+    tries_left: Cell<usize>,
+}
+
+impl Claim<'_> {
+    fn fits(&self, key: &VerifyKey, body: &[u8]) -> bool {
+        let preamble = self.preamble.as_bytes();
+        match key {
+            VerifyKey::Symmetric(key) => {
+                let mac = hmac_sha256(&key.0, &[preamble, body]);
+                self.entries.v1.iter().any(|signature| mac.is(signature))
+            }
+            VerifyKey::Public(key) => self.entries.v1a.iter().any(|signature| {
+                let Some(left) = self.tries_left.get().checked_sub(1) else { return false };
+                self.tries_left.set(left);
+                let message = self.message.get_or_init(|| [preamble, body].concat());
+                // Strict, so that no second encoding of a signature verifies.
+                key.0.verify_strict(message, signature).is_ok()
+            }),
+        }
+    }
 }
 
 impl Timed for VerifyKey {}
@@ -71,11 +100,12 @@ impl Key for VerifyKey {
         }
         let signed_at = UnixSeconds::parse(request.headers.only(Part::Timestamp, timestamp_header)?)?;
         let entries = Entries::parse(request.headers.only(Part::Signature, signature_header)?)?;
-        Ok(Claim { id, signed_at, preamble: preamble(id, signed_at), entries })
+        let (preamble, tries_left) = (preamble(id, signed_at), Cell::new(PUBLIC_TRIES_MAX));
+        Ok(Claim { id, signed_at, preamble, entries, message: OnceCell::new(), tries_left })
     }
 
     fn signed(&self, claim: &Claim<'_>, body: &[u8]) -> bool {
-        claim.entries.fit(self, &claim.preamble, body)
+        claim.fits(self, body)
     }
 
     fn signed_at(claim: &Claim<'_>) -> Option<UnixSeconds> {
@@ -124,19 +154,39 @@ impl Entries {
             _ => Ok(entries),
         }
     }
+}
 
-    fn fit(&self, key: &VerifyKey, preamble: &str, body: &[u8]) -> bool {
-        match key {
-            VerifyKey::Symmetric(key) => {
-                let mac = hmac_sha256(&key.0, &[preamble.as_bytes(), body]);
-                self.v1.iter().any(|signature| mac.is(signature))
-            }
-            VerifyKey::Public(_) if self.v1a.is_empty() => false,
-            VerifyKey::Public(key) => {
-                let message = [preamble.as_bytes(), body].concat();
-                // Strict, so that no second encoding of a signature verifies.
-                self.v1a.iter().any(|signature| key.0.verify_strict(&message, signature).is_ok())
-            }
-        }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mac::to_base64;
+    use crate::request::Verify;
+    use crate::standard::{SignKey, Signer, SigningKey};
+
+    const NOW: UnixSeconds = UnixSeconds(1_000_000);
+
+    fn key(byte: u8) -> SigningKey {
+        SigningKey::parse(&to_base64(&[byte; 32])).unwrap()
+    }
+
+    /// What a receiver with these keys says of a message signed with those.
+    fn verdict(receiver: impl Iterator<Item = u8>, sender: impl Iterator<Item = u8>) -> Result<usize, Refusal> {
+        let verifier = Verifier::new(receiver.map(|byte| key(byte).public_key().into())).unwrap();
+        let sign = |byte| Signer::new([SignKey::from(key(byte))]).unwrap().sign("msg_1", NOW, b"{}").unwrap();
+        let entries: Vec<String> = sender.map(|byte| sign(byte).signature).collect();
+        let (time, entries) = (NOW.0.to_string(), entries.join(" "));
+        let fields = [(ID_HEADER, "msg_1"), (TIMESTAMP_HEADER, time.as_str()), (SIGNATURE_HEADER, entries.as_str())];
+        let headers: Headers<'_> = fields.iter().map(|(name, value)| (*name, value.as_bytes())).collect();
+        verifier.verify(&Request { headers: &headers, query: None, body: b"{}" }, NOW).map(|verified| verified.key)
+    }
+
+    #[test]
+    fn public_keys_are_tried_a_bounded_number_of_times() {
+        // A rotation on both sides, with as many keys as there may be.
+        assert_eq!(verdict(1..=8, [9, 8].into_iter()), Ok(7));
+        // The last of sixteen tries, and the one after it.
+        assert_eq!(verdict([1, 20].into_iter(), 13..=20), Ok(1));
+        assert_eq!(verdict([1, 20].into_iter(), 12..=20), Err(Refusal::Mismatch));
+        assert_eq!(verdict([20].into_iter(), 5..=20), Ok(0));
     }
 }

@@ -58,6 +58,18 @@ fn what_is_allowed_and_still_a_risk_is_warned_of_at_its_line() {
 }
 
 #[test]
+fn a_store_s_url_that_no_connection_could_use_is_refused_at_its_line() {
+    let found = faults(
+        "[store]\nurl = \"postgres://u:hunter2@h:99999/d\"\nlisten_url = \"postgres://u:hunter2@h/d?sslmode=verifyfull\"\n",
+    );
+    assert_eq!(found.len(), 2, "{found:?}");
+    let expected = [("postbox.toml:2: store.url: ", "`port`"), ("postbox.toml:3: store.listen_url: ", "`sslmode`")];
+    for (fault, (place, part)) in found.iter().zip(expected) {
+        assert!(fault.starts_with(place) && fault.contains(part) && !fault.contains("hunter2"), "{fault}");
+    }
+}
+
+#[test]
 fn a_status_token_is_long_and_not_repeated() {
     let token = |text: &str| format!("[server]\nstatus_token = \"{text}\"\n");
     for wrong in ["", "hunter2", "hunter2 hunter2 hunter2", "env:NOT_THERE", "env:BLANK"] {

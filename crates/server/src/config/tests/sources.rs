@@ -65,6 +65,10 @@ fn every_scheme_has_what_it_needs() {
     }
     assert!(source("twilio", "").expect_err("no URL").contains("needs public_url"));
     assert!(source("twilio", "public_url = \"https://h/in/a\"").is_ok());
+    let refused = |url: &str| source("twilio", &format!("public_url = \"{url}\"")).expect_err("refused");
+    let message = refused("https://u:hunter2@h/in/a");
+    assert!(message.contains("at Twilio") && !message.contains("hunter2"), "{message}");
+    assert!(refused("https://h/in/a?b=c").contains("without a query"));
     assert!(source("hmac", "").expect_err("no header").contains("needs signature_header"));
     assert!(source("hmac", "signature_header = \"x-sig\"\nhash = \"sha512\"\nencoding = \"base64\"").is_ok());
     assert!(source("strype", "").expect_err("none").contains("did you mean `stripe`?"));
@@ -171,6 +175,21 @@ fn a_secret_with_nothing_in_it_is_reported_at_its_line() {
         assert!(message.starts_with("postbox.toml:4: ") && message.contains("empty or blank; write"), "{message}");
     }
     assert!(source("secrets = []").contains("has no secrets"));
+    let message = source("secret = \"0123456789abcdef\\n\"");
+    assert!(message.starts_with("postbox.toml:4: ") && message.contains("white space"), "{message}");
+    assert!(!message.contains("0123"), "{message}");
+}
+
+#[test]
+fn a_webhook_s_name_stays_in_its_path() {
+    let source = |name: &str| {
+        format!("[sources.\"{name}\"]\ntype = \"webhook\"\nscheme = \"github\"\nsecret = \"0123456789abcdef\"\n")
+    };
+    for name in [".", ".."] {
+        let message = fault(&source(name));
+        assert!(message.starts_with("postbox.toml:1: ") && message.contains("give it another name"), "{message}");
+    }
+    parse(&source("a..")).expect("it is a name like others");
 }
 
 #[test]
