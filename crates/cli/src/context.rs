@@ -285,7 +285,10 @@ impl Context {
     pub(crate) fn reader_wanted(&self, log: &LogName) -> String {
         match self.config.subscriptions.iter().any(|config| config.subscription.log == *log) {
             true => "start `postbox run`".to_owned(),
-            false => format!("add [subscriptions.NAME] with log = \"{log}\" to postbox.toml and start `postbox run`"),
+            false => format!(
+                "add [subscriptions.NAME] with log = \"{log}\" to postbox.toml and start `postbox run`; it gets all of \
+                 them, or with start = \"now\" only later ones"
+            ),
         }
     }
 }

@@ -29,23 +29,27 @@ const FLUSH_MAX: Duration = Duration::from_secs(1);
 
 static LINES: OnceLock<Lines> = OnceLock::new();
 
-/// Starts logging, and tracing if configured. Called once, when the configuration is known.
-pub(crate) fn start(config: &LogConfig, traces: Option<Traces>) -> Result<(), Failure> {
+/// Returns the filter of a log level, or why it is none.
+pub(crate) fn filter(level: &str) -> Result<EnvFilter, Failure> {
     // These clients' own log lines would repeat an outcome or error at a higher level, or contain
     // whole messages. Their spans do not belong in a log.
-    let quiet = "async_nats=off,aws=off,krafka=off,lapin=off";
+    let quiet = "async_nats=off,aws=off,deadpool=off,krafka=off,lapin=off";
     let no_level = |part: &&str| !part.contains('=') && part.trim().parse::<LevelFilter>().is_err();
-    if let Some(part) = config.level.split(',').find(no_level) {
+    if let Some(part) = level.split(',').find(no_level) {
         return Err(Failure::usage(format!(
             "log level {part:?} is none of error, warn, info, debug, trace and off; for one part: TARGET=LEVEL, e.g. info,postbox_engine=debug"
         )));
     }
-    let filter = EnvFilter::try_new(format!("{quiet},{TARGET}=off,{}", config.level)).map_err(|error| {
+    EnvFilter::try_new(format!("{quiet},{TARGET}=off,{level}")).map_err(|error| {
         Failure::usage(format!(
-            "log level {:?} is not a valid filter: {error}; e.g. info or info,postbox_engine=debug",
-            config.level
+            "log level {level:?} is not a valid filter: {error}; e.g. info or info,postbox_engine=debug"
         ))
-    })?;
+    })
+}
+
+/// Starts logging, and tracing if configured. Called once, when the configuration is known.
+pub(crate) fn start(config: &LogConfig, traces: Option<Traces>) -> Result<(), Failure> {
+    let filter = filter(&config.level)?;
     let failed = |error: &dyn std::fmt::Display| Failure::failed(format!("cannot start logging: {error}"));
     let (sender, queue) = sync_channel(LINES_MAX);
     std::thread::Builder::new().name("log".into()).spawn(|| write(queue)).map_err(|error| failed(&error))?;

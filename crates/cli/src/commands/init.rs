@@ -9,6 +9,11 @@ use crate::args::Global;
 use crate::failure::Failure;
 use crate::output;
 
+/// The variable of `--store`.
+const STORE_VARIABLE: &str = "POSTBOX_STORE";
+/// The line of the store in the text.
+const STORE_DEFAULT: &str = "url = \"sqlite:postbox.db\"";
+
 pub(super) fn run(global: &Global, force: bool) -> Result<(), Failure> {
     let path = global.config.clone().unwrap_or_else(|| PathBuf::from(postbox_server::FILE_DEFAULT));
     let shown = path.display();
@@ -27,8 +32,12 @@ pub(super) fn run(global: &Global, force: bool) -> Result<(), Failure> {
     // A file that was there keeps its mode.
     file.set_permissions(Permissions::from_mode(0o600))
         .map_err(|error| Failure::failed(format!("{shown} cannot be made readable by its owner only: {error}")))?;
-    file.write_all(postbox_server::default_toml().as_bytes())
-        .map_err(|error| Failure::failed(format!("{shown} cannot be written: {error}")))?;
+    let mut text = postbox_server::default_toml();
+    if std::env::var_os(STORE_VARIABLE).is_some() {
+        // It overrides the file. Where it is not set, the file must not name another store.
+        text = text.replacen(STORE_DEFAULT, &format!("url = \"env:{STORE_VARIABLE}\""), 1);
+    }
+    file.write_all(text.as_bytes()).map_err(|error| Failure::failed(format!("{shown} cannot be written: {error}")))?;
     output::line(&format!("wrote {shown}"))?;
     output::line("next: edit it, `postbox check-config`, `postbox migrate up`, `postbox run`")
 }

@@ -163,7 +163,7 @@ async fn known(context: &Context, typed: Option<Vec<IdPrefix>>) -> Result<Option
 }
 
 impl Command {
-    /// Whether it needs a store that is there already.
+    /// Whether it needs a store that somebody has named.
     fn works_on_store(&self) -> bool {
         !matches!(
             self,
@@ -173,7 +173,7 @@ impl Command {
                 | Self::CheckConfig { .. }
                 | Self::Config(_)
                 | Self::Completions { .. }
-                | Self::Migrate(_)
+                | Self::Migrate(Migrate::Print { .. } | Migrate::Grants { .. })
         )
     }
 

@@ -382,6 +382,20 @@ async fn init_writes_a_file_that_is_right_and_overwrites_nothing() -> Result<()>
     Ok(())
 }
 
+/// A store that is named by the environment only must not become another one in a new terminal.
+#[tokio::test]
+async fn no_store_is_made_that_nobody_named() -> Result<()> {
+    let env = TestEnv::empty(Kind::Sqlite).await?;
+    let output = env.command(&["migrate", "up"]).env_remove("POSTBOX_STORE").output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.code() == Some(2) && said.contains("no store is named"), "{said}");
+    ensure!(!env.path("postbox.db").exists());
+    env.ok(&["init"])?;
+    let written = std::fs::read_to_string(env.path("postbox.toml"))?;
+    ensure!(written.contains("\nurl = \"env:POSTBOX_STORE\"\n"), "{written}");
+    Ok(())
+}
+
 #[tokio::test]
 async fn the_schema_of_the_configuration_is_printed_as_json() -> Result<()> {
     let env = TestEnv::empty(Kind::Sqlite).await?;

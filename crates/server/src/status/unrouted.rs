@@ -123,6 +123,6 @@ fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, Optio
             return (cure, Some("tenant_unwanted"));
         }
     }
-    let kept = "they are kept for the first subscription that wants them; to delete them: postbox prune --unrouted --older-than AGE";
+    let kept = "they are kept for the first subscription that wants them; to delete them: postbox prune --unrouted --older-than 7d";
     (kept.to_owned(), None)
 }

@@ -16,6 +16,9 @@ use crate::text::{cut, span};
 const SAME_MIN: usize = 3;
 /// Shortest pause that is suggested; with the default lease, a relay looks three times meanwhile.
 const PAUSE_MIN: Duration = Duration::from_secs(10);
+/// A destination that is up calls back each event within this time, unless the event waits longer
+/// because the destination asked for it.
+const LONG_AGO: Duration = Duration::from_secs(60);
 
 /// A destination that is down: as reported by the running service, or by events that failed without
 /// being charged an attempt.
@@ -26,9 +29,15 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
         // now.
         .filter(|(record, code)| record.attempts == 0 && record.replays == 0 && !Disposition::is_own_code(code))
         .max_by_key(|(record, _)| record.updated_at);
+    let tried = last.and_then(|(record, _)| record.updated_at);
+    let tried = tried.and_then(|at| Duration::try_from(Timestamp::now().duration_since(at)).ok());
+    // What waits since an outage that is over says nothing about now.
+    let is_up = known.work.is_some_and(|work| work.destination_fails.is_none());
+    if is_up && tried.is_some_and(|ago| ago > LONG_AGO) {
+        return None;
+    }
     let said = last.map(|(record, code)| {
-        let ago = record.updated_at.and_then(|at| Duration::try_from(Timestamp::now().duration_since(at)).ok());
-        let ago = ago.map_or_else(String::new, |ago| format!("{} ago, ", span(ago)));
+        let ago = tried.map_or_else(String::new, |ago| format!("{} ago, ", span(ago)));
         format!("last tried {ago}{code}: {}", cut(text(record), 200))
     });
     // A pause is reported by itself, and must not be replaced by another one.
@@ -49,11 +58,12 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
     let code = code.or_else(|| known.work?.destination_fails.as_ref().map(|fails| fails.code.as_str()))?;
     let text = last.map(|(record, _)| text(record)).unwrap_or_default();
     let mut cure = cure_down(code, text).to_owned();
-    if open.is_some() {
-        // A relay looks every third of its lease.
-        let lease = known.config.map_or(Duration::ZERO, |config| config.settings.lease_ttl);
-        let long = duration_text((lease / 2).max(PAUSE_MIN));
-        cure.push_str(&format!("; to try now: postbox pause {} --for {long}", known.info.name));
+    // A relay looks every third of its lease.
+    let lease = known.config.map_or(Duration::ZERO, |config| config.settings.lease_ttl);
+    let pause = (lease / 2).max(PAUSE_MIN);
+    if open.is_some() && tried.is_none_or(|ago| ago > pause) {
+        let long = duration_text(pause);
+        cure.push_str(&format!("; to try again in {long}, not later: postbox pause {} --for {long}", known.info.name));
     }
     Some(Finding::problem("destination_down", what, cure).reason(code))
 }
@@ -83,7 +93,10 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
             let what = format!("{of}: {}; {soonest}", reason.said());
             let charged = failed.iter().filter(|it| it.code.as_deref() == Some(reason.code) && it.attempts > 0);
             if charged.count() < SAME_MIN {
-                return Finding::note("retrying", what).reason(reason.code);
+                let note = Finding::note("retrying", what).reason(reason.code);
+                let (code, name) = (reason.code, &known.info.name);
+                let now = format!("to send them now: postbox retry --code {code} --subscription {name}");
+                return if waits_long(&known.retrying) { note.cure(now) } else { note };
             }
             Finding::problem("destination_refuses", what, cure_refused(reason.code, false)).reason(reason.code)
         })
@@ -170,6 +183,12 @@ pub(super) fn soonest(records: &[Record]) -> String {
         Ok(left) => format!("the next in {}", span(left)),
         Err(_) => "the next is due now".into(),
     }
+}
+
+/// Whether none of these events is due soon.
+fn waits_long(records: &[Record]) -> bool {
+    let soon = Timestamp::now() + LONG_AGO;
+    records.iter().all(|record| record.due_at.is_some_and(|at| at > soon))
 }
 
 /// The cure for a destination that is down. It is retried by itself, so delivery resumes without a
