@@ -81,9 +81,11 @@ FROM {s}.subscription AS s WHERE s.id = $1";
 const IS_DISCARDED: &str =
     "EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq AND d.state = 'discarded')";
 
-/// The epochs of all lanes, and whether one is leased. Index: primary key.
+/// The epochs of all lanes, whether one is leased, and whether one's cursor was made in another
+/// cluster. Index: primary key.
 const LANE_EPOCHS: &str = "
-SELECT string_agg(n.epoch::text, ',' ORDER BY n.lane), bool_or(coalesce(n.lease_until > clock_timestamp(), false))
+SELECT string_agg(n.epoch::text, ',' ORDER BY n.lane), bool_or(coalesce(n.lease_until > clock_timestamp(), false)),
+  coalesce(bool_or(n.cluster <> {s}.cluster_id()), false)
 FROM {s}.lane AS n WHERE n.subscription = $1";
 
 /// Records how far each lane came with its current filter: for all lanes, or only for those that
@@ -291,6 +293,9 @@ pub(crate) async fn reset(session: &Session, name: &SubscriptionName, to: ResetT
     let (stamp, held): (Option<String>, Option<bool>) = (row.get(0), row.get(1));
     if held == Some(true) {
         return Err(lanes_held(name));
+    }
+    if row.get(2) {
+        return Err(cursor_foreign("reset"));
     }
     if stamp.as_deref() != Some(looked) {
         return Err(subscription_changed("reset", name));

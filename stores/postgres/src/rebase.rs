@@ -18,21 +18,30 @@ const LANE_LOCK_ALL: &str =
 /// Keeps everyone from appending meanwhile. Waits for writers.
 const LOG_TABLE_LOCK: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
-/// The last row each lane has passed. Walks the log.
+/// The first event that was appended in this cluster since the restore. Walks the log.
 ///
-/// An event that was appended in this cluster since the restore may have an id below those of the
-/// other cluster, so a lane's snapshot seems to include it. It is recognised by `xmin`, which is
-/// this cluster's: the inserting transaction's, or a later one of its subtransactions. So it is not
-/// below the row's `xid`, and both come after the transaction that restored the lane. A restored
-/// row's `xmin` is that of the restore, whatever its `xid`. In the cluster that wrote all rows,
-/// none such is in the lane's snapshot anyway.
+/// Its `xid` may be in a snapshot of the other cluster, but nobody has passed it. It is known by
+/// its `xmin`, which is always of this cluster: it comes after that of the log's CHECK, which a
+/// restore adds once the rows are there. `pg_upgrade` keeps the `xmin` of rows and writes the CHECK
+/// anew. `xid` is compared too, because numbers of 32 bits come round.
+const LOG_NEW: &str = "
+CREATE TEMPORARY TABLE postbox_new ON COMMIT DROP AS
+SELECT coalesce(min(l.seq), 9223372036854775807) AS seq
+FROM {log} AS l
+JOIN pg_constraint AS c ON c.conrelid = l.tableoid AND c.conname = 'event_invalid'
+CROSS JOIN (SELECT pg_current_xact_id()::text::bigint AS xid) AS now
+WHERE (now.xid - l.xmin::text::bigint & 4294967295) < (now.xid - c.xmin::text::bigint & 4294967295)
+  AND l.xid::text::bigint >= now.xid - (now.xid - c.xmin::text::bigint & 4294967295)
+  AND EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
+    WHERE s.log = '{name}' AND n.cluster <> {s}.cluster_id())";
+
+/// The last row each lane has passed. Walks the log.
 const LANE_PASSED: &str = "
 CREATE TEMPORARY TABLE postbox_passed ON COMMIT DROP AS
-SELECT n.subscription, n.lane, coalesce(max(l.seq) FILTER (WHERE NOT {is_unread}
-  AND NOT (l.xid::text::bigint BETWEEN now.xid - (now.xid - n.xmin::text::bigint & 4294967295)
-    AND now.xid - (now.xid - l.xmin::text::bigint & 4294967295))), 0) AS seq
-FROM (SELECT pg_current_xact_id()::text::bigint AS xid) AS now
-CROSS JOIN {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
+SELECT n.subscription, n.lane, coalesce(max(l.seq) FILTER
+  (WHERE NOT {is_unread} AND (l.seq < new.seq OR n.cluster = {s}.cluster_id())), 0) AS seq
+FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
+CROSS JOIN postbox_new AS new
 LEFT JOIN {log} AS l ON l.slot % s.lanes = n.lane
 WHERE s.log = '{name}' GROUP BY n.subscription, n.lane";
 
@@ -56,7 +65,8 @@ const PASSAGE_REBASE: &str = "
 UPDATE {s}.passage AS p SET from_snap = '1:1:', to_snap = '4:4:', last_seq = passed.seq
 FROM (SELECT p.subscription, p.revision, p.lanes, p.lane, coalesce(max(l.seq), 0) AS seq
   FROM {s}.subscription AS s JOIN {s}.passage AS p ON p.subscription = s.id
-  LEFT JOIN {log} AS l ON l.slot % p.lanes = p.lane AND l.seq <= p.seq_max
+  CROSS JOIN postbox_new AS new
+  LEFT JOIN {log} AS l ON l.slot % p.lanes = p.lane AND l.seq <= p.seq_max AND l.seq < new.seq
     AND (pg_visible_in_snapshot(l.xid, p.from_snap) OR (pg_visible_in_snapshot(l.xid, p.to_snap) AND l.seq <= p.last_seq))
   WHERE s.log = '{name}' GROUP BY p.subscription, p.revision, p.lanes, p.lane) AS passed
 WHERE (p.subscription, p.revision, p.lanes, p.lane) = (passed.subscription, passed.revision, passed.lanes, passed.lane)";
@@ -103,13 +113,14 @@ async fn rebase_all(session: &Session) -> Result<()> {
         let log = LogName::from_stored(row.get::<_, String>(0));
         for template in [
             LOG_TABLE_LOCK,
+            LOG_NEW,
             LANE_PASSED,
             PASSAGE_REBASE,
             DELIVERY_OF_STRAGGLERS,
             LOG_RESTAMP,
             LANE_REBASE,
             LOG_ROUTE_ANEW,
-            "DROP TABLE postbox_passed",
+            "DROP TABLE postbox_passed, postbox_new",
         ] {
             // DDL takes no parameters. The name of a log never contains a quote.
             session.run(&session.log_sql(template, &log)).await?;

@@ -2,14 +2,17 @@
 
 use std::process::{Command, Stdio};
 
-use postbox_core::{Append as _, BatchLimit, Log as _, LogName, Maintain as _, NewEvent, Settlement};
+use postbox_core::{
+    Admin as _, Append as _, BatchLimit, Filter, Inspect as _, Log as _, LogName, Maintain as _, NewEvent, ResetTo,
+    Settlement, Subscription,
+};
 use postbox_postgres::{PostgresConfig, PostgresStore};
-use postbox_testkit::servers::{Postgres, Version};
+use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 
 use crate::support;
 
-async fn read(store: &PostgresStore, settle: bool) -> Vec<Vec<u8>> {
-    let lease = support::leased(store, "reader").await;
+async fn read(store: &PostgresStore, name: &str, settle: bool) -> Vec<Vec<u8>> {
+    let lease = support::leased(store, name).await;
     let limit = BatchLimit { events: 2, ..BatchLimit::default() };
     let batch = store.next_batch(&lease, limit).await.expect("read");
     if settle {
@@ -27,49 +30,67 @@ async fn a_dump_is_restored_and_read_on() {
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let events: Vec<NewEvent> = (1..=4).map(|n| NewEvent::json("t", n.to_string()).key("k")).collect();
     store.append(&LogName::outbox(), &events).await.expect("appended");
-    assert_eq!(read(&store, true).await, [b"1", b"2"]);
+    assert_eq!(read(&store, "reader", true).await, [b"1", b"2"]);
     let dump = Command::new("/usr/lib/postgresql/15/bin/pg_dump").arg(&url).stdin(Stdio::null()).output().expect("run");
     assert!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
     Postgres::psql(&restored, &String::from_utf8(dump.stdout).expect("UTF-8"));
     let store = PostgresStore::connect(PostgresConfig::new(&restored)).await.expect("connected");
-    assert_eq!(read(&store, false).await, [b"3", b"4"]);
+    assert_eq!(read(&store, "reader", false).await, [b"3", b"4"]);
     // As in another cluster: rebase adjusts the ids, and the rules apply again.
     store.rebase().await.expect("rebased");
     let forged = "INSERT INTO postbox.outbox (topic, payload, xid) VALUES ('t', '', '3')";
     let refused = support::client(&restored).await.batch_execute(forged).await.expect_err("refused");
     assert_eq!(refused.as_db_error().and_then(|said| said.constraint()), Some("xid_forged"));
     store.append(&LogName::outbox(), &[NewEvent::json("t", "5").key("k")]).await.expect("appended");
-    assert_eq!(read(&store, true).await, [b"3", b"4"]);
-    assert_eq!(read(&store, true).await, [b"5"]);
+    assert_eq!(read(&store, "reader", true).await, [b"3", b"4"]);
+    assert_eq!(read(&store, "reader", true).await, [b"5"]);
 }
 
-/// Makes a database look like one restored from a cluster that had used far more transactions.
-const FROM_AN_OLDER_CLUSTER: &str = "
-ALTER TABLE postbox.outbox DROP CONSTRAINT event_invalid;
-UPDATE postbox.outbox SET xid = (xid::text::bigint + 1000000000)::text::xid8;
-UPDATE postbox.lane SET cluster = 1,
-  from_snap = format('%1$s:%1$s:', pg_snapshot_xmax(from_snap)::text::bigint + 1000000000)::pg_snapshot,
-  to_snap = format('%1$s:%1$s:', pg_snapshot_xmax(to_snap)::text::bigint + 1000000000)::pg_snapshot;
-SELECT postbox.guard_log('outbox')";
+/// Uses up transaction ids until this one.
+const COUNT_TO: &str = "DO $$ BEGIN WHILE pg_current_xact_id()::text::bigint < {end} LOOP COMMIT; END LOOP; END $$";
 
 #[tokio::test]
-async fn what_is_appended_between_a_restore_and_its_rebase_is_sent() {
-    let server = Postgres::shared(Version::V15).await;
-    let url = server.fresh_database().await;
+async fn what_is_appended_between_a_restore_and_its_rebase_is_sent_and_nothing_twice() {
+    let new = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
-    let events: Vec<NewEvent> = (1..=4).map(|n| NewEvent::json("t", n.to_string()).key("k")).collect();
-    store.append(&LogName::outbox(), &events).await.expect("appended");
-    assert_eq!(read(&store, true).await, [b"1", b"2"]);
-    let mut client = support::client(&url).await;
-    client.batch_execute(FROM_AN_OLDER_CLUSTER).await.expect("moved");
-    store.append(&LogName::outbox(), &[NewEvent::json("t", "5").key("k")]).await.expect("appended");
-    let transaction = client.transaction().await.expect("begun");
-    transaction.batch_execute("SELECT pg_current_xact_id(); SAVEPOINT s").await.expect("begun");
-    let enqueue = "SELECT postbox.enqueue('t', '6', key => 'k')";
-    transaction.batch_execute(enqueue).await.expect("appended in a subtransaction");
-    transaction.commit().await.expect("committed");
-    store.rebase().await.expect("rebased");
-    for expected in [[b"3", b"4"], [b"5", b"6"]] {
-        assert_eq!(read(&store, true).await, expected);
+    let client = support::client(&new.url()).await;
+    let id: i64 = client.query_one("SELECT pg_current_xact_id()::text::bigint", &[]).await.expect("asked").get(0);
+    let client = support::client(&url).await;
+    client.batch_execute(&COUNT_TO.replace("{end}", &(id + 5_000).to_string())).await.expect("counted");
+    // A former filter has a cursor of its own.
+    let narrow = Filter { topics: vec!["x".parse().expect("a pattern")], ..Filter::default() };
+    let reader = Subscription::new("reader".parse().expect("a name"), LogName::outbox());
+    store.subscribe(&Subscription { lanes: 1, filter: narrow, ..reader }).await.expect("subscribed");
+    // Each in a transaction of its own, and so in a restore by INSERTs.
+    for n in 1..=40 {
+        store.append(&LogName::outbox(), &[NewEvent::json("t", n.to_string()).key("k")]).await.expect("appended");
+    }
+    for n in (1..39).step_by(2) {
+        assert_eq!(read(&store, "reader", true).await, [n, n + 1].map(|n| n.to_string().into_bytes()));
+    }
+    for how in ["--format=plain", "--inserts"] {
+        let pg_dump = "/usr/lib/postgresql/15/bin/pg_dump";
+        let dump = Command::new(pg_dump).args([how, &url]).stdin(Stdio::null()).output().expect("run");
+        assert!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
+        let url = new.fresh_database().await;
+        Postgres::psql(&url, &String::from_utf8(dump.stdout).expect("UTF-8"));
+        let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("connected");
+        store.append(&LogName::outbox(), &[NewEvent::json("t", "41").key("k")]).await.expect("appended");
+        let mut client = support::client(&url).await;
+        let transaction = client.transaction().await.expect("begun");
+        transaction.batch_execute("SELECT pg_current_xact_id(); SAVEPOINT s").await.expect("begun");
+        let enqueue = "SELECT postbox.enqueue('t', '42', key => 'k')";
+        transaction.batch_execute(enqueue).await.expect("appended in a subtransaction");
+        transaction.commit().await.expect("committed");
+        let known = store.subscriptions().await.expect("listed").remove(0);
+        let plan = store.reset(&known.name, ResetTo::Now, None).await.expect("planned");
+        let refused = store.reset(&known.name, ResetTo::Now, Some(&plan.stamp)).await.expect_err("another cluster's");
+        assert_eq!(refused.code(), "cursor_foreign");
+        store.rename(&known.name, known.generation, &"renamed".parse().expect("a name")).await.expect("renamed");
+        store.rebase().await.expect("rebased");
+        for expected in [&[b"39", b"40"][..], &[b"41", b"42"], &[]] {
+            assert_eq!(read(&store, "renamed", true).await, expected, "{how}");
+        }
     }
 }
