@@ -381,7 +381,7 @@ pub(crate) fn require_store(global: &Global) -> Result<(), Failure> {
 fn load_config(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
     let usual = Path::new(postbox_server::FILE_DEFAULT);
     match global.config.as_deref().or_else(|| usual.exists().then_some(usual)) {
-        Some(path) => Ok(Config::load(path, purpose != Purpose::Inspect)?.0),
+        Some(path) => Ok(Config::load(path, global.store.as_deref(), purpose != Purpose::Inspect)?.0),
         None => Ok(Config::without_file(|name| std::env::var(name).ok())?),
     }
 }

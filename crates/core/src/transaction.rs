@@ -84,8 +84,11 @@ impl<S> Postbox<S> {
     fn checked(&self, events: Vec<NewEvent>) -> Result<Vec<NewEvent>> {
         if let Some(schemas) = &self.schemas {
             for event in &events {
-                let version = schema_version(&event.headers).ok_or_else(|| version_invalid(event))?;
-                schemas.check(&event.topic, version, &event.payload)?;
+                match schema_version(&event.headers) {
+                    Some(version) => schemas.check(&event.topic, version, &event.payload)?,
+                    None if schemas.knows(&event.topic) => return Err(version_invalid(event)),
+                    None => {}
+                }
             }
         }
         Ok(events)

@@ -214,6 +214,11 @@ impl Breaker {
         is_over
     }
 
+    /// Forgets the probes of a lane that is no longer held.
+    pub(crate) fn forget(&self, lane: u16) {
+        lock(&self.empty).remove(&lane);
+    }
+
     /// Notes that a lane had something to probe with.
     pub(crate) fn found_some(&self) {
         lock(&self.empty).clear();
@@ -280,8 +285,10 @@ mod tests {
             assert!(!breaker.found_nothing(lane, 4), "lane {lane}");
             breaker.probe_ended(now);
         }
+        breaker.forget(2);
         assert_eq!(breaker.admit(now), Admission::Probe);
-        assert!(breaker.found_nothing(3, 4), "each twice");
+        assert!(!breaker.found_nothing(3, 4), "lane 2 is another's");
+        assert!(breaker.found_nothing(3, 3), "each that is held, twice");
         assert!(breaker.is_closed());
     }
 

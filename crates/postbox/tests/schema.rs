@@ -42,7 +42,8 @@ async fn what_breaks_a_schema_is_not_appended_and_the_transaction_goes_on() {
     let store = test::store();
     let postbox = Postbox::new(store.clone()).schemas(schemas());
     let mut tx = store.begin();
-    postbox.append(&mut tx, NewEvent::json("audit", "of any form")).expect("no schema");
+    let unversioned = NewEvent::json("audit", "of any form").header("schema-version", "2024-01");
+    postbox.append(&mut tx, unversioned).expect("no schema");
     let free = OrderPaid { order: 1, cents: 0 };
     let refused = [
         postbox.append(&mut tx, [OrderPaid { order: 1, cents: 5 }, free]),

@@ -290,10 +290,10 @@ impl<D: Database> Router<(), D> {
 /// Returns the dead outcome of an event whose payload breaks a schema, or whose schema version is
 /// no number: no schema could be chosen.
 fn violation(schemas: &[Arc<dyn Schemas>], event: &postbox_core::Event) -> Option<Outcome> {
-    if schemas.is_empty() {
-        return None;
-    }
     let Some(version) = event.schema_version() else {
+        if !schemas.iter().any(|schemas| schemas.knows(event.topic.as_str())) {
+            return None;
+        }
         let version = event.header(header::SCHEMA_VERSION).unwrap_or_default();
         let message =
             format!("the event has schema version {version:?}, which is no number; its sender has to mend it");

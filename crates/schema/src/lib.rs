@@ -67,6 +67,10 @@ impl Schemas for JsonSchemas {
         };
         Err(Error::schema_violated(topic, schema_version, &issues.join("; ")))
     }
+
+    fn knows(&self, topic: &str) -> bool {
+        self.validators.contains_key(topic)
+    }
 }
 
 impl fmt::Debug for JsonSchemas {

@@ -208,7 +208,11 @@ impl ServedStore {
         store.validate().await?;
         if !self.config.sources.is_empty() {
             let has = store.logs().await?;
-            check_logs("open", self.config.sources.iter().map(|it| &it.log), &has)?;
+            match (check_logs("open", self.config.sources.iter().map(|it| &it.log), &has), &self.name) {
+                // One source of one store must not keep its relays from working.
+                (Err(error), Some(store)) => warn!(%store, code = error.code(), %error, "log of a source missing"),
+                (checked, _) => checked?,
+            }
             store.check_receiving().await?;
         }
         self.take_up(store).await

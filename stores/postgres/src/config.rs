@@ -200,6 +200,7 @@ mod tests {
             ("postgres://u:hunter2@h:99999/d", "invalid value for option `port`"),
             ("postgres://u:hunter2@h/d?sslmode=verifyfull", "invalid value for option `sslmode`"),
             ("postgres://u:hunter2@h/d?hunter2=1", "unknown option;"),
+            ("postgres://u:hunter2@h/d?sslcert=a&sslkey=b", "unknown option `ssl"),
             ("postgres://u:hunter2@h/d?hunter2", "wrong form"),
             ("postgres://u:se@hunter2@h/d", "%40"),
             ("mysql://u:hunter2@h/d", "not a Postgres URL"),

@@ -91,6 +91,9 @@ impl Target {
     }
 }
 
+/// Options of libpq that the driver does not know.
+const LIBPQ_ONLY: &[&str] = &["sslcert", "sslkey", "sslcrl", "passfile", "service", "gssencmode", "krbsrvname"];
+
 /// Parses a URL or a `key=value` string. The message never repeats it, because it may hold a
 /// password.
 fn parse_url(url: &str) -> Result<(tokio_postgres::Config, TlsOptions), String> {
@@ -99,7 +102,8 @@ fn parse_url(url: &str) -> Result<(tokio_postgres::Config, TlsOptions), String> 
         let cause = error.source().map(ToString::to_string).unwrap_or_default();
         let part = match cause.as_str() {
             known if known.starts_with("invalid value for option") => known,
-            // The name of the option may be part of a password that is not escaped.
+            // Another name may be part of a password that is not escaped.
+            other if LIBPQ_ONLY.iter().any(|name| other == format!("unknown option `{name}`")) => other,
             other if other.starts_with("unknown option") => "unknown option",
             _ => "wrong form",
         };

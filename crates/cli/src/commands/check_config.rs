@@ -14,7 +14,7 @@ use crate::{logging, output, telemetry};
 
 pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     let path = global.config.clone().unwrap_or_else(|| PathBuf::from(postbox_server::FILE_DEFAULT));
-    let (mut config, warnings) = Config::load(&path, true)?;
+    let (mut config, warnings) = Config::load(&path, global.store.as_deref(), true)?;
     telemetry::check(&config.telemetry)?;
     logging::filter(&config.log.level)?;
     let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());

@@ -33,7 +33,7 @@ pub(super) fn run(global: &Global, force: bool) -> Result<(), Failure> {
     file.set_permissions(Permissions::from_mode(0o600))
         .map_err(|error| Failure::failed(format!("{shown} cannot be made readable by its owner only: {error}")))?;
     let mut text = postbox_server::default_toml();
-    if std::env::var_os(STORE_VARIABLE).is_some() {
+    if std::env::var_os(STORE_VARIABLE).is_some_and(|value| !value.is_empty()) {
         // It overrides the file. Where it is not set, the file must not name another store.
         text = text.replacen(STORE_DEFAULT, &format!("url = \"env:{STORE_VARIABLE}\""), 1);
     }

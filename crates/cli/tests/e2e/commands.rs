@@ -393,6 +393,8 @@ async fn no_store_is_made_that_nobody_named() -> Result<()> {
     env.ok(&["init"])?;
     let written = std::fs::read_to_string(env.path("postbox.toml"))?;
     ensure!(written.contains("\nurl = \"env:POSTBOX_STORE\"\n"), "{written}");
+    let given = env.command(&["migrate", "up", "--store", "sqlite:given.db"]).env_remove("POSTBOX_STORE").output()?;
+    ensure!(given.status.success() && env.path("given.db").exists(), "{}", String::from_utf8_lossy(&given.stderr));
     Ok(())
 }
 

@@ -126,6 +126,7 @@ impl Lane {
         };
         drop(keeper);
         drop(gauge);
+        context.health.breaker.forget(lease.lane);
         match ended {
             // Any other stale error concerns only what was read. The lane itself is still ours.
             Err(error) if error.is_lease_lost() => {

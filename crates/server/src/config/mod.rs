@@ -102,12 +102,16 @@ impl Config {
     }
 
     /// Reads a configuration from a file. Files that it names are checked only if secrets are
-    /// needed. Faults begin with the path as given.
-    pub fn load(path: &Path, secrets_needed: bool) -> Result<(Self, Vec<Fault>), LoadError> {
+    /// needed. `store` is the value of `--store`. Faults begin with the path as given.
+    pub fn load(path: &Path, store: Option<&str>, secrets_needed: bool) -> Result<(Self, Vec<Fault>), LoadError> {
         let text = std::fs::read_to_string(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
         let file = path.display().to_string();
-        let options = ReadOptions { secrets_needed, files: secrets_needed, ..from_environment(&file) };
-        Ok(Self::parse_with(&text, options)?)
+        // A file that `init` wrote names the variable, and `--store` is the same as the variable.
+        let env = |name: &str| match (name, store) {
+            ("POSTBOX_STORE", Some(store)) => Some(store.to_owned()),
+            _ => std::env::var(name).ok(),
+        };
+        Ok(Self::parse_with(&text, ReadOptions { file: &file, env: &env, secrets_needed, files: secrets_needed })?)
     }
 
     /// Returns the configuration without a file: the defaults, and one subscription for each of
