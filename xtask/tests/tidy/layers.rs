@@ -181,6 +181,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("jsonschema", &["postbox-schema"]),
     ("krafka", &["postbox-kafka", "postbox-bench"]),
     ("lapin", &["postbox-rabbitmq", "postbox-bench"]),
+    ("mimalloc", &["postbox-bench", "postbox-cli"]),
     ("opentelemetry", &["postbox-otel"]),
     ("opentelemetry-http", &["postbox-otel"]),
     ("opentelemetry-otlp", &["postbox-otel"]),
