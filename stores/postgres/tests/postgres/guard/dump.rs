@@ -1,10 +1,11 @@
 //! A restored dump: rows with transaction ids of another cluster are data, not forgeries.
 
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Filter, Inspect as _, Log as _, LogName, Maintain as _, NewEvent, ResetTo,
-    Settlement, Subscription,
+    Admin as _, Append as _, BatchLimit, Filter, Inspect as _, Lease, Log as _, LogName, Maintain as _, NewEvent,
+    OwnerId, ResetTo, Settlement, Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
@@ -12,14 +13,17 @@ use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 use crate::support;
 
 async fn read(store: &PostgresStore, name: &str, settle: bool) -> Vec<Vec<u8>> {
-    let lease = support::leased(store, name).await;
+    read_under(store, &support::leased(store, name).await, settle).await
+}
+
+async fn read_under(store: &PostgresStore, lease: &Lease, settle: bool) -> Vec<Vec<u8>> {
     let limit = BatchLimit { events: 2, ..BatchLimit::default() };
-    let batch = store.next_batch(&lease, limit).await.expect("read");
+    let batch = store.next_batch(lease, limit).await.expect("read");
     if settle {
         let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
-        store.settle(&lease, settlement).await.expect("settled");
+        store.settle(lease, settlement).await.expect("settled");
     }
-    store.release(&lease).await.expect("released");
+    store.release(lease).await.expect("released");
     batch.deliveries.iter().map(|delivery| delivery.event.payload.to_vec()).collect()
 }
 
@@ -60,14 +64,24 @@ async fn what_is_appended_between_a_restore_and_its_rebase_is_sent_and_nothing_t
     client.batch_execute(&COUNT_TO.replace("{end}", &(id + 5_000).to_string())).await.expect("counted");
     // A former filter has a cursor of its own.
     let narrow = Filter { topics: vec!["x".parse().expect("a pattern")], ..Filter::default() };
-    let reader = Subscription::new("reader".parse().expect("a name"), LogName::outbox());
-    store.subscribe(&Subscription { lanes: 1, filter: narrow, ..reader }).await.expect("subscribed");
-    // Each in a transaction of its own, and so in a restore by INSERTs.
-    for n in 1..=40 {
-        store.append(&LogName::outbox(), &[NewEvent::json("t", n.to_string()).key("k")]).await.expect("appended");
+    let (name, owner): (SubscriptionName, _) = ("reader".parse().expect("a name"), OwnerId::new("me").expect("a name"));
+    let reader = Subscription { lanes: 1, filter: narrow, ..Subscription::new(name.clone(), LogName::outbox()) };
+    store.subscribe(&reader).await.expect("subscribed");
+    let former = ["t", "x"].map(|topic| NewEvent::json(topic, topic));
+    for _ in 0..2 {
+        store.append(&LogName::outbox(), &former).await.expect("appended");
+        let lease = store.acquire(&name, &owner, &[], Duration::from_secs(60)).await.expect("acquired").lease;
+        assert_eq!(read_under(&store, &lease.expect("a free lane"), true).await, [b"x"]);
     }
-    for n in (1..39).step_by(2) {
-        assert_eq!(read(&store, "reader", true).await, [n, n + 1].map(|n| n.to_string().into_bytes()));
+    // Each in a transaction of its own, and so in a restore by INSERTs. Several windows, so that
+    // the last snapshots include what has lower ids.
+    for n in (1..40).step_by(2) {
+        for n in [n, n + 1] {
+            store.append(&LogName::outbox(), &[NewEvent::json("t", n.to_string()).key("k")]).await.expect("appended");
+        }
+        if n < 39 {
+            assert_eq!(read(&store, "reader", true).await, [n, n + 1].map(|n| n.to_string().into_bytes()));
+        }
     }
     for how in ["--format=plain", "--inserts"] {
         let pg_dump = "/usr/lib/postgresql/15/bin/pg_dump";
