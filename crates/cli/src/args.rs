@@ -37,7 +37,7 @@ pub(crate) struct Global {
     pub(crate) config: Option<PathBuf>,
     /// The store to use instead of the configured one: postgres://…, sqlite:PATH or memory:; or the
     /// NAME of one of the configured [stores.NAME]
-    #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_STORE", value_name = "URL|NAME")]
+    #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = postbox_server::STORE_VARIABLE, value_name = "URL|NAME")]
     pub(crate) store: Option<String>,
     /// Only this subscription [default: all]
     #[arg(long = "subscription", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]

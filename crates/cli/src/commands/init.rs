@@ -5,12 +5,12 @@ use std::io::{ErrorKind, Write as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::PathBuf;
 
+use postbox_server::STORE_VARIABLE;
+
 use crate::args::Global;
 use crate::failure::Failure;
 use crate::output;
 
-/// The variable of `--store`.
-const STORE_VARIABLE: &str = "POSTBOX_STORE";
 /// The line of the store in the text.
 const STORE_DEFAULT: &str = "url = \"sqlite:postbox.db\"";
 

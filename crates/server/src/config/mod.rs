@@ -31,6 +31,9 @@ pub use telemetry::{TelemetryConfig, check_collector_url};
 /// The name of the file when none is given.
 pub const FILE_DEFAULT: &str = "postbox.toml";
 
+/// The variable that names the store, as `--store` does.
+pub const STORE_VARIABLE: &str = "POSTBOX_STORE";
+
 /// Each variable configures one subscription of the outbox when there is no file: its name and its
 /// sink. `DISPATCHER_URL` may be in a private network, because the operator who sets it chose that
 /// address.
@@ -108,7 +111,7 @@ impl Config {
         let file = path.display().to_string();
         // A file that `init` wrote names the variable, and `--store` is the same as the variable.
         let env = |name: &str| match (name, store) {
-            ("POSTBOX_STORE", Some(store)) => Some(store.to_owned()),
+            (STORE_VARIABLE, Some(store)) => Some(store.to_owned()),
             _ => std::env::var(name).ok(),
         };
         Ok(Self::parse_with(&text, ReadOptions { file: &file, env: &env, secrets_needed, files: secrets_needed })?)
