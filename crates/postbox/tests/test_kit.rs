@@ -3,12 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use postbox::contract::{Inspect as _, Store};
 use postbox::router::{Event, Router};
 use postbox::sqlite::{SqliteConfig, SqliteStore};
-use postbox::{Append as _, Error, ErrorKind, LogName, Migrate as _, NewEvent, Outcome, Result, Service, test};
-use postbox_memory::{Call, Wire};
+use postbox::{Append as _, Error, ErrorKind, LogName, Migrate as _, NewEvent, Outcome, Service, test};
+use postbox_testkit::memory::FailsAt;
 use serde::{Deserialize, Serialize};
 
 #[derive(postbox::Event, Serialize, Deserialize, Debug, PartialEq)]
@@ -43,23 +42,10 @@ async fn what_was_appended_can_be_asked_for_again_and_again() {
     appends_and_is_asked(store).await;
 }
 
-/// A connection to a store that gives no lease.
-struct NoLease;
-
-#[async_trait]
-impl Wire for NoLease {
-    async fn carry(&self, call: Arc<Call>) -> Result<()> {
-        if call.operation == "acquire" {
-            return Err(Error::new(ErrorKind::Unavailable, "acquire", "store_down", "the cable is cut"));
-        }
-        call.execute();
-        Ok(())
-    }
-}
-
 #[tokio::test]
 async fn a_read_that_fails_leaves_no_subscription() {
-    let store = test::store().client(Some(Arc::new(NoLease)));
+    let down = || Some(Error::new(ErrorKind::Unavailable, "acquire", "store_down", "the cable is cut"));
+    let store = test::store().client(Some(Arc::new(FailsAt("acquire", down))));
     let error = test::appended::<OrderPaid>(&store).await.expect_err("no lease");
     assert_eq!(error.code(), "store_down");
     assert_eq!(store.subscriptions().await.expect("listed"), []);

@@ -208,6 +208,23 @@ impl Wire for Cable {
     }
 }
 
+/// A connection to the store on which this operation fails with the error that the function
+/// returns, if it returns one.
+pub struct FailsAt<F>(pub &'static str, pub F);
+
+#[async_trait]
+impl<F: Fn() -> Option<Error> + Send + Sync + 'static> Wire for FailsAt<F> {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        if call.operation == self.0
+            && let Some(error) = (self.1)()
+        {
+            return Err(error);
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
 /// How the sink answers one delivery.
 pub enum Answer {
     /// With this outcome.

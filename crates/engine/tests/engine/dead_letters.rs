@@ -5,13 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use async_trait::async_trait;
 use postbox_core::{
-    Admin as _, Capabilities, Change, DeadLetters, Error, ErrorKind, Outcome, Result, Selection, State, dead_header,
+    Admin as _, Capabilities, Change, DeadLetters, Error, ErrorKind, Outcome, Selection, State, dead_header,
 };
 use postbox_engine::Relay;
-use postbox_memory::{Call, Wire};
-use postbox_testkit::memory::{self, Answer, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Answer, FailsAt, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
@@ -177,25 +175,15 @@ async fn a_sink_of_letters_that_hangs_or_panics_holds_nobody_up() {
     }
 }
 
-/// Loses the first three records of a handover.
-struct NothingNoted(AtomicUsize);
-
-#[async_trait]
-impl Wire for NothingNoted {
-    async fn carry(&self, call: Arc<Call>) -> Result<()> {
-        if call.operation == "hand_over" && self.0.fetch_add(1, Ordering::SeqCst) < 3 {
-            return Err(Error::new(ErrorKind::Unavailable, "simulate", "store_down", "it went down before that"));
-        }
-        call.execute();
-        Ok(())
-    }
-}
-
 #[tokio::test(start_paused = true)]
 async fn a_letter_that_was_sent_and_not_noted_is_sent_again_under_the_same_id() {
     let env = TestEnv::with([event(0, 0)]).await;
     let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
-    let store = Arc::new(env.store.client(Some(Arc::new(NothingNoted(AtomicUsize::default())))));
+    let (lost, down) = (AtomicUsize::default(), || {
+        Error::new(ErrorKind::Unavailable, "simulate", "store_down", "it went down before that")
+    });
+    let nothing_noted = FailsAt("hand_over", move || (lost.fetch_add(1, Ordering::SeqCst) < 3).then(down));
+    let store = Arc::new(env.store.client(Some(Arc::new(nothing_noted))));
     env.run_for(&relay_on(&env, &sink, &letters, store), 60 * S).await;
     assert_eq!(letters.versions(), [0; 4]);
     assert_eq!(ids(&letters).len(), 1, "whoever takes them can know");

@@ -14,7 +14,7 @@ use postbox_engine::{RelaySettings, TokioClock};
 use postbox_memory::{Call, Wire};
 use tokio_util::sync::CancellationToken;
 
-use postbox_testkit::memory::{self, Answer, Cable, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Answer, Cable, FailsAt, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
@@ -98,39 +98,12 @@ async fn a_pause_repeats_nothing_that_is_answered_within_the_lease() {
     assert_eq!(sink.calls(), 4);
 }
 
-/// Fails every request for a lane after the first.
-#[derive(Default)]
-struct OneLane(AtomicBool);
-
-#[async_trait]
-impl Wire for OneLane {
-    async fn carry(&self, call: Arc<Call>) -> Result<()> {
-        if call.operation == "acquire" && self.0.swap(true, Ordering::SeqCst) {
-            return Err(Error::new(ErrorKind::Unavailable, "simulate", "store_down", "the cable is cut"));
-        }
-        call.execute();
-        Ok(())
-    }
-}
-
-/// Refuses every request for a lane for a reason that only a person can mend.
-struct Damaged;
-
-#[async_trait]
-impl Wire for Damaged {
-    async fn carry(&self, call: Arc<Call>) -> Result<()> {
-        if call.operation == "acquire" {
-            return Err(Error::new(ErrorKind::Internal, "simulate", "row_damaged", "a page cannot be read"));
-        }
-        call.execute();
-        Ok(())
-    }
-}
-
 #[tokio::test(start_paused = true)]
 async fn a_relay_that_gets_no_lane_for_any_reason_says_so() {
     let env = TestEnv::with([event(1, 1)]).await;
-    let log = Arc::new(env.store.client(Some(Arc::new(Damaged))));
+    // A reason that only a person can mend.
+    let damaged = || Some(Error::new(ErrorKind::Internal, "simulate", "row_damaged", "a page cannot be read"));
+    let log = Arc::new(env.store.client(Some(Arc::new(FailsAt("acquire", damaged)))));
     let relay = env.relay_on(log, Recorder::new(Capabilities::default()), fast());
     env.run_while(&relay, async {
         tokio::time::sleep(60 * S).await;
@@ -144,7 +117,10 @@ async fn a_relay_that_gets_no_lane_for_any_reason_says_so() {
 async fn a_drain_that_fails_between_two_lanes_gives_back_the_first() {
     let env = TestEnv::with_lanes(2).await;
     env.append([event(1, 1)]).await;
-    let log = Arc::new(env.store.client(Some(Arc::new(OneLane::default()))));
+    let (is_held, down) =
+        (AtomicBool::default(), || Error::new(ErrorKind::Unavailable, "simulate", "store_down", "the cable is cut"));
+    let one_lane = FailsAt("acquire", move || is_held.swap(true, Ordering::SeqCst).then(down));
+    let log = Arc::new(env.store.client(Some(Arc::new(one_lane))));
     let relay = env.relay_on(log, Recorder::new(Capabilities::default()), fast());
     let error = relay.drain(None).await.expect_err("one of two lanes is missing");
     assert_eq!(error.code(), "store_down", "{error}");
