@@ -31,6 +31,6 @@ pub const STEP_ROWS_MAX: usize = 1_000;
 /// Number of events that one step of `prune` looks at: a few milliseconds of the database. Smaller
 /// steps cost more per event, larger ones delay appends (measured, see
 /// `docs/decisions/retention-by-range.md`).
-pub const PRUNE_ROWS_MAX: usize = 2_000;
+pub const PRUNE_ROWS_MAX: usize = 1_500;
 /// Number of events too young to delete in one step that end a run of `prune`.
 pub const PRUNE_YOUNG_MAX: usize = 1_000;
