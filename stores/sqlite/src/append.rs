@@ -111,18 +111,31 @@ pub(crate) fn require_transaction(operation: &'static str, tx: &Connection) -> R
     Ok(())
 }
 
-/// Inserts validated events one by one with prepared statements: in-process, a row costs no round
-/// trip. Takes the primary key and the unique index on id; holds the database's one write lock.
+/// How many rows one statement inserts, the largest number that fits first. A statement for many
+/// rows costs each of them less, and SQLite copies each page it changes to the statement's journal
+/// once, not once for each row (measured for 100 rows: 1 KiB instead of 12 KiB for each). 64 rows
+/// have 960 parameters; a SQLite of before 2020 takes 999.
+const ROWS: [usize; 3] = [64, 8, 1];
+
+/// Inserts validated events with prepared statements: in-process, one costs no round trip. Takes
+/// the primary key and the unique index on id; holds the database's one write lock.
 fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: i64) -> Work<Appended> {
-    let mut plain = prepare(tx, log, "")?;
-    let (mut ids, mut known) = (Vec::with_capacity(events.len()), 0);
-    for event in events {
-        let id = event.id.unwrap_or_else(EventId::now_v7);
-        match event.id {
-            Some(_) => known += usize::from(insert_or_know(tx, log, id, event, now)?),
-            None => _ = execute(&mut plain, id, event, now)?,
+    let ids: Vec<_> = events.iter().map(|event| event.id.unwrap_or_else(EventId::now_v7)).collect();
+    let rows: Vec<_> = ids.iter().copied().zip(events).collect();
+    let mut known = 0;
+    for mut rows in rows.chunk_by(|(_, one), (_, next)| one.id.is_none() && next.id.is_none()) {
+        if let [(id, event)] = rows
+            && event.id.is_some()
+        {
+            known += usize::from(insert_or_know(tx, log, *id, event, now)?);
+            continue;
         }
-        ids.push(id);
+        for count in ROWS {
+            while let Some((chunk, rest)) = rows.split_at_checked(count) {
+                execute(&mut prepare(tx, log, count, "")?, chunk, now)?;
+                rows = rest;
+            }
+        }
     }
     Ok(Appended::new(ids, known))
 }
@@ -130,14 +143,14 @@ fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: i64) -> Work
 /// Inserts one event under a new id, or under its own, which nobody else may have.
 pub(crate) fn insert_one(tx: &Connection, log: &LogName, event: &NewEvent, now: i64) -> Work<EventId> {
     let id = event.id.unwrap_or_else(EventId::now_v7);
-    execute(&mut prepare(tx, log, "")?, id, event, now)?;
+    execute(&mut prepare(tx, log, 1, "")?, &[(id, event)], now)?;
     Ok(id)
 }
 
 /// Inserts an event, unless the log has it; whether it has. Not asked for first: a transaction that
 /// begins with a look cannot write once another has written.
 fn insert_or_know(tx: &Connection, log: &LogName, id: EventId, event: &NewEvent, now: i64) -> Work<bool> {
-    if execute(&mut prepare(tx, log, OR_NOTHING)?, id, event, now)? == 1 {
+    if execute(&mut prepare(tx, log, 1, OR_NOTHING)?, &[(id, event)], now)? == 1 {
         return Ok(false);
     }
     let content = params![id.to_string(), event.topic, event.key, event.tenant, event.payload.as_ref()];
@@ -161,32 +174,39 @@ pub(crate) fn log_has(log: &LogName) -> String {
     )
 }
 
-fn prepare<'tx>(tx: &'tx Connection, log: &LogName, end: &str) -> Work<CachedStatement<'tx>> {
-    let log_append = format!(
-        "INSERT INTO {} ({APPEND_COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15){end}",
-        log_table(log)
-    );
+fn prepare<'tx>(tx: &'tx Connection, log: &LogName, rows: usize, end: &str) -> Work<CachedStatement<'tx>> {
+    const ROW: &str = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)";
+    let rows = vec![ROW; rows].join(", ");
+    let log_append = format!("INSERT INTO {} ({APPEND_COLUMNS}) VALUES {rows}{end}", log_table(log));
     tx.prepare_cached(&log_append).map_err(|error| explain_missing("append", tx, log, Fault::from(error)))
 }
 
-fn execute(insert: &mut CachedStatement<'_>, id: EventId, event: &NewEvent, now: i64) -> Work<usize> {
-    Ok(insert.execute(params![
-        id.to_string(),
-        event.topic,
-        event.key,
-        event.aggregate,
-        event.version,
-        event.kind,
-        event.source,
-        event.tenant,
-        event.content_type,
-        headers_json(event)?,
-        event.occurred_at.map(|at| at.as_microsecond()),
-        event.deliver_at.map(|at| at.as_microsecond()),
-        event.expires_at.map(|at| at.as_microsecond()),
-        event.payload.as_ref(),
-        now,
-    ])?)
+fn execute(insert: &mut CachedStatement<'_>, rows: &[(EventId, &NewEvent)], now: i64) -> Work<usize> {
+    let mut place = 0;
+    for (id, event) in rows {
+        let values = params![
+            id.to_string(),
+            event.topic,
+            event.key,
+            event.aggregate,
+            event.version,
+            event.kind,
+            event.source,
+            event.tenant,
+            event.content_type,
+            headers_json(event)?,
+            event.occurred_at.map(|at| at.as_microsecond()),
+            event.deliver_at.map(|at| at.as_microsecond()),
+            event.expires_at.map(|at| at.as_microsecond()),
+            event.payload.as_ref(),
+            now,
+        ];
+        for value in values {
+            place += 1;
+            insert.raw_bind_parameter(place, value)?;
+        }
+    }
+    Ok(insert.raw_execute()?)
 }
 
 /// Headers as they are stored: a JSON object, or nothing.

@@ -11,18 +11,26 @@ use postbox_core::{Context, Delivery, ErrorKind, Event, EventId, NewEvent, Tenan
 use super::StoreFixture;
 use super::harness::*;
 
+/// Each event keeps its own id, also if a store inserts many of them with one statement.
 pub async fn ids_come_back_in_the_order_given(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let given = id(7);
-    let ids = append(&lane.store, [event("1"), event("2").id(given), event("3")]).await;
-    assert_eq!(ids.len(), 3);
-    assert_eq!(ids[1], given);
-    assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 3, "distinct");
-    for made in [ids[0], ids[2]] {
-        assert_eq!(made.as_uuid().get_version_num(), 7, "a fresh id is a UUIDv7");
+    let given = [(1, id(7)), (80, id(8)), (81, id(9))];
+    let mut events = numbered(150);
+    for (place, id) in given {
+        events[place].id = Some(id);
     }
-    let read: Vec<EventId> = lane.drain().await.iter().map(|delivery| delivery.event.id).collect();
-    assert_eq!(read, ids);
+    let ids = append(&lane.store, events).await;
+    assert_eq!(ids.len(), 150);
+    assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 150, "distinct");
+    for (place, made) in ids.iter().enumerate() {
+        match given.iter().find(|(given, _)| *given == place) {
+            Some((_, given)) => assert_eq!(made, given),
+            None => assert_eq!(made.as_uuid().get_version_num(), 7, "a fresh id is a UUIDv7"),
+        }
+    }
+    let read = lane.drain().await;
+    assert!(read.iter().map(|delivery| delivery.event.id).eq(ids), "all, in the order given");
+    assert!(payloads(&read).into_iter().eq((1..=150).map(|n| n.to_string())), "each with its own id");
 }
 
 pub async fn an_append_of_nothing_gives_nothing(fixture: &dyn StoreFixture) {
