@@ -53,6 +53,8 @@ impl BusSink {
             trace.carry(&mut headers);
         }
         headers.insert(header::MESSAGE_ID.to_owned(), format!("{message_id}@{mark}"));
+        // The store remembers ids for all of its logs: what is known in one is news to another.
+        let message_id = if self.log == LogName::inbox() { message_id } else { format!("{message_id}>{}", self.log) };
         let event = NewEvent {
             // The other log assigns its own: there, a replay is another event.
             id: None,

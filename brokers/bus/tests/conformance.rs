@@ -41,7 +41,10 @@ struct Other {
 impl Other {
     fn note(&self, inbound: &[Inbound], accepted: bool) {
         let attempt = |inbound: &Inbound| Attempt {
-            dedupe_id: inbound.message_id.strip_prefix("event:").map(str::to_owned),
+            dedupe_id: inbound
+                .message_id
+                .strip_prefix("event:")
+                .map(|id| id.split('>').next().unwrap_or(id).to_owned()),
             payload: inbound.event.payload.to_vec(),
             accepted,
         };
@@ -179,6 +182,19 @@ async fn a_copied_header_makes_no_event_another() {
     drain((&other, "events"), (&one, "events")).await;
     let topics: Vec<String> = events(&one, "events").await.into_iter().map(|event| event.topic.to_string()).collect();
     assert!(topics.contains(&"order.sent".to_owned()), "{topics:?}");
+}
+
+/// A store remembers ids for all of its logs together.
+#[tokio::test]
+async fn each_log_of_a_store_gets_the_event() {
+    let (one, other) = (store().await, store().await);
+    other.create_log(&log("audit")).await.expect("a log");
+    one.append(&log("events"), &[NewEvent::json("t", "1")]).await.expect("appended");
+    drain((&one, "events"), (&other, "inbox")).await;
+    drain((&other, "inbox"), (&other, "audit")).await;
+    for name in ["inbox", "audit"] {
+        assert_eq!(other.count(&log(name)).await.expect("counted").events, 1, "{name}");
+    }
 }
 
 #[tokio::test]
