@@ -67,6 +67,8 @@ impl DeadLetter {
         // The letter itself can be decoded: whoever receives it must not take it for poison.
         delivery.event.headers.remove(header::POISON);
         delivery.event.headers.extend(headers.map(|(name, value)| (name.to_owned(), value)));
+        // Its end was that of the event: whoever looks after what died wants to have it.
+        delivery.event.expires_at = None;
         delivery.event.id = letter_id(delivery.event.id, &lease.subscription, delivery.replay);
         Delivery { attempt: 1, replay: 0, ..delivery }
     }
@@ -162,8 +164,10 @@ mod tests {
 
     #[test]
     fn a_letter_is_the_original_and_says_why() {
-        let original = letter("no\r\nway", 1);
+        let mut original = letter("no\r\nway", 1);
+        original.delivery.event.expires_at = Some(jiff::Timestamp::UNIX_EPOCH);
         let sent = original.clone().into_delivery(&lease("hooks"));
+        assert_eq!(sent.event.expires_at, None, "a letter has no end");
         let headers: Vec<_> = sent.event.headers.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
         assert_eq!(
             headers,

@@ -488,7 +488,7 @@ pub(crate) fn check_headers(headers: &Headers) -> Result<()> {
     Ok(())
 }
 
-fn header_bytes(headers: &Headers) -> usize {
+pub(crate) fn header_bytes(headers: &Headers) -> usize {
     headers.iter().map(|(name, value)| name.len() + value.len()).sum()
 }
 

@@ -4,9 +4,9 @@ use sha2::{Digest as _, Sha256};
 
 use super::binding::{Binding, decode};
 use crate::error::Result;
-use crate::event::Headers;
+use crate::event::{Headers, header_bytes};
 use crate::hex::hex;
-use crate::limits::{HEADERS_MAX, MESSAGE_ID_BYTES_MAX};
+use crate::limits::{HEADER_BYTES_MAX, HEADERS_MAX, MESSAGE_ID_BYTES_MAX};
 use crate::names::SourceName;
 use crate::receive::Inbound;
 use crate::source::RawMessage;
@@ -27,7 +27,7 @@ impl Binding {
         };
         let mut headers = message.headers.clone();
         headers.retain(|header, _| !FIELDS.iter().any(|name| is(header, name)));
-        if headers.len() > HEADERS_MAX {
+        if headers.len() > HEADERS_MAX || header_bytes(&headers) > HEADER_BYTES_MAX {
             // Too many headers: drop those that repeat known attributes, so that the event's own
             // stay.
             headers.retain(|header, _| !self.is_attribute(header));
