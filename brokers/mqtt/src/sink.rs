@@ -179,7 +179,11 @@ impl MqttSink {
         let handed = session.client.try_publish_with_properties(topic, QoS::AtLeastOnce, false, body, properties);
         match handed {
             Ok(()) => waiting.queued.push_back(heard),
-            Err(_) => return Err(Outcome::unavailable("mqtt_busy", "more calls at once than the sink allows")),
+            // The server is well: several stores share this client, each with calls of its own.
+            Err(_) => {
+                let error = "the client's queue is full; other stores send, too".into();
+                return Err(Outcome::Throttled { code: "mqtt_busy".into(), error, after: None });
+            }
         }
         Ok(hears)
     }

@@ -43,13 +43,15 @@ fn meaning(code: &str, text: &str) -> (Concerns, &'static str, &'static str) {
         | "TooManyRequests"
         | "RequestLimitExceeded"
         | "OverLimit"
-        | "KmsThrottled" => (Pace, "aws_throttled", ""),
+        | "KmsThrottled"
+        | "KMS.Throttling" => (Pace, "aws_throttled", ""),
         "AccessDenied" | "AuthorizationError" => {
             (Credentials, "aws_not_permitted", "; allow it in a policy; the guide has one")
         }
         "InvalidClientTokenId"
         | "UnrecognizedClient"
         | "SignatureDoesNotMatch"
+        | "InvalidSignature"
         | "IncompleteSignature"
         | "MissingAuthenticationToken"
         | "ExpiredToken"
@@ -196,6 +198,8 @@ mod tests {
             ("RequestThrottled", "", "throttled", "aws_throttled"),
             ("ThrottlingException", "", "throttled", "aws_throttled"),
             ("KmsThrottled", "", "throttled", "aws_throttled"),
+            ("KMS.ThrottlingException", "", "throttled", "aws_throttled"),
+            ("InvalidSignatureException", "", "unavailable", "aws_unauthorized"),
             ("KMSDisabledException", "", "unavailable", "aws_key_failed"),
             ("AccessDenied", "", "unavailable", "aws_not_permitted"),
             ("AccessDeniedException", "", "unavailable", "aws_not_permitted"),

@@ -214,6 +214,8 @@ impl Reading {
             attributes.remove(HEADERS);
             rest.into_iter().for_each(|(name, value)| _ = attributes.entry(name).or_insert(value));
         }
+        // SQS allows line breaks in a value, events do not.
+        attributes.retain(|_, value| !value.chars().any(|c| c.is_control() && c != '\t'));
         RawMessage {
             // A group that Postbox set for an event without a key is no key.
             key: if own_id.is_some() { key } else { key.or(group) },
@@ -340,6 +342,15 @@ mod tests {
             (Some("m-1"), "42"),
             "42 is no message's id"
         );
+    }
+
+    #[test]
+    fn a_line_break_in_an_attribute_costs_the_attribute_only() {
+        let value = |text: &str| MessageAttributeValue::builder().data_type(STRING).string_value(text).build();
+        let message = Message::builder().message_id("1").body("{}");
+        let message = message.message_attributes("note", value("one\ntwo").expect("a type"));
+        let read = reading().message(message.message_attributes("tab", value("a\tb").expect("a type")).build());
+        assert_eq!(read.headers.into_iter().collect::<Vec<_>>(), [("tab".to_owned(), "a\tb".to_owned())]);
     }
 
     #[test]
