@@ -6,7 +6,7 @@ use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
 
-use crate::event::{Event, NewEvent, header};
+use crate::event::{Event, Headers, NewEvent, header};
 use crate::names::Tenant;
 use crate::trace;
 
@@ -39,7 +39,8 @@ thread_local! {
 /// ```
 ///
 /// Behaviour:
-/// - A context only fills in what an event leaves out. The event's own values stay.
+/// - A context only fills in what an event leaves out. The event's own values stay; names
+///   of headers are compared without case.
 /// - It applies to everything that is awaited in its scope. A new task or thread starts without
 ///   one: use `tokio::spawn(Context::current().scope(work))`, or [`Self::scope_sync`] for a thread.
 /// - An inner scope replaces the outer one. To extend the outer one, start from [`Self::current`].
@@ -71,7 +72,7 @@ impl Context {
     /// it belongs to no conversation, it starts one under its own id.
     pub fn of(event: &Event) -> Self {
         let id = event.id.to_string();
-        let header = |name: &str| event.header(name).map(str::to_owned);
+        let header = |name: &str| find(&event.headers, name).map(str::to_owned);
         Self {
             correlation_id: header(header::CORRELATION_ID).or_else(|| Some(id.clone())),
             causation_id: Some(id),
@@ -145,7 +146,7 @@ impl Context {
     /// Fills in what an event leaves out.
     fn fill_ids(&self, event: &mut NewEvent) {
         let mut carry = |name: &str, value: &Option<String>| {
-            if let (Some(value), false) = (value, event.headers.contains_key(name)) {
+            if let (Some(value), None) = (value, find(&event.headers, name)) {
                 event.headers.insert(name.to_owned(), value.clone());
             }
         };
@@ -159,13 +160,18 @@ impl Context {
 
     fn fill_trace(&self, event: &mut NewEvent) {
         // Vendor state belongs to its parent span and never goes with another one.
-        if !event.headers.contains_key(header::TRACEPARENT) && self.traceparent.is_some() {
-            event.headers.remove(header::TRACESTATE);
+        if self.traceparent.is_some() && find(&event.headers, header::TRACEPARENT).is_none() {
+            event.headers.retain(|name, _| !name.eq_ignore_ascii_case(header::TRACESTATE));
             for (name, value) in [(header::TRACEPARENT, &self.traceparent), (header::TRACESTATE, &self.tracestate)] {
                 event.headers.extend(value.clone().map(|value| (name.to_owned(), value)));
             }
         }
     }
+}
+
+/// Finds a header by its name in any case: a second spelling of a name is a duplicate in HTTP.
+fn find<'h>(headers: &'h Headers, name: &str) -> Option<&'h str> {
+    headers.iter().find(|(its, _)| its.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
 }
 
 /// Fills in what events inherit from the current [`Context`]. Everything that appends calls this,
@@ -250,6 +256,10 @@ mod tests {
         let own = own.header("traceparent", "own");
         assert_eq!(filled(own.clone()), own, "and no state of another trace");
         assert_eq!(filled(event().header("tracestate", "own=1")), expected);
+        let cased = event().header("Correlation-Id", "own").header("Causation-ID", "own").tenant("own");
+        let cased = cased.header("Postbox-Actor", "own").header("TraceParent", "own");
+        assert_eq!(filled(cased.clone()), cased, "in another case");
+        assert_eq!(filled(event().header("TraceState", "own=1")), expected);
         assert_eq!(*in_context(vec![event()]), [event()], "outside of any scope");
         assert!(matches!(in_context(&[event()][..]), Cow::Borrowed(_)), "where nothing is copied");
     }
@@ -263,6 +273,8 @@ mod tests {
         assert_eq!(first, ids);
         let later = of(filled(NewEvent::json("t", "{}")));
         assert_eq!(later, full().causation_id(id.to_string()));
+        let cased = of(NewEvent::json("t", "{}").header("Correlation-Id", "c"));
+        assert_eq!(cased, Context::new().correlation_id("c").causation_id(id.to_string()));
     }
 
     #[test]

@@ -53,8 +53,10 @@ pub trait Aggregate {
 ///   it recorded them.
 /// - Events reach the log only by [`Postbox::append`](crate::Postbox::append) and your commit: not
 ///   after a rollback, a panic, or if the unit of work is dropped.
-/// - The append borrows it. If the append or the commit fails, it still has all events for another
-///   transaction. They do not go back to the aggregates.
+/// - The append borrows it. After a rollback it still has all events for another transaction. They
+///   do not go back to the aggregates. If the answer of the commit was lost, look first whether it
+///   happened, or give the events ids of their own: without one, they get new ids and are appended
+///   twice.
 /// - If an event cannot be written as JSON, the append fails with that error, and nothing is sent.
 #[derive(Debug, Default)]
 #[must_use = "what is recorded reaches nobody before it is appended"]

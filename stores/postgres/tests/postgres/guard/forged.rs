@@ -1,4 +1,5 @@
-//! A role with every right on the table cannot set the columns that belong to the store.
+//! A role with every right on the table cannot set the columns that belong to the store. The
+//! owner can erase what an event carries.
 
 use postbox_testkit::servers::Version;
 
@@ -59,4 +60,27 @@ async fn what_the_store_goes_by_cannot_be_forged() {
         assert_eq!(count, 3);
         owner.batch_execute(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await.expect("cleaned up");
     }
+}
+
+/// The guide's statements leave nothing of what an event carried, and the rule is back.
+#[tokio::test]
+async fn events_are_erased_as_the_guide_says() {
+    let guide = include_str!("../../../../../docs/guide/roles.md");
+    let block = guide.split("```").find(|block| block.contains("DROP CONSTRAINT event_invalid"));
+    let erase = block.and_then(|block| block.strip_prefix("sql\n")).expect("a block of SQL");
+    let fixture = support::on(Version::V15).await;
+    let owner = fixture.client().await;
+    owner
+        .batch_execute(
+            r#"INSERT INTO postbox.outbox (topic, key, payload, payload_bytes, headers) VALUES
+                 ('t', 'customer-42', '"Ann"', NULL, NULL),
+                 ('t', 'customer-42', NULL, 'Ann', '{"mail": "ann@example.com"}')"#,
+        )
+        .await
+        .expect("appended");
+    owner.batch_execute(erase).await.expect("erased");
+    let erased =
+        "SELECT count(*) FROM postbox.outbox WHERE payload = '{}' AND payload_bytes IS NULL AND headers IS NULL";
+    assert_eq!(owner.query_one(erased, &[]).await.expect("counted").get::<_, i64>(0), 2);
+    owner.batch_execute("UPDATE postbox.outbox SET payload = '1'").await.expect_err("an event does not change");
 }

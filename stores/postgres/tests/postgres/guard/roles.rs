@@ -2,7 +2,7 @@
 
 use postbox_core::{BatchLimit, Change, Criteria, LogName, Prune, Replay, Selection};
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
-use postbox_testkit::servers::Version;
+use postbox_testkit::servers::{Postgres, Version};
 
 use super::everything::{by_hand, everything};
 use crate::support;
@@ -12,6 +12,40 @@ pub(crate) fn url_as(url: &str, role: &str) -> String {
     let (scheme, rest) = url.split_once("://").expect("a url");
     let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
     format!("{scheme}://{role}@{host}")
+}
+
+/// With the statements of the guide.
+#[tokio::test]
+async fn the_printed_rights_suffice_where_public_may_execute_nothing() {
+    use postbox_core::Maintain as _;
+    let guide = include_str!("../../../../../docs/guide/roles.md");
+    let block = guide.split("```").find(|block| block.contains("GRANT EXECUTE ON ALL FUNCTIONS"));
+    let cure = block.and_then(|block| block.strip_prefix("sql\n")).expect("a block of SQL");
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let owner = support::client(&url).await;
+    let strict = "ALTER DEFAULT PRIVILEGES REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC";
+    owner.batch_execute(strict).await.expect("strict");
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let [writer, reader] = ["strict_writer", "strict_reader"].map(|name| format!("{name}_{}", std::process::id()));
+    owner.batch_execute(&format!("CREATE ROLE {writer} LOGIN; CREATE ROLE {reader} LOGIN")).await.expect("roles");
+    let roles = Roles { writers: vec![writer.clone()], readers: vec![reader.clone()], ..Roles::default() };
+    let grants = store.grants(&roles).await.expect("printed");
+    owner.batch_execute(&grants).await.expect(&grants);
+    let writing = support::client(&url_as(&url, &writer)).await;
+    let reading = support::client(&url_as(&url, &reader)).await;
+    let append = "SELECT postbox.enqueue('t', '{}', id => gen_random_uuid())";
+    writing.batch_execute(append).await.expect_err("the guide's case");
+    owner.batch_execute(cure).await.expect("given back");
+    writing.batch_execute(append).await.expect("appended");
+    store.create_log(&LogName::new("later").expect("a name")).await.expect("a log");
+    for log in ["outbox", "inbox", "later"] {
+        let has = format!("SELECT postbox.{log}_has(gen_random_uuid(), 't', NULL, NULL, '1', NULL)");
+        let refused = reading.batch_execute(&has).await.expect_err(&has);
+        assert_eq!(refused.code().map(|state| state.code()), Some("42501"), "{log}");
+    }
+    for role in [&writer, &reader] {
+        owner.batch_execute(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await.expect("cleaned up");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
