@@ -14,7 +14,7 @@ use postbox::listen::{ServeLimits, serve};
 use postbox::postgres::{Postgres, PostgresConfig, PostgresStore};
 use postbox::router::{self, Event, Router, Tx};
 use postbox::webhook::{Scheme, Settings, verifier};
-use postbox::{LogName, Migrate as _, Postbox, Service, TokioClock};
+use postbox::{Context, LogName, Migrate as _, Postbox, Service, TokioClock};
 use serde::{Deserialize, Serialize};
 use sqlx::PgPool;
 use tokio::net::TcpListener;
@@ -65,7 +65,7 @@ pub struct Shop {
 /// `POST /orders`: the order and its event commit together, or neither does.
 async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Json<i64>, Refused> {
     // A task, because a client that leaves ends this future, and sqlx must finish its BEGIN.
-    let placed = tokio::spawn(async move {
+    let placed = tokio::spawn(Context::current().scope(async move {
         let mut tx = shop.pool.begin().await?;
         let insert = sqlx::query_scalar("INSERT INTO orders (cents) VALUES ($1) RETURNING id");
         let order = insert.bind(new.cents).fetch_one(&mut *tx).await?;
@@ -74,7 +74,7 @@ async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Js
         sqlx::query("UPDATE stock SET pieces = pieces - 1").execute(&mut *tx).await?;
         tx.commit().await?;
         Ok(Json(order))
-    });
+    }));
     placed.await?
 }
 

@@ -6,6 +6,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
+    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
     let url = std::env::var("DATABASE_URL").context("set DATABASE_URL, e.g. to postgres://postgres@localhost/shop")?;
     let listen = std::env::var("LISTEN").unwrap_or_else(|_| "127.0.0.1:3000".to_owned());
     let listener = TcpListener::bind(&listen).await.with_context(|| format!("cannot listen on {listen}"))?;

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context as _, Result, ensure};
-use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
-use tokio::net::TcpStream;
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader, Lines};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::process::{Child, ChildStdout, Command};
 
 use crate::env::{DEADLINE, Kind, TestEnv, get, signal, until};
 
@@ -81,36 +82,64 @@ async fn a_service_has_the_name_that_was_given_and_overwrites_nothing() -> Resul
     Ok(())
 }
 
-/// The service's program, which is built with the tests of this workspace.
 #[tokio::test]
 async fn a_new_service_takes_an_order_confirms_it_and_stops() -> Result<()> {
     let env = TestEnv::empty(Kind::Postgres).await?;
-    let program = Path::new(env!("CARGO_BIN_EXE_postbox")).with_file_name("service");
-    let mut command = tokio::process::Command::new(&program);
-    command.env("DATABASE_URL", &env.url).env("LISTEN", "127.0.0.1:0").stdout(Stdio::piped()).kill_on_drop(true);
-    let cure = "build it: cargo build --workspace --all-features --bins";
-    let mut child = command.spawn().with_context(|| format!("{}; {cure}", program.display()))?;
-    let mut said = BufReader::new(child.stdout.take().context("no stdout")?).lines();
-    let line = async |said: &mut tokio::io::Lines<_>| {
-        tokio::time::timeout(DEADLINE, said.next_line()).await.context("it says nothing")??.context("it ended")
-    };
-    let listening = line(&mut said).await?;
-    let address = listening.strip_prefix("listening on http://").with_context(|| listening.clone())?;
-    let ready = async || Ok(get(address, "/ready", "").await?.starts_with("HTTP/1.1 200").then_some(()));
+    let (child, mut said, address) = start(&env.url).await?;
+    let ready = async || Ok(get(&address, "/ready", "").await?.starts_with("HTTP/1.1 200").then_some(()));
     until("readiness", ready).await?;
+    let holder = env.client().await?;
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.migration").await?;
+    let unready = get(&address, "/ready", "").await?;
+    ensure!(unready.starts_with("HTTP/1.1 503") && !unready.ends_with("\r\n\r\n"), "without a reason: {unready}");
+    holder.batch_execute("COMMIT").await?;
 
-    let answer = place(address, r#"{"mail":"ann@example.com"}"#).await?;
+    let answer = place(&address, r#"{"mail":"ann@example.com"}"#).await?;
     ensure!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("\r\n\r\n1"), "{answer}");
     let mail = line(&mut said).await?;
     ensure!(mail == "mail to ann@example.com: order 1 is placed", "{mail}");
-    ensure!(place(address, r#"{"mail":"nowhere"}"#).await?.ends_with("\r\n\r\n2"));
+    ensure!(place(&address, r#"{"mail":"nowhere"}"#).await?.ends_with("\r\n\r\n2"));
     let dead = async || Ok((env.ok(&["stats"])? == "pending=0 dispatched=1 dead=1 total=2\n").then_some(()));
     until("the death of an event without an address", dead).await?;
 
+    stop(child).await?;
+    ensure!(TcpStream::connect(&address).await.is_err(), "somebody still listens");
+    Ok(())
+}
+
+/// Its database accepts the connection and never answers.
+#[tokio::test]
+async fn a_new_service_that_waits_for_its_database_can_be_stopped() -> Result<()> {
+    let mute = TcpListener::bind("127.0.0.1:0").await?;
+    let (child, ..) = start(&format!("postgres://postgres@{}/shop", mute.local_addr()?)).await?;
+    let _waiting = tokio::time::timeout(DEADLINE, mute.accept()).await.context("it never connects")??;
+    stop(child).await
+}
+
+type Said = Lines<BufReader<ChildStdout>>;
+
+/// Starts the service's program, which is built with the tests of this workspace. Returns its
+/// output and its address, too.
+async fn start(url: &str) -> Result<(Child, Said, String)> {
+    let program = Path::new(env!("CARGO_BIN_EXE_postbox")).with_file_name("service");
+    let mut command = Command::new(&program);
+    command.env("DATABASE_URL", url).env("LISTEN", "127.0.0.1:0").stdout(Stdio::piped()).kill_on_drop(true);
+    let cure = "build it: cargo build --workspace --all-features --bins";
+    let mut child = command.spawn().with_context(|| format!("{}; {cure}", program.display()))?;
+    let mut said = BufReader::new(child.stdout.take().context("no stdout")?).lines();
+    let listening = line(&mut said).await?;
+    let address = listening.strip_prefix("listening on http://").with_context(|| listening.clone())?;
+    Ok((child, said, address.to_owned()))
+}
+
+async fn line(said: &mut Said) -> Result<String> {
+    tokio::time::timeout(DEADLINE, said.next_line()).await.context("it says nothing")??.context("it ended")
+}
+
+async fn stop(mut child: Child) -> Result<()> {
     signal(child.id().context("it has ended")?, "TERM")?;
     let status = tokio::time::timeout(DEADLINE, child.wait()).await.context("it does not stop")??;
     ensure!(status.success(), "it ended with {status}");
-    ensure!(TcpStream::connect(address).await.is_err(), "somebody still listens");
     Ok(())
 }
 

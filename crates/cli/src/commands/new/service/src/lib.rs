@@ -1,5 +1,6 @@
 //! Takes orders over HTTP and confirms each by mail.
 
+use std::pin::pin;
 use std::sync::Arc;
 
 use axum::Json;
@@ -9,7 +10,7 @@ use axum::routing::{get, post};
 use postbox::listen::{ServeLimits, serve};
 use postbox::postgres::{Postgres, PostgresConfig, PostgresStore};
 use postbox::router::{self, Event, Router};
-use postbox::{Migrate as _, Postbox, Service, TokioClock};
+use postbox::{Context, Migrate as _, Postbox, Service, TokioClock};
 use serde::{Deserialize, Serialize};
 use sqlx::PgPool;
 use tokio::net::TcpListener;
@@ -63,26 +64,23 @@ impl std::error::Error for NoSuchAddress {}
 /// `POST /orders`: the order and its event commit together, or neither does.
 async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Json<i64>, StatusCode> {
     // A task, because a client that leaves ends this future, and sqlx must finish its BEGIN.
-    let placed = tokio::spawn(async move {
+    let placed = tokio::spawn(Context::current().scope(async move {
         let mut tx = shop.pool.begin().await?;
         let insert = sqlx::query_scalar("INSERT INTO orders (mail) VALUES ($1) RETURNING id");
         let order: i64 = insert.bind(&new.mail).fetch_one(&mut *tx).await?;
         shop.postbox.append(&mut tx, OrderPlaced { order, mail: new.mail }).await?;
         tx.commit().await?;
         anyhow::Ok(order)
-    });
+    }));
     placed.await.map_err(anyhow::Error::from).flatten().map(Json).map_err(|error| {
         eprintln!("an order failed: {error:#}");
         StatusCode::INTERNAL_SERVER_ERROR
     })
 }
 
-/// `GET /ready`: whether the service is ready for traffic.
-async fn ready(State(shop): State<Shop>) -> StatusCode {
-    match shop.service.ready().await {
-        Ok(()) => StatusCode::OK,
-        Err(_) => StatusCode::SERVICE_UNAVAILABLE,
-    }
+/// `GET /ready`: whether the service is ready for traffic; if not, why.
+async fn ready(State(shop): State<Shop>) -> Result<(), (StatusCode, String)> {
+    shop.service.ready().await.map_err(|error| (StatusCode::SERVICE_UNAVAILABLE, error.to_string()))
 }
 
 /// Called at least once for each order, and again after an error.
@@ -100,6 +98,18 @@ pub fn handlers(mailer: Mailer) -> Router {
 
 /// Serves until it is asked to stop, then finishes the work in flight.
 pub async fn run(url: &str, listener: TcpListener, asked_to_stop: impl Future) -> anyhow::Result<()> {
+    let mut asked_to_stop = pin!(asked_to_stop);
+    let (pages, service) = tokio::select! {
+        started = start(url) => started?,
+        _ = &mut asked_to_stop => return Ok(()),
+    };
+    let serving = serve(listener, pages, ServeLimits::default(), Arc::new(TokioClock::new()), service.stopping());
+    let ((), ran) = tokio::join!(serving, service.run_until(asked_to_stop));
+    Ok(ran?)
+}
+
+/// Waits for the database, and sets up its tables.
+async fn start(url: &str) -> anyhow::Result<(axum::Router, Service)> {
     let pool = PgPool::connect(url).await?;
     sqlx::raw_sql(include_str!("schema.sql")).execute(&pool).await?;
     let store = PostgresStore::connect(PostgresConfig::new(url)).await?;
@@ -108,7 +118,5 @@ pub async fn run(url: &str, listener: TcpListener, asked_to_stop: impl Future) -
     let service = Service::builder(store).outbox("mails", handlers(Mailer)).build()?;
     let shop = Shop { pool, postbox, service: service.clone() };
     let pages = axum::Router::new().route("/orders", post(place)).route("/ready", get(ready)).with_state(shop);
-    let serving = serve(listener, pages, ServeLimits::default(), Arc::new(TokioClock::new()), service.stopping());
-    let ((), ran) = tokio::join!(serving, service.run_until(asked_to_stop));
-    Ok(ran?)
+    Ok((pages, service))
 }
