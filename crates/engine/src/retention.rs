@@ -151,35 +151,43 @@ impl Sweeper {
         }
     }
 
-    /// Sweeps once, in bounded steps, until nothing is left to remove or until `stop`.
+    /// Sweeps once, in bounded steps, until nothing is left to remove or until `stop`. A part that
+    /// fails does not stop the others: the first error is returned after all of them.
     pub async fn sweep(&self, stop: &CancellationToken) -> Result<Swept> {
-        let mut swept = Swept::default();
+        let (mut swept, mut first) = (Swept::default(), None);
         if let Some((store, age)) = &self.dead {
-            swept.dead = self.give_up(&**store, *age, stop).await?;
+            swept.dead = self.give_up(&**store, *age, stop, &mut first).await;
         }
         for log in &self.logs {
-            swept.events += self.sweep_log(log, stop).await?;
+            swept.events += or_note(self.sweep_log(log, stop).await, &mut first);
         }
         if let Some(receive) = &self.receive {
             let forget = |_| async {
                 let count = receive.forget(self.message_ids_age).await?;
                 Ok(Changed { count, next: (count > 0).then_some(Seq(0)) })
             };
-            swept.message_ids = self.steps(stop, &mut None, forget).await?;
+            swept.message_ids = or_note(self.steps(stop, &mut None, forget).await, &mut first);
         }
-        Ok(swept)
+        first.map_or(Ok(swept), Err)
     }
 
-    async fn give_up(&self, store: &dyn Store, age: Duration, stop: &CancellationToken) -> Result<u64> {
+    async fn give_up(
+        &self,
+        store: &dyn Store,
+        age: Duration,
+        stop: &CancellationToken,
+        first: &mut Option<Error>,
+    ) -> u64 {
         let mut given_up = 0;
-        for info in store.subscriptions().await?.iter().filter(|info| self.logs.contains(&info.log)) {
+        let infos = or_note(store.subscriptions().await, first);
+        for info in infos.iter().filter(|info| self.logs.contains(&info.log)) {
             let discard = |after| async move {
                 let selection = Selection { dead_for: Some(age), after, ..Selection::default() };
                 store.change(&info.name, &Change::Discard, &selection).await
             };
-            given_up += self.steps(stop, &mut None, discard).await?;
+            given_up += or_note(self.steps(stop, &mut None, discard).await, first);
         }
-        Ok(given_up)
+        given_up
     }
 
     async fn sweep_log(&self, log: &LogName, stop: &CancellationToken) -> Result<u64> {
@@ -221,15 +229,65 @@ impl Sweeper {
     }
 }
 
+/// Returns what was done, or nothing; notes the first error.
+fn or_note<T: Default>(done: Result<T>, first: &mut Option<Error>) -> T {
+    done.unwrap_or_else(|error| {
+        first.get_or_insert(error);
+        T::default()
+    })
+}
+
 #[cfg(test)]
 mod tests {
-    use postbox_core::{ErrorKind, Inbound, NewEvent, Received};
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use postbox_core::{ErrorKind, Inbound, Log as _, NewEvent, Received, Subscription};
     use postbox_memory::MemoryStore;
+    use postbox_testkit::memory::FailsAt;
 
     use super::*;
     use crate::clock::TokioClock;
 
     const S: Duration = Duration::from_secs(1);
+
+    fn inbound() -> Inbound {
+        Inbound {
+            source: "partner".parse().expect("a name"),
+            message_id: "msg_1".into(),
+            digest: [0; 32],
+            event: NewEvent::json("t", "{}"),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_part_that_fails_stops_no_other() {
+        for operation in ["discard", "prune"] {
+            let clock: Arc<dyn Clock> = Arc::new(TokioClock::simulated(jiff::Timestamp::UNIX_EPOCH));
+            let server = MemoryStore::new(Arc::clone(&clock));
+            let logs = vec![LogName::outbox(), LogName::inbox()];
+            for log in &logs {
+                let name = format!("of-{log}").parse().expect("a name");
+                server.subscribe(&Subscription::new(name, log.clone())).await.expect("subscribed");
+            }
+            server.receive(&LogName::inbox(), inbound()).await.expect("received");
+            tokio::time::sleep(MESSAGE_IDS_AGE_MIN + S).await;
+            let calls = Arc::new(AtomicU32::new(0));
+            let counted = Arc::clone(&calls);
+            let once = move || {
+                let is_first = counted.fetch_add(1, Ordering::SeqCst) == 0;
+                is_first.then(|| Error::new(ErrorKind::Unavailable, "simulate", "store_down", "the first call fails"))
+            };
+            let store = Arc::new(server.client(Some(Arc::new(FailsAt(operation, once)))));
+            let sweeper = Sweeper::new(Arc::clone(&store) as _, logs, clock)
+                .message_ids_older_than(Arc::clone(&store) as _, MESSAGE_IDS_AGE_MIN)
+                .and_then(|sweeper| sweeper.dead_older_than(Arc::clone(&store) as _, DEAD_AGE_MIN))
+                .expect("long enough");
+            let error = sweeper.sweep(&CancellationToken::new()).await.expect_err("the first call fails");
+            assert_eq!((error.code(), calls.load(Ordering::SeqCst)), ("store_down", 2), "{operation}");
+            let again = store.receive(&LogName::inbox(), inbound()).await.expect("received");
+            assert!(matches!(again, Received::Accepted(_)), "its id is forgotten");
+        }
+    }
 
     /// A message whose id is forgotten is applied again when it comes again.
     #[tokio::test(start_paused = true)]
@@ -245,13 +303,7 @@ mod tests {
             assert_eq!((error.kind(), error.code()), (ErrorKind::Invalid, "message_ids_age_too_short"));
             assert!(error.message().contains("7 days"), "{error}");
         }
-        let inbound = Inbound {
-            source: "partner".parse().expect("a name"),
-            message_id: "msg_1".into(),
-            digest: [0; 32],
-            event: NewEvent::json("t", "{}"),
-        };
-        let receive = async || store.receive(&LogName::inbox(), inbound.clone()).await.expect("received");
+        let receive = async || store.receive(&LogName::inbox(), inbound()).await.expect("received");
         let sweep = async |age: Duration| {
             let sweeper = sweeper(age).expect("long enough");
             sweeper.sweep(&CancellationToken::new()).await.expect("swept").message_ids
