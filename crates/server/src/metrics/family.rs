@@ -42,7 +42,7 @@ families! {
     OLDEST_PENDING: Gauge "postbox_oldest_pending_seconds" ["store" "subscription"]
         "Age of the oldest event that is not delivered.";
     PAUSED: Gauge "postbox_paused" ["store" "subscription"]
-        "Whether a person paused the subscription.";
+        "Whether the subscription is paused: by a person, or because its endpoint is gone (410).";
     DEPTH: Gauge "postbox_depth" ["store" "subscription" "topic"]
         "Events to be delivered, by topic.";
     LAG: Gauge "postbox_lag_seconds" ["store" "subscription" "topic"]

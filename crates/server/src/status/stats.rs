@@ -53,7 +53,7 @@ pub struct StatsJson {
     /// Age of the oldest pending event, from when it may be delivered; `None` if none is pending or
     /// the age is unknown.
     pub oldest_pending_seconds: Option<f64>,
-    /// Whether a person paused the subscription.
+    /// Whether a person or a `410 Gone` paused the subscription.
     pub paused: bool,
     /// The deepest topics.
     pub topics: Vec<TopicJson>,
