@@ -36,13 +36,12 @@ impl Arrival {
     }
 }
 
-/// A database session that makes others wait for a lock on one of Postbox's tables, or that may
-/// soon.
+/// What is in the way of others in the database, or may soon be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocker {
-    /// Its number in the database.
-    pub session: i64,
-    /// The name that its program gave.
+    /// Its name: `session 4711`, `the prepared transaction 'x'`.
+    pub holder: String,
+    /// The name that its program gave. For what has no program, what else is known of it.
     pub program: String,
     /// Its current or last query, as far as we may see it.
     pub query: String,
@@ -50,12 +49,28 @@ pub struct Blocker {
     pub tables: Vec<String>,
     /// Number of sessions that wait, itself included if its commit waits for a standby.
     pub waiting: u64,
-    /// The longest of these waits.
+    /// The longest of these waits. Of [`Hold::Horizon`]: how long it has been open, zero if that is
+    /// not known.
     pub waited: Duration,
     /// The command with which a person can end it.
     pub end: String,
-    /// Whether its commit waits for a synchronous standby. Ending it helps nobody then.
-    pub awaits_standby: bool,
+    /// How it is in the way.
+    pub hold: Hold,
+}
+
+/// How a [`Blocker`] is in the way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hold {
+    /// It holds a lock on one of Postbox's tables, and others wait for it.
+    Lock,
+    /// Its commit waits for a synchronous standby, with its locks. Ending it helps nobody.
+    Standby,
+    /// It has been open for long. The database keeps every row that it might still see.
+    Horizon {
+        /// Whether it has written. No event that was committed since is then deleted or called
+        /// unrouted.
+        has_written: bool,
+    },
 }
 
 /// Explains why events are late. Only reads, at the same cost for any size of the log.
@@ -64,13 +79,14 @@ pub struct Blocker {
 /// - `arrivals` returns the newest events by their position in the log, the last one first. An
 ///   unknown log: `NotFound`, code `log_unknown`. A row with columns that no event can have is left
 ///   out.
-/// - `blockers` returns sessions that make others wait for a second or longer, or whose own commit
-///   waits so long for a standby, the longest wait first. It waits for no lock. It returns nothing
-///   if the database cannot tell.
+/// - `blockers` returns sessions and prepared transactions that make others wait for a second or
+///   longer, or whose own commit waits so long for a standby, the longest wait first. The last one
+///   may be what holds the database's horizon; there is one at most. It waits for no lock. It
+///   returns nothing if the database cannot tell.
 #[async_trait]
 pub trait Diagnose: Send + Sync + 'static {
     /// Returns the newest events of a log, at most `limit`.
     async fn arrivals(&self, log: &LogName, limit: usize) -> Result<Vec<Arrival>>;
-    /// Returns the sessions that make others wait for a lock.
+    /// Returns what makes others wait.
     async fn blockers(&self) -> Result<Vec<Blocker>>;
 }

@@ -86,7 +86,7 @@ pub use context::Context;
 pub use criteria::Criteria;
 pub use database::{Database, HandledFuture, Handlers, Transact, Tx};
 pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header, death_of};
-pub use diagnose::{Arrival, Blocker, Diagnose};
+pub use diagnose::{Arrival, Blocker, Diagnose, Hold};
 pub use down::{Down, Outage};
 pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};

@@ -81,14 +81,15 @@ pub trait Maintain: Send + Sync + 'static {
     /// names the cure.
     async fn check_receiving(&self) -> Result<()>;
     /// Checks that the cursors fit their database, which they do not after a dump was restored into
-    /// another one. Changes nothing. Errors: `Mismatch` `cursor_from_future` or `cursor_foreign`,
-    /// whose cure is named.
+    /// another one. A store may also check that nothing of its schema was dropped or moved, which
+    /// stops no relay at its start. Changes nothing. Errors: `Mismatch` `cursor_from_future`,
+    /// `cursor_foreign` or `schema_damaged`, whose cure is named.
     async fn check_cursors(&self) -> Result<()>;
     /// Makes rows and cursors fit their database after a dump was restored into another one: the
     /// cure of `cursor_from_future` and `cursor_foreign`. Delivered events stay delivered, pending
     /// ones stay pending.
     ///
-    /// Errors: `Conflict` `lanes_held` while a relay runs; `Invalid` `rebase_not_needed` if cursors
-    /// are plain numbers.
+    /// Errors: `Conflict` `lanes_held` while a relay runs; `Conflict` `schema_in_use` if writers
+    /// keep the logs locked for seconds; `Invalid` `rebase_not_needed` if cursors are plain numbers.
     async fn rebase(&self) -> Result<()>;
 }

@@ -28,7 +28,8 @@ pub trait Migrate: Send + Sync + 'static {
     async fn up(&self) -> Result<Vec<String>>;
     /// Removes the schema. Returns the names of what was removed, newest first.
     async fn down(&self, discard_events: bool) -> Result<Vec<String>>;
-    /// Checks that the schema is exactly the one of this program.
+    /// Checks that the schema has the version of this program. What somebody dropped later is the
+    /// concern of [`Maintain::check_cursors`].
     async fn validate(&self) -> Result<()>;
     /// Returns all migrations as one SQL script, for other tools.
     fn script(&self) -> String;

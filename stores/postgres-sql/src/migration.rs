@@ -1,6 +1,8 @@
 //! The migrations, and the same as scripts for other tools. `validate` recognises what those
 //! applied.
 
+use postbox_core::LogName;
+
 use crate::schema::{MIGRATION, SchemaName};
 
 /// One step of the schema's growth.
@@ -16,6 +18,64 @@ pub struct Migration {
 
 /// All migrations, in order.
 pub const MIGRATIONS: [Migration; 1] = [Migration { version: 1, name: "0001_spine", sql: MIGRATION }];
+
+/// A part of the schema that its owner can drop or move, and without which the store still starts.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The table.
+    pub table: String,
+    /// Its index or constraint; empty: the table itself.
+    pub name: String,
+    /// The statements that bring it back; a table can only be moved back.
+    pub cure: String,
+}
+
+impl Part {
+    fn of(table: &str, name: &str, cure: String) -> Self {
+        Self { table: table.to_owned(), name: name.to_owned(), cure }
+    }
+
+    /// An index, by what follows CREATE INDEX. Building it locks out no writer. A build that failed
+    /// leaves an index that is not used, under the same name.
+    fn index(schema: &SchemaName, text: &str) -> Option<Self> {
+        let text = text.trim_end_matches(';');
+        let (name, rest) = text.split_once(" ON {s}.")?;
+        let (table, _) = rest.split_once(' ')?;
+        let cure = schema.sql(&format!("DROP INDEX IF EXISTS {{s}}.{name}; CREATE INDEX CONCURRENTLY {text}"));
+        Some(Self::of(table.trim_matches('"'), name, cure))
+    }
+
+    /// The tables and the indexes that the migrations create, and the constraints of these logs.
+    pub fn all(schema: &SchemaName, logs: &[LogName]) -> Vec<Self> {
+        let tables = ["TABLE", "UNLOGGED TABLE"].into_iter().flat_map(|kind| created(&format!("CREATE {kind} {{s}}.")));
+        let tables = tables.filter_map(|text| text.split_once(' ')).map(|(table, _)| table);
+        // A log's table stands in quotes, as a placeholder.
+        let tables = tables.filter(|table| !table.starts_with('"')).chain(logs.iter().map(LogName::as_str));
+        let back = |table: &str| schema.sql(&format!("ALTER TABLE OTHER.{table} SET SCHEMA {{s}}"));
+        let mut parts: Vec<Self> = tables.map(|table| Self::of(table, "", back(table))).collect();
+        let (of_logs, fixed): (Vec<_>, Vec<_>) =
+            created("CREATE INDEX ").into_iter().partition(|text| text.contains("{tag}_log"));
+        parts.extend(fixed.into_iter().filter_map(|text| Self::index(schema, text)));
+        for log in logs {
+            let name = log.as_str();
+            parts.extend(of_logs.iter().filter_map(|text| Self::index(schema, &text.replace("{tag}_log", name))));
+            for (constraint, cure) in [
+                (format!("{name}_pkey"), "ALTER TABLE {log} ADD PRIMARY KEY (seq)"),
+                (format!("{name}_id_key"), "ALTER TABLE {log} ADD UNIQUE (id)"),
+                ("event_invalid".to_owned(), "SELECT {s}.guard_log('{name}')"),
+            ] {
+                parts.push(Self::of(name, &constraint, schema.log_sql(cure, log)));
+            }
+        }
+        parts
+    }
+}
+
+/// What follows these words in the lines of the migrations that begin with them.
+fn created(words: &str) -> Vec<&'static str> {
+    let lines = MIGRATIONS.iter().flat_map(|migration| migration.sql.lines());
+    lines.filter_map(|line| line.trim_start().strip_prefix(words)).collect()
+}
 
 /// Makes concurrent migrations wait for each other. The lock ends with the transaction, so that it
 /// works behind a pooler. Index: none.
@@ -49,9 +109,9 @@ CREATE TABLE IF NOT EXISTS {s}.migration (
   applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );";
 
-/// Drops everything we made, and nothing else: the schema may hold tables of its owner. Takes
-/// exclusive locks on what it drops. `unrouted` is dropped after the views and before the logs,
-/// because a policy depends on both.
+/// Drops everything we made, and nothing else: the schema may hold tables of its owner, and
+/// functions with names of ours and other arguments. Takes exclusive locks on what it drops.
+/// `unrouted` is dropped after the views and before the logs, because a policy depends on both.
 pub const MIGRATION_DOWN: &str = "
 DO ${tag}$
 DECLARE
@@ -76,7 +136,9 @@ DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.cr
 DO ${tag}$
 DECLARE
   overloads text := (SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_catalog.pg_proc AS p
-    WHERE p.pronamespace = {schema_literal}::regnamespace AND p.proname IN ('enqueue', 'check_json', 'receive', 'receive_body', 'notify_enable', 'notify_disable', 'notify_sleepers'));
+    WHERE p.pronamespace = {schema_literal}::regnamespace AND (p.proname, p.pronargs, coalesce(array_to_string(p.proargnames[1:2], ','), '')) IN (
+      ('enqueue', 15, 'topic,payload'), ('receive', 9, 'source,message_id'), ('receive_body', 10, 'source,message_id'),
+      ('check_json', 2, 'payload,content_type'), ('notify_enable', 1, 'log_name'), ('notify_disable', 1, 'log_name'), ('notify_sleepers', 0, '')));
 BEGIN
   IF overloads IS NOT NULL THEN
     EXECUTE 'DROP FUNCTION ' || overloads;
@@ -200,4 +262,29 @@ fn lent(head: &str, sql: &str) -> String {
 /// Removes line breaks from the name, which would end the comment.
 fn in_a_comment(schema: &SchemaName) -> String {
     schema.quoted().replace(['\n', '\r'], " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A statement that is broken into lines, or of another form, would be missing from the parts.
+    #[test]
+    fn every_index_and_table_of_the_migrations_is_a_part() {
+        let (schema, outbox) = (SchemaName::default(), LogName::outbox());
+        let parts = Part::all(&schema, &[outbox]);
+        let sql: String = MIGRATIONS.iter().map(|migration| migration.sql).collect();
+        let of = |is_meant: fn(&Part) -> bool| parts.iter().filter(|part| is_meant(part)).count();
+        assert_eq!(of(|part| part.cure.starts_with("DROP INDEX ")), sql.matches("INDEX ").count());
+        let tables = sql.matches(" TABLE {s}.").count() - sql.matches("COMMENT ON TABLE {s}.").count();
+        assert_eq!(of(|part| part.name.is_empty()), tables);
+        let part = |name: &str| parts.iter().find(|part| part.name == name).map(|part| part.cure.as_str());
+        assert_eq!(
+            part("outbox_xid_seq"),
+            Some(
+                r#"DROP INDEX IF EXISTS "postbox".outbox_xid_seq; CREATE INDEX CONCURRENTLY outbox_xid_seq ON "postbox"."outbox" (xid, seq)"#
+            )
+        );
+        assert_eq!(part("event_invalid"), Some(r#"SELECT "postbox".guard_log('outbox')"#));
+    }
 }

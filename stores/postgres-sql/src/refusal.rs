@@ -52,6 +52,9 @@ pub fn log_unknown(operation: &'static str, log: &str) -> Error {
     Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
 }
 
+/// The code if a table, an index or a rule of the schema was dropped or moved.
+pub const SCHEMA_DAMAGED: &str = "schema_damaged";
+
 /// The error of a cursor that was made in another cluster.
 pub fn cursor_foreign(operation: &'static str) -> Error {
     let message = "a cursor was made in another database cluster (a restored dump?), whose transaction ids mean nothing in this one; \
@@ -131,12 +134,16 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
         }
         // Raised by `<log>_window`.
         "PB001" => cursor_foreign(operation),
+        // Raised by `create_log`.
+        "PB003" => {
+            make(Mismatch, SCHEMA_DAMAGED, format!("{}; {}", fields.message, fields.hint.unwrap_or_default()))
+        }
         "53300" => make(
             Unavailable,
             "store_unavailable",
             format!("{}; lower `pool` in [store], or raise the limit of the role or the server", fields.message),
         ),
-        "53100" => make(
+        state if state == "53100" || is_disk_full(fields) => make(
             Unavailable,
             "store_full",
             format!("{}; free space on the database's disk, and delivery continues by itself", fields.message),
@@ -149,6 +156,15 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
         // A row, or its out-of-line (TOAST) storage, is damaged.
         "XX001" | "XX002" => make(Internal, "row_damaged", text()),
         state => match state.get(..2).unwrap_or_default() {
+            "28" if fields.message.contains("pg_hba.conf") => make(
+                Unauthorized,
+                "login_refused",
+                format!(
+                    "{}; allow this user, database and address in the server's pg_hba.conf, or write sslmode=require in the store's \
+                     URL if it allows them only with TLS",
+                    fields.message
+                ),
+            ),
             "28" => make(
                 Unauthorized,
                 "login_refused",
@@ -160,6 +176,15 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
             _ => make(Internal, "store_error", format!("{} ({state})", fields.message)),
         },
     }
+}
+
+/// Whether an internal error of the server comes from a full disk. Postgres does not give all of
+/// these the state of a full disk.
+fn is_disk_full(fields: &Refusal<'_>) -> bool {
+    fields.state.starts_with("XX")
+        && ["No space left on device", "could not extend", "could not write init file"]
+            .iter()
+            .any(|text| fields.message.contains(text))
 }
 
 /// Whether the error says that a table or function is missing: a log's, or the whole schema.
@@ -207,12 +232,32 @@ mod tests {
             ("23505", Conflict, "unique_violation"),
             ("PB001", Mismatch, "cursor_foreign"),
             ("PB002", NotFound, "subscription_unknown"),
+            ("PB003", Mismatch, "schema_damaged"),
             ("XX001", Internal, "row_damaged"),
             ("XX000", Internal, "store_error"),
         ] {
             let error = of_database("test", &fields(state));
             assert_eq!((error.kind(), error.code()), (kind, code), "{state}");
         }
+    }
+
+    #[test]
+    fn the_text_tells_a_full_disk_and_a_closed_server() {
+        let said = |state, message| of_database("test", &Refusal { state, message, ..Refusal::default() });
+        for message in [
+            "could not write init file",
+            "could not extend file \"base/5/1259\": wrote only 4096 of 8192 bytes",
+            "could not write to file \"pg_wal/xlogtemp.9\": No space left on device",
+        ] {
+            let error = said("XX000", message);
+            assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "store_full"), "{message}");
+            assert_ne!(said("22023", message).code(), "store_full");
+        }
+        let entry = r#"no pg_hba.conf entry for host "10.0.0.9", user "app", database "shop", no encryption"#;
+        let error = said("28000", entry);
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Unauthorized, "login_refused"));
+        assert!(error.message().contains("sslmode=require") && !error.message().contains("password"), "{error}");
+        assert!(said("28P01", "password authentication failed").message().contains("the password"));
     }
 
     #[test]

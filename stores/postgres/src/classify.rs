@@ -34,6 +34,12 @@ fn not_connected(operation: &'static str, cause: &str) -> Error {
         let message = "the server does not offer TLS, which the store's URL requires; enable it there, or write sslmode=disable \
                        where the network is trusted";
         (ErrorKind::Mismatch, "store_without_tls", message.to_owned())
+    } else if cause.contains("invalid peer certificate") {
+        let message = format!(
+            "the certificate of the database is refused ({cause}); renew it there, or correct the store's URL: its host must be a name in \
+             the certificate, and sslrootcert=FILE must name the authority if the system does not know it"
+        );
+        (ErrorKind::Unavailable, "store_certificate_invalid", message)
     } else {
         let message = format!("the database cannot be reached ({cause}); is it running, and is the store's URL right?");
         (ErrorKind::Unavailable, "store_unreachable", message)
@@ -72,4 +78,28 @@ fn chain(error: &tokio_postgres::Error) -> String {
         cause = deeper.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_broken_connection_has_its_code_and_cure() {
+        for (cause, kind, code, cure) in [
+            ("password missing", ErrorKind::Unauthorized, "login_refused", "USER:PASSWORD"),
+            ("server does not support TLS", ErrorKind::Mismatch, "store_without_tls", "sslmode=disable"),
+            (
+                "invalid peer certificate: certificate expired: verification time 1764227504 (UNIX)",
+                ErrorKind::Unavailable,
+                "store_certificate_invalid",
+                "sslrootcert=FILE",
+            ),
+            ("Connection refused (os error 111)", ErrorKind::Unavailable, "store_unreachable", "is it running"),
+        ] {
+            let error = not_connected("test", cause);
+            assert_eq!((error.kind(), error.code()), (kind, code), "{error}");
+            assert!(error.message().contains(cure), "{error}");
+        }
+    }
 }

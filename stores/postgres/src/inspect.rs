@@ -18,7 +18,7 @@ use crate::PostgresStore;
 use crate::classify::is_damage;
 use crate::criteria::Meant;
 use crate::decode::{Raw, Stored};
-use crate::diagnose::{end, named};
+use crate::diagnose::{holder, named};
 use crate::lease::pause_of;
 use crate::payload::{fill_payloads, fitting};
 use crate::row_security::require_sight;
@@ -93,16 +93,20 @@ const LOG_COUNT: &str = "
 SELECT (SELECT count(*) FROM (SELECT FROM {log} AS l ORDER BY l.seq LIMIT $1) AS looked),
   coalesce((SELECT l.seq FROM {log} AS l ORDER BY l.seq DESC LIMIT 1) - (SELECT l.seq FROM {log} AS l ORDER BY l.seq LIMIT 1) + 1, 0)";
 
-/// The session that locks everyone out of one of our tables. Reads the server's list of locks;
-/// waits for nothing.
+/// The session or prepared transaction that locks everyone out of one of our tables, in the columns
+/// of `diagnose.rs`. Reads the server's list of locks; waits for nothing.
 const LOCK_HOLDERS: &str = "
-SELECT c.relname::pg_catalog.text, l.pid, coalesce(a.application_name, ''), pg_catalog.left(coalesce(a.query, ''), 80)
+SELECT CASE WHEN l.pid IS NULL THEN 'prepared' ELSE 'session' END, coalesce(l.pid::pg_catalog.text, pg_catalog.quote_literal(p.gid)),
+  coalesce(a.application_name, 'role ' {||} p.owner, ''), pg_catalog.left(coalesce(a.query, ''), 80), c.relname::pg_catalog.text
 FROM pg_catalog.pg_locks AS l
 JOIN pg_catalog.pg_class AS c ON c.oid {=} l.relation
 JOIN pg_catalog.pg_namespace AS n ON n.oid {=} c.relnamespace
 LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid {=} l.pid
+LEFT JOIN pg_catalog.pg_locks AS x ON l.pid IS NULL AND x.pid IS NULL AND x.virtualtransaction {=} l.virtualtransaction AND x.locktype {=} 'transactionid'
+LEFT JOIN pg_catalog.pg_prepared_xacts AS p ON p.transaction {=} x.transactionid
 WHERE l.granted AND l.mode {=} 'AccessExclusiveLock' AND n.nspname {=} $1 AND c.relkind {=} 'r'
   AND l.database {=} (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname {=} pg_catalog.current_database())
+  AND (l.pid IS NOT NULL OR p.gid IS NOT NULL)
 ORDER BY l.pid LIMIT 1";
 
 #[async_trait]
@@ -292,7 +296,7 @@ impl PostgresStore {
     }
 
     /// If a read failed on a lock, puts the session that holds it into the error.
-    async fn with_lock_named<T>(&self, looked: Result<T>) -> Result<T> {
+    pub(crate) async fn with_lock_named<T>(&self, looked: Result<T>) -> Result<T> {
         match looked {
             Err(error) if error.code() == "store_contention" => Err(self.name_lock(error).await),
             looked => looked,
@@ -303,14 +307,13 @@ impl PostgresStore {
         let schema = self.schema().as_str();
         let ask = async |session: &Session| session.rows(&session.sql(LOCK_HOLDERS), &params![schema]).await;
         let holders = self.call_to_look(error.operation(), ask).await.unwrap_or_default();
-        let Some(holder) = holders.first() else { return error };
-        let (table, pid, program, query): (&str, i32, &str, &str) =
-            (holder.get(0), holder.get(1), holder.get(2), holder.get(3));
-        let message = format!(
-            "the table {table} is locked by session {pid} ({}); wait for it, or end it: {} (it runs: {query})",
-            named(program),
-            end(pid)
-        );
+        let Some(row) = holders.first() else { return error };
+        let ((holder, end), table) = (holder(row.get(0), row.get(1)), row.get::<_, &str>(4));
+        let whose = [named(row.get(2)), row.get(3)].join(": ");
+        // Whatever follows the first semicolon is the cure, so no foreign text may contain one.
+        let what =
+            format!("the table {table} is locked by {holder} ({})", whose.trim_end_matches(": ")).replace(';', ",");
+        let message = format!("{what}; wait for it, or end it: {end}");
         Error::new(ErrorKind::Unavailable, error.operation(), "table_locked", message).with_source(error)
     }
 

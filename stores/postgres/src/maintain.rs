@@ -65,7 +65,7 @@ impl Maintain for PostgresStore {
 
     async fn check_cursors(&self) -> Result<()> {
         let look = async |session: &Session| session.step_by_step(&self.inner.modes.count, check_cursors).await;
-        self.call_to_look("check_cursors", look).await
+        self.with_lock_named(self.call_to_look("check_cursors", look).await).await
     }
 
     /// One transaction, without a time limit. It rewrites the logs, and writers wait meanwhile.

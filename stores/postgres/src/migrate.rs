@@ -4,19 +4,21 @@ use async_trait::async_trait;
 use postbox_core::{Error, ErrorKind, Inspect as _, LogName, Migrate, Result, events_undelivered};
 use postbox_postgres_sql::migration::{
     DOWN_LOCK_TABLES, DOWN_LOCK_TIMEOUT, LOG_UNDELIVERED, MIGRATION_DOWN, MIGRATION_LOCK, MIGRATION_TABLE, MIGRATIONS,
-    Migration, record, script,
+    Migration, Part, record, script,
 };
-use postbox_postgres_sql::{LOG_NAMES, MIGRATE, Roles, SchemaName, ToolScripts, params};
+use postbox_postgres_sql::{LOG_NAMES, MIGRATE, Roles, SCHEMA_DAMAGED, SchemaName, ToolScripts, params};
+use tokio_postgres::Row;
 
 use crate::PostgresStore;
 use crate::session::Session;
 
-/// Begins a migration. Timeouts are lifted, because rebuilding a large table may take long. String
-/// literals are read literally.
-const MIGRATION_BEGIN: &str = "
+/// Begins a migration or a rebase. Timeouts are lifted, because rebuilding a large table may take
+/// long; Postgres has `transaction_timeout` from 17 on. String literals are read literally.
+pub(crate) const MIGRATION_BEGIN: &str = "
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
 SET LOCAL statement_timeout = 0;
 SET LOCAL lock_timeout = 0;
+SELECT pg_catalog.set_config(name, '0', true) FROM pg_catalog.pg_settings WHERE name OPERATOR(pg_catalog.=) 'transaction_timeout';
 SET LOCAL search_path = pg_catalog;
 SET LOCAL standard_conforming_strings = on;
 SET LOCAL client_min_messages = warning;
@@ -35,8 +37,20 @@ FROM pg_class AS c WHERE c.relnamespace = {schema_literal}::regnamespace AND c.r
 /// See [`DOWN_LOCK_TABLES`].
 const DOWN_LOCK_LOG: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
-/// The applied migrations. Reads the whole (tiny) table.
-const MIGRATION_LIST: &str = "SELECT version, name FROM {s}.migration ORDER BY version";
+/// The applied migrations, with all columns of our table, by which we know it. Reads the whole
+/// (tiny) table.
+const MIGRATION_LIST: &str = "SELECT version, name, applied_at FROM {s}.migration ORDER BY version";
+
+/// Which of the given tables, or indexes and constraints of tables, are missing or not valid, by
+/// their place. Reads the catalog; no lock.
+const PARTS_MISSING: &str = "
+SELECT p.nth FROM unnest($2::text[], $3::text[]) WITH ORDINALITY AS p(of_table, name, nth)
+WHERE NOT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+  WHERE n.nspname = $1 AND c.relname = p.of_table AND c.relkind = 'r' AND (p.name = ''
+    OR EXISTS (SELECT FROM pg_constraint AS k WHERE k.conrelid = c.oid AND k.conname = p.name)
+    OR EXISTS (SELECT FROM pg_index AS i JOIN pg_class AS x ON x.oid = i.indexrelid
+      WHERE i.indrelid = c.oid AND i.indisvalid AND x.relname = p.name)))
+ORDER BY p.nth";
 
 /// The encoding in which the database stores text.
 const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text";
@@ -75,7 +89,7 @@ impl Migrate for PostgresStore {
             check_versions(session.schema(), &known?)?;
             encoding
         };
-        self.call_to_look("validate", async |session| session.at_once(&self.inner.modes.count, look).await).await
+        self.look("validate", look).await
     }
 
     fn script(&self) -> String {
@@ -113,7 +127,8 @@ impl PostgresStore {
             }
             session.run(&session.schema().migration_sql(sql)).await?;
             session.run(&session.sql(&record(*version, name))).await?;
-            Ok(true)
+            // An empty table of somebody else may have taken the row, as text.
+            is_applied(session).await
         };
         let begin = format!("{MIGRATION_BEGIN}{MIGRATION_LOCK_TIMEOUT}{MIGRATION_LOCK}SET LOCAL lock_timeout = 0;");
         session.step_by_step(&begin, apply).await.map_err(migration_locked)
@@ -153,9 +168,59 @@ pub(crate) async fn owner_sees_all(session: &Session) -> Result<Vec<String>> {
 async fn known_migrations(session: &Session) -> Result<Vec<(i32, String)>> {
     let rows = session.rows(&session.sql(MIGRATION_LIST), &[]).await.map_err(|error| match error.code() {
         "schema_missing" => schema_missing(session.schema()),
+        // A column is missing.
+        "schema_old" => migrations_foreign(session),
         _ => error,
     })?;
-    Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
+    let of_row = |row: &Row| Some((row.try_get::<_, i32>(0).ok()?, row.try_get::<_, String>(1).ok()?));
+    let known: Option<Vec<(i32, String)>> = rows.iter().map(of_row).collect();
+    let first = (MIGRATIONS[0].version, MIGRATIONS[0].name);
+    let is_ours = |known: &Vec<(i32, String)>| known.first().is_none_or(|(version, name)| (*version, &**name) == first);
+    known.filter(is_ours).ok_or_else(|| migrations_foreign(session))
+}
+
+/// The schema, probably `public`, has a table `migration` of another program.
+fn migrations_foreign(session: &Session) -> Error {
+    let table = format!("{}.migration", session.schema().quoted());
+    let message = format!("the table {table} is not Postbox's; choose another schema for Postbox: `schema` in [store]");
+    Error::new(ErrorKind::Mismatch, session.operation(), "schema_foreign", message)
+}
+
+/// Checks that no table, index or rule of the schema was dropped or moved.
+pub(crate) async fn check_parts(session: &Session) -> Result<()> {
+    let logs = session.rows(&session.sql(LOG_NAMES), &[]).await?;
+    let logs: Vec<LogName> = logs.iter().map(|row| LogName::from_stored(row.get::<_, String>(0))).collect();
+    let schema = session.schema();
+    let parts = Part::all(schema, &logs);
+    let tables: Vec<&str> = parts.iter().map(|part| part.table.as_str()).collect();
+    let names: Vec<&str> = parts.iter().map(|part| part.name.as_str()).collect();
+    let name = schema.as_str();
+    let missing = session.rows(PARTS_MISSING, &params![name, tables, names]).await?;
+    let nth = |row: &Row| usize::try_from(row.get::<_, i64>(0)).ok()?.checked_sub(1);
+    let missing: Vec<&Part> = missing.iter().filter_map(|row| parts.get(nth(row)?)).collect();
+    match missing.is_empty() {
+        true => Ok(()),
+        false => Err(damaged(session, &missing)),
+    }
+}
+
+/// Names what is missing, and the statements that bring it back. What belongs to a missing table
+/// comes back with it.
+fn damaged(session: &Session, missing: &[&Part]) -> Error {
+    let schema = session.schema().quoted();
+    let (tables, others): (Vec<&Part>, Vec<&Part>) = missing.iter().copied().partition(|part| part.name.is_empty());
+    let cures = |parts: &[&Part]| parts.iter().map(|part| part.cure.as_str()).collect::<Vec<_>>().join("; ");
+    let message = if tables.is_empty() {
+        let names: Vec<String> = others.iter().map(|part| format!("{} of {}", part.name, part.table)).collect();
+        format!("schema {schema} lacks {}; as its owner, run: {}", names.join(", "), cures(&others))
+    } else {
+        let names: Vec<&str> = tables.iter().map(|part| part.table.as_str()).collect();
+        let (names, cures) = (names.join(", "), cures(&tables));
+        format!(
+            "schema {schema} has no table {names}; if it was moved, run: {cures}; if it was dropped, restore a backup"
+        )
+    };
+    Error::new(ErrorKind::Mismatch, session.operation(), SCHEMA_DAMAGED, message)
 }
 
 /// Explains that another session held the lock for too long.
@@ -169,13 +234,13 @@ fn migration_locked(error: Error) -> Error {
     Error::new(ErrorKind::Unavailable, "migrate", "migration_locked", message)
 }
 
-/// Explains an error of `down`. If the tables are in use, the message names the cure.
-fn in_use(error: Error) -> Error {
+/// Explains an error of `down` or `rebase`. If the tables are in use, the message names the cure.
+pub(crate) fn in_use(error: Error) -> Error {
     if error.code() != "store_contention" {
         return error;
     }
-    let message = "Postbox's tables are locked, and nothing was removed; end open transactions that wrote events, stop relays and other migrations, and run it again";
-    Error::new(ErrorKind::Conflict, "migrate", "schema_in_use", message)
+    let message = "Postbox's tables are locked, and nothing was changed; end open transactions that wrote events, stop relays and other migrations, and run it again";
+    Error::new(ErrorKind::Conflict, error.operation(), "schema_in_use", message)
 }
 
 /// Text is stored byte for byte, and its length is measured in bytes. In another encoding both

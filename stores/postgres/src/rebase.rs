@@ -6,16 +6,18 @@
 
 use postbox_core::{Error, ErrorKind, LogName, Migrate as _, Result};
 use postbox_postgres_sql::LOG_NAMES;
+use postbox_postgres_sql::migration::DOWN_LOCK_TIMEOUT;
 
 use crate::PostgresStore;
-use crate::migrate::owner_sees_all;
+use crate::migrate::{MIGRATION_BEGIN, in_use, owner_sees_all};
 use crate::session::Session;
 
 /// Locks every lane, and returns whether it is leased. Locks the rows.
 const LANE_LOCK_ALL: &str =
     "SELECT lease_until > clock_timestamp() FROM {s}.lane ORDER BY subscription, lane FOR UPDATE";
 
-/// Keeps everyone from appending meanwhile. Waits for writers.
+/// Keeps everyone from appending meanwhile. Waits for writers, as long as `down` does: whoever
+/// appends waits behind it.
 const LOG_TABLE_LOCK: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
 /// The first event that was appended in this cluster since the restore. Walks the log.
@@ -87,18 +89,11 @@ UPDATE {s}.lane AS n SET from_snap = '1:1:', to_snap = '4:4:', low = 0, high = 9
   epoch = epoch + 1, lease_until = NULL, cluster = {s}.cluster_id()
 FROM postbox_passed AS p WHERE p.subscription = n.subscription AND p.lane = n.lane";
 
-/// Begins without timeouts: rewriting the logs takes as long as it takes.
-const REBASE_BEGIN: &str = "
-BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
-SET LOCAL statement_timeout = 0;
-SET LOCAL lock_timeout = 0;
-SET LOCAL search_path = pg_catalog";
-
 /// Runs in one transaction. If dropped, nothing has changed.
 pub(crate) async fn rebase(store: &PostgresStore) -> Result<()> {
     store.validate().await?;
     let session = store.session("rebase").await?;
-    session.step_by_step(REBASE_BEGIN, rebase_all).await
+    session.step_by_step(&format!("{MIGRATION_BEGIN}{DOWN_LOCK_TIMEOUT}"), rebase_all).await.map_err(in_use)
 }
 
 async fn rebase_all(session: &Session) -> Result<()> {
@@ -109,10 +104,13 @@ async fn rebase_all(session: &Session) -> Result<()> {
         let message = "a relay holds a lane; stop all relays first, or wait until their leases end";
         return Err(Error::new(ErrorKind::Conflict, "rebase", "lanes_held", message));
     }
-    for row in &names {
-        let log = LogName::from_stored(row.get::<_, String>(0));
+    let logs: Vec<LogName> = names.iter().map(|row| LogName::from_stored(row.get::<_, String>(0))).collect();
+    for log in &logs {
+        session.run(&session.log_sql(LOG_TABLE_LOCK, log)).await?;
+    }
+    session.run("SET LOCAL lock_timeout = 0").await?;
+    for log in &logs {
         for template in [
-            LOG_TABLE_LOCK,
             LOG_NEW,
             LANE_PASSED,
             PASSAGE_REBASE,
@@ -123,7 +121,7 @@ async fn rebase_all(session: &Session) -> Result<()> {
             "DROP TABLE postbox_passed, postbox_new",
         ] {
             // DDL takes no parameters. The name of a log never contains a quote.
-            session.run(&session.log_sql(template, &log)).await?;
+            session.run(&session.log_sql(template, log)).await?;
         }
     }
     for force in &forced {

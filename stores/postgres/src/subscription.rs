@@ -11,6 +11,7 @@ use postbox_postgres_sql::{cursor_foreign, params};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
+use crate::migrate::check_parts;
 use crate::row_security::{log_not_locked, subscription_not_seen};
 use crate::session::Session;
 
@@ -243,8 +244,10 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
     Ok(known)
 }
 
-/// Checks that every log that is read, and every cursor, fits this cluster.
+/// Checks that every log that is read, and every cursor, fits this cluster, and first that the
+/// schema is whole.
 pub(crate) async fn check_cursors(session: &Session) -> Result<()> {
+    check_parts(session).await?;
     for row in session.rows(&session.sql(LOGS_READ), &[]).await? {
         check_log_xids(session, &LogName::from_stored(row.get::<_, &str>(0))).await?;
     }

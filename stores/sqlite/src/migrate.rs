@@ -24,9 +24,9 @@ const MIGRATION_LAST: &str = "SELECT coalesce(max(number), 0) FROM postbox_migra
 const LOG_NAMES: &str = "SELECT name FROM postbox_log ORDER BY name";
 /// Whether a log exists, by primary key; no lock.
 const LOG_EXISTS: &str = "SELECT 1 FROM postbox_log WHERE name = ?1";
-/// Whether a table or an index has the name that a log's table would have. Reads the whole (small)
-/// table; no lock.
-const NAME_TAKEN: &str = "SELECT 1 FROM sqlite_master WHERE name = 'postbox_' || ?1";
+/// Whether a table or an index has the name that a log's table or its index would have. Reads the
+/// whole (small) table; no lock.
+const NAME_TAKEN: &str = "SELECT 1 FROM sqlite_master WHERE name IN ('postbox_' || ?1, 'postbox_' || ?1 || '_id')";
 
 #[async_trait]
 impl Migrate for SqliteStore {
@@ -189,7 +189,7 @@ pub(crate) fn checked_log(operation: &'static str, log: &LogName) -> Result<LogN
 }
 
 fn name_taken(operation: &'static str, log: &LogName) -> Error {
-    let message = format!("{log} cannot be a log: Postbox has a table or index of that name for itself");
+    let message = format!("{log} cannot be a log: Postbox has a table or index of that name, or of {log}_id");
     Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
 }
 

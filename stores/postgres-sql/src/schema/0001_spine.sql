@@ -37,9 +37,7 @@ ${tag}$;
 -- The rule that the headers break, or NULL. The inbox's header for the sender's id does not count.
 CREATE FUNCTION {s}.headers_fault(headers jsonb) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
-  IF jsonb_typeof(headers) <> 'object' THEN
-    RETURN 'headers_invalid';
-  END IF;
+  IF jsonb_typeof(headers) <> 'object' THEN RETURN 'headers_invalid'; END IF;
   RETURN (SELECT CASE
       WHEN bool_or(h.kind <> 'string') THEN 'headers_invalid'
       WHEN count(*) FILTER (WHERE h.counts) > 64 THEN 'headers_too_many'
@@ -116,9 +114,7 @@ BEGIN
        E'^\\{("[A-Za-z0-9!#$%&''*+.^_`|~-]+": "[^"\\\\\\u007f-\\u009f]*"(, )?)*\\}$') THEN
     fault := {s}.headers_fault(event.headers);
   END IF;
-  IF fault IS NULL THEN
-    RETURN true;
-  END IF;
+  IF fault IS NULL THEN RETURN true; END IF;
   IF pg_catalog.left(fault, 6) {=} 'header' THEN
     RAISE EXCEPTION 'the event breaks the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault,
       HINT = 'headers are one JSON object of text values: at most 64, 16 KiB together, RFC 9110 names, no control characters';
@@ -166,8 +162,7 @@ CREATE TABLE {s}.log (
 );
 
 -- Adds the rules to a log. NOT VALID: new rows are still checked, but a dump restores such a
--- constraint after the data, so that rows come back unchanged, with the ids of transactions other
--- than the restoring one.
+-- constraint after the data, so that rows come back with the ids of their own transactions.
 CREATE FUNCTION {s}.guard_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   EXECUTE 'ALTER TABLE ' || {schema_literal} || '.' || quote_ident(log_name) || ' ADD CONSTRAINT event_invalid CHECK ('
@@ -180,20 +175,25 @@ ${tag}$;
 --
 -- Two payload columns, of which exactly one is set. `payload` is text, so that an INSERT from psql
 -- or any driver keeps JSON byte for byte. In a bytea column a plain literal would go through
--- bytea's own escapes ('"\\"' would lose a backslash, '"\n"' would be refused). Bytes that are not
--- text go to `payload_bytes`. A bytea value assigned to `payload` by mistake arrives as '\x...',
--- which is refused by a rule of its own.
+-- bytea's own escapes ('"\\"' would lose a backslash, '"\n"' would be refused). A bytea value
+-- assigned to `payload` by mistake arrives as '\x...', which a rule of its own refuses.
 --
 -- `xid` is the transaction that wrote the row, which the cursor, a snapshot, is compared with.
--- `slot` determines the lane.
 CREATE FUNCTION {s}.create_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
+  -- Of two at once, the second waits and then finds the log. Only the owner may lock the table.
+  IF NOT EXISTS (SELECT FROM {s}.log WHERE name = log_name) THEN LOCK {s}.log IN SHARE ROW EXCLUSIVE MODE; END IF;
   IF EXISTS (SELECT FROM {s}.log WHERE name = log_name) THEN
+    IF to_regclass({schema_literal} || '.' || quote_ident(log_name)) IS NULL THEN
+      RAISE EXCEPTION 'schema % has no table %', {schema_literal}, log_name USING ERRCODE = 'PB003',
+        HINT = 'if it was moved, run: ALTER TABLE OTHER.' || quote_ident(log_name) || ' SET SCHEMA ' || {schema_literal} || '; if it was dropped, restore a backup';
+    END IF;
     RETURN;
   END IF;
   -- `create` is reserved because of `create_window`. Names of existing objects are taken.
-  IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR EXISTS (SELECT FROM unnest(ARRAY['', '_state', '_dead']) AS of_view(name)
-      WHERE to_regclass({schema_literal} || '.' || quote_ident(log_name || of_view.name)) IS NOT NULL) THEN
+  IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR EXISTS (
+      SELECT FROM unnest(ARRAY['', '_state', '_dead', '_seq_seq', '_pkey', '_id_key', '_xid_seq']) AS made(suffix)
+      WHERE to_regclass({schema_literal} || '.' || quote_ident(log_name || made.suffix)) IS NOT NULL) THEN
     RAISE EXCEPTION '% is not a valid log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
       HINT = 'lower-case letters, digits and _, beginning with a letter, at most 40, and no table of Postbox itself';
   END IF;

@@ -122,7 +122,8 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
              UPDATE postbox.lane SET
                from_snap = regexp_replace(from_snap::text, '^1:1:$', '1:1:')::pg_snapshot,
                to_snap = (SELECT (1000000 + pg_snapshot_xmin(to_snap)::text::bigint) || ':' || (1000000 + pg_snapshot_xmax(to_snap)::text::bigint)
-                 || ':' || coalesce((SELECT string_agg((1000000 + x::text::bigint)::text, ',') FROM pg_snapshot_xip(to_snap) AS x), ''))::pg_snapshot",
+                 || ':' || coalesce((SELECT string_agg((1000000 + x::text::bigint)::text, ',') FROM pg_snapshot_xip(to_snap) AS x), ''))::pg_snapshot;
+             SELECT postbox.guard_log('outbox')",
         )
         .await
         .expect("moved");

@@ -4,12 +4,12 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Change, Disposition, Entry, Filter, Inspect as _, Log as _, LogName,
-    Maintain as _, Migrate as _, NewEvent, OwnerId, Routed, Selection, Settlement, Store as _, Subscription,
-    SubscriptionName,
+    Admin as _, Append as _, BatchLimit, Change, Diagnose as _, Disposition, Entry, Filter, Hold, Inspect as _,
+    Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Routed, Selection, Settlement, Store as _,
+    Subscription, SubscriptionName,
 };
 use postbox_postgres::PostgresConfig;
-use postbox_testkit::servers::{Postgres, Version};
+use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 
 use crate::support;
 
@@ -161,4 +161,131 @@ async fn whoever_looks_waits_for_no_relay() {
     assert!(!relay.is_finished());
     holder.batch_execute("COMMIT").await.expect("released");
     assert!(relay.await.expect("no panic").expect("asked").lease.is_some());
+}
+
+/// A prepared transaction has no session to end. What a program says of itself must not become the
+/// cure, which follows the first semicolon.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_locks_a_table_is_named_with_its_end() {
+    for version in Version::ALL {
+        let postgres = PrivatePostgres::launch(version, Settings::fast()).await;
+        let url = postgres.fresh_database().await;
+        let store = support::migrated(PostgresConfig::new(&url)).await;
+        let holder = support::client(&url).await;
+        let lock = "LOCK TABLE postbox.lane IN ACCESS EXCLUSIVE MODE";
+        let said = async || {
+            let error = store.subscriptions().await.expect_err("locked");
+            assert_eq!(error.code(), "table_locked", "{error}");
+            let (what, cure) = error.message().split_once("; ").expect("a cure");
+            (what.to_owned(), cure.to_owned())
+        };
+        holder.batch_execute("SET application_name = 'app; run: x'").await.expect("named");
+        let pid: i32 = holder.query_one("SELECT pg_backend_pid()", &[]).await.expect("asked").get(0);
+        holder.batch_execute(&format!("BEGIN; {lock}; SELECT 'y'")).await.expect("locked");
+        let (what, cure) = said().await;
+        assert!(what.ends_with(&format!("session {pid} (app, run: x: BEGIN, {lock}, SELECT 'y')")), "{what}");
+        assert_eq!(cure, format!("wait for it, or end it: SELECT pg_terminate_backend({pid})"));
+        holder.batch_execute("PREPARE TRANSACTION 'it''s; run: z'").await.expect("prepared");
+        let (what, cure) = said().await;
+        assert!(what.ends_with("the prepared transaction 'it''s, run: z' (role postgres)"), "{what}");
+        let end = cure.strip_prefix("wait for it, or end it: ").expect("the end of it");
+        assert_eq!(end, "ROLLBACK PREPARED 'it''s; run: z'");
+        holder.batch_execute(end).await.expect("ended");
+        assert!(store.subscriptions().await.expect("not locked any more").is_empty());
+    }
+}
+
+/// Of several prepared transactions only those are named whose locks clash with what others wait
+/// for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_prepared_transaction_that_blocks_others_is_named() {
+    for version in Version::ALL {
+        let postgres = PrivatePostgres::launch(version, Settings::fast()).await;
+        let url = postgres.fresh_database().await;
+        let store = support::migrated(PostgresConfig::new(&url)).await;
+        let holder = support::client(&url).await;
+        for mode in ["ROW SHARE", "SHARE"] {
+            let lock = format!("BEGIN; LOCK TABLE postbox.outbox IN {mode} MODE; PREPARE TRANSACTION '{mode}'");
+            holder.batch_execute(&lock).await.expect("prepared");
+        }
+        let (appending, event) = (store.clone(), [NewEvent::json("t", "1")]);
+        let appended = tokio::spawn(async move { appending.append(&LogName::outbox(), &event).await });
+        let named = async {
+            loop {
+                let found = store.blockers().await.expect("looked");
+                if !found.is_empty() {
+                    return found;
+                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let found = tokio::time::timeout(TTL, named).await.expect("named");
+        let [found] = <[_; 1]>::try_from(found).expect("only the one that blocks");
+        assert_eq!((found.holder.as_str(), found.hold), ("the prepared transaction 'SHARE'", Hold::Lock));
+        assert_eq!((found.waiting, found.tables.as_slice()), (1, &["outbox".to_owned()][..]));
+        holder.batch_execute(&found.end).await.expect("ended");
+        appended.await.expect("no panic").expect("appended");
+    }
+}
+
+/// Of programs that create the same log at once, one does, and the others find it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_log_is_created_by_several_at_once() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let holder = support::client(&url).await;
+    holder.batch_execute("BEGIN; SELECT postbox.create_log('more')").await.expect("created");
+    let log = LogName::new("more").expect("a name");
+    let others: Vec<_> = (0..3)
+        .map(|_| {
+            let (store, log) = (store.clone(), log.clone());
+            tokio::spawn(async move { store.create_log(&log).await })
+        })
+        .collect();
+    support::until_waited_for(&holder).await;
+    holder.batch_execute("COMMIT").await.expect("committed");
+    for other in others {
+        other.await.expect("no panic").expect("it is there");
+    }
+}
+
+/// A migration may take longer than the transactions of its role.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_migration_outlasts_the_timeout_of_transactions() {
+    let url = Postgres::shared(Version::V18).await.fresh_database().await;
+    let holder = support::client(&url).await;
+    let lock = "BEGIN; SELECT pg_advisory_xact_lock(hashtextextended('postbox migrate', 0))";
+    holder.batch_execute(lock).await.expect("locked");
+    let url = format!("{url}?options=-c%20transaction_timeout%3D2s");
+    let migrated = tokio::spawn(support::migrated(PostgresConfig::new(url)));
+    support::until_waited_for(&holder).await;
+    holder.batch_execute("SELECT pg_sleep(3); COMMIT").await.expect("released");
+    migrated.await.expect("migrated");
+}
+
+/// A rebase waits for a transaction that wrote events only as long as `down` does, because whoever
+/// appends waits behind it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rebase_does_not_wait_for_a_writer_without_end() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let writer = support::client(&url).await;
+    writer.batch_execute("BEGIN; SELECT postbox.enqueue('t', '1')").await.expect("open");
+    let refused = tokio::time::timeout(Duration::from_secs(60), store.rebase()).await.expect("no wait without end");
+    let error = refused.expect_err("the log is in use");
+    assert_eq!((error.operation(), error.code()), ("rebase", "schema_in_use"), "{error}");
+    writer.batch_execute("COMMIT").await.expect("committed");
+    store.rebase().await.expect("rebased");
+}
+
+/// Also the check of the schema names the session that keeps it waiting.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_on_the_migrations_is_named() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let holder = support::client(&url).await;
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.migration IN ACCESS EXCLUSIVE MODE").await.expect("locked");
+    let error = store.validate().await.expect_err("locked");
+    assert_eq!(error.code(), "table_locked", "{error}");
+    assert!(error.message().contains("pg_terminate_backend"), "{error}");
 }

@@ -227,10 +227,38 @@ async fn down_leaves_the_owners_tables_alone() {
     let url = server.fresh_database().await;
     let client = support::client(&url).await;
     client.batch_execute("CREATE TABLE public.mine (n int)").await.expect("a table");
+    client.batch_execute("CREATE FUNCTION public.enqueue(int) RETURNS int RETURN 1").await.expect("a function");
     let store = support::migrated(PostgresConfig { schema: "public".into(), ..PostgresConfig::new(&url) }).await;
     store.down(true).await.expect("down");
-    client.batch_execute("SELECT FROM public.mine").await.expect("still there");
+    client.batch_execute("SELECT public.enqueue(n) FROM public.mine").await.expect("still there");
     store.up().await.expect("up again");
+}
+
+/// A table `migration` of another program is not taken for ours, and nothing is made beside it.
+#[tokio::test]
+async fn the_migrations_of_another_program_are_refused() {
+    let server = Postgres::shared(Version::V15).await;
+    let url = server.fresh_database().await;
+    let client = support::client(&url).await;
+    let store = PostgresStore::connect(PostgresConfig { schema: "public".into(), ..PostgresConfig::new(&url) });
+    let store = store.await.expect("a store");
+    for (table, validated) in [
+        ("(id int)", "schema_foreign"),
+        ("(version int, name text)", "schema_foreign"),
+        ("AS SELECT text '1' AS version, 'users' AS name, now() AS applied_at", "schema_foreign"),
+        ("AS SELECT 1 AS version, 'users' AS name, now() AS applied_at", "schema_foreign"),
+        // Without a row, only what becomes of ours tells it apart.
+        ("(version text, name text, applied_at timestamptz)", "schema_missing"),
+    ] {
+        client.batch_execute(&format!("CREATE TABLE public.migration {table}")).await.expect(table);
+        assert_eq!(store.validate().await.expect_err(table).code(), validated, "{table}");
+        let error = store.up().await.expect_err(table);
+        assert_eq!(error.code(), "schema_foreign", "{table}: {error}");
+        assert!(error.message().contains(r#""public".migration"#), "{error}");
+        client.batch_execute("DROP TABLE public.migration").await.expect("dropped");
+    }
+    let made = "SELECT count(*) FROM pg_class WHERE relnamespace = to_regnamespace('public')";
+    assert_eq!(client.query_one(made, &[]).await.expect("asked").get::<_, i64>(0), 0);
 }
 
 /// The printed script does the same as `up`.
@@ -262,4 +290,46 @@ async fn the_scripts_for_tools_are_the_migration_and_the_way_back() {
         let left = client.query_one("SELECT count(*) FROM pg_namespace WHERE nspname = $1", &[&schema]).await;
         assert_eq!(left.expect("counted").get::<_, i64>(0), 0);
     }
+}
+
+/// What somebody drops or moves is named, and the named statements bring it back. No relay is
+/// stopped meanwhile.
+#[tokio::test]
+async fn a_part_that_was_dropped_or_moved_is_named_with_its_cure() {
+    let server = Postgres::shared(Version::V15).await;
+    let url = server.fresh_database().await;
+    let client = support::client(&url).await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    store.check_cursors().await.expect("nothing is missing");
+    let indexes = "SELECT i.indexrelid::regclass::text FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indrelid
+        WHERE c.relnamespace = 'postbox'::regnamespace AND NOT EXISTS (SELECT FROM pg_constraint WHERE conindid = i.indexrelid)";
+    let indexes = client.query(indexes, &[]).await.expect("listed");
+    let mut drops: Vec<String> = indexes.iter().map(|row| format!("DROP INDEX {}", row.get::<_, String>(0))).collect();
+    assert!(drops.len() > 10, "{drops:?}");
+    for (table, constraint) in [("outbox", "event_invalid"), ("outbox", "outbox_pkey"), ("inbox", "inbox_id_key")] {
+        drops.push(format!("ALTER TABLE postbox.{table} DROP CONSTRAINT {constraint}"));
+    }
+    for drop in &drops {
+        client.batch_execute(drop).await.expect(drop);
+        let error = store.check_cursors().await.expect_err(drop);
+        assert_eq!(error.code(), "schema_damaged", "{drop}: {error}");
+        store.validate().await.expect("relays go on");
+        let (_, cures) = error.message().split_once("run: ").expect("a cure");
+        for cure in cures.split("; ") {
+            client.batch_execute(cure).await.expect(cure);
+        }
+        store.check_cursors().await.expect(drop);
+    }
+    client.batch_execute("CREATE SCHEMA attic; ALTER TABLE postbox.outbox SET SCHEMA attic").await.expect("moved");
+    let outbox = LogName::outbox();
+    for error in [
+        store.check_cursors().await.expect_err("moved"),
+        store.create_log(&outbox).await.expect_err("it exists, elsewhere"),
+    ] {
+        assert_eq!(error.code(), "schema_damaged", "{error}");
+        assert!(error.message().contains("ALTER TABLE OTHER.outbox SET SCHEMA \"postbox\""), "{error}");
+    }
+    client.batch_execute("ALTER TABLE attic.outbox SET SCHEMA \"postbox\"").await.expect("moved back");
+    store.check_cursors().await.expect("it is back");
+    store.create_log(&outbox).await.expect("idempotent");
 }

@@ -7,7 +7,7 @@ use tokio::task::JoinHandle;
 
 use super::{Planted, causes};
 use crate::endpoint::{Endpoint, Shut, takes_all};
-use crate::env::{FILE_SINK, Kind, TestEnv, WINDOW_PARAMETERS, until_waited_for};
+use crate::env::{FILE_SINK, Kind, TestEnv, WINDOW_PARAMETERS, until, until_waited_for};
 use crate::sender::partner;
 
 causes! {
@@ -20,8 +20,10 @@ causes! {
     Sqlite a_file_that_is_no_database "problem" "store_not_a_database";
     Postgres a_locked_table "problem" "table_locked";
     Postgres a_row_that_another_session_locks "problem" "session_blocks";
+    Postgres a_row_that_a_prepared_transaction_locks "problem" "session_blocks";
     Postgres a_standby_that_is_away "problem" "standby_awaited";
     Postgres a_dump_of_another_cluster "problem" "cursor_foreign";
+    Postgres a_log_that_was_moved "problem" "schema_damaged";
     Sqlite an_older_log_with_newer_cursors "problem" "cursor_from_future";
     Sqlite a_file_that_was_moved "problem" "store_replaced";
     Sqlite a_file_that_another_program_locks "problem" "store_failing store_busy";
@@ -110,6 +112,30 @@ async fn a_row_that_another_session_locks(kind: Kind) -> Result<Planted> {
     Ok(planted.keeping(holder).keeping(endpoint))
 }
 
+/// A transaction in two phases whose coordinator never came back. Another one locks nothing that
+/// anybody waits for, and is not to be rolled back.
+async fn a_row_that_a_prepared_transaction_locks(_: Kind) -> Result<Planted> {
+    let postgres = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
+    let env = TestEnv::on(Kind::Postgres, postgres.fresh_database().await)?;
+    env.ok(&["migrate", "up"])?;
+    let endpoint = Endpoint::start(takes_all)?;
+    let config = endpoint.subscription("out");
+    env.config(&config)?;
+    let planted = Planted::of(env, config).served().await?;
+    planted.served[0].logged("lane taken", 1).await?;
+    let client = planted.env.client().await?;
+    client.batch_execute("BEGIN; LOCK TABLE postbox.lane IN ROW SHARE MODE; PREPARE TRANSACTION 'harmless'").await?;
+    client.batch_execute("BEGIN; SELECT FROM postbox.lane FOR UPDATE; PREPARE TRANSACTION 'it''s; x'").await?;
+    let planted = planted.three().await?;
+    let said = until("the doctor names it", async || {
+        Ok(Some(planted.env.said(&["doctor"])?).filter(|said| said.contains("session(s) have waited")))
+    })
+    .await?;
+    ensure!(said.contains("-> let it end, or end it: ROLLBACK PREPARED 'it''s; x'"), "{said}");
+    ensure!(!said.contains("harmless"), "{said}");
+    Ok(planted.keeping(client).keeping(endpoint).keeping(postgres))
+}
+
 /// A synchronous standby that does not answer: a writer's commit waits, with its locks.
 async fn a_standby_that_is_away(kind: Kind) -> Result<Planted> {
     let postgres = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
@@ -142,6 +168,24 @@ async fn a_dump_of_another_cluster(kind: Kind) -> Result<Planted> {
     let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
     planted.env.dispatch(&[])?;
     planted.env.sql("UPDATE postbox.lane SET cluster = cluster - 1").await?;
+    Ok(planted)
+}
+
+/// `migrate up` creates nothing in its place, and does not call the schema up to date.
+async fn a_log_that_was_moved(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
+    planted.env.dispatch(&[])?;
+    planted.env.sql("CREATE SCHEMA attic; ALTER TABLE OUTBOX SET SCHEMA attic").await?;
+    for command in [&["migrate", "validate"][..], &["migrate", "up"], &["migrate", "up", "--log", "outbox"]] {
+        let output = planted.env.output(command)?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(
+            !output.status.success() && said.contains("ALTER TABLE OTHER.outbox SET SCHEMA"),
+            "{command:?}: {said}"
+        );
+    }
+    let said = planted.env.said(&["doctor"])?;
+    ensure!(said.contains("SET SCHEMA") && !said.contains("migrate up"), "{said}");
     Ok(planted)
 }
 
@@ -191,13 +235,15 @@ async fn an_event_that_is_gone(kind: Kind) -> Result<Planted> {
 
 async fn an_event_that_nobody_can_read(kind: Kind) -> Result<Planted> {
     let planted = Planted::new(kind, FILE_SINK).await?;
-    let (lift, time) = match kind {
-        Kind::Postgres => ("ALTER TABLE OUTBOX DROP CONSTRAINT event_invalid;", "'infinity'"),
-        Kind::Sqlite => ("PRAGMA ignore_check_constraints = ON;", "'a text'"),
+    let (lift, time, back) = match kind {
+        Kind::Postgres => {
+            ("ALTER TABLE OUTBOX DROP CONSTRAINT event_invalid;", "'infinity'", "SELECT postbox.guard_log('outbox')")
+        }
+        Kind::Sqlite => ("PRAGMA ignore_check_constraints = ON;", "'a text'", ""),
     };
     planted
         .env
-        .sql(&format!("{lift} INSERT INTO OUTBOX (topic, payload, occurred_at) VALUES ('t', '{{}}', {time})"))
+        .sql(&format!("{lift} INSERT INTO OUTBOX (topic, payload, occurred_at) VALUES ('t', '{{}}', {time}); {back}"))
         .await?;
     planted.served().await
 }

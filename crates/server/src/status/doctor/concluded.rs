@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 
 use jiff::Timestamp;
+use postbox_config::duration_text;
 use postbox_core::{Disposition, OnDead, Pause, Record};
 use postbox_engine::Schedule as _;
 
 use super::Finding;
 use super::asked::{Known, is_driven};
-use super::destination::{dead, down, retrying, soonest};
+use super::destination::{dead, down, is_uncharged, retrying, soonest};
 use super::speed::{is_late, speed};
 use crate::status::{FailsJson, ServiceStatus};
 use crate::text::{cut, estimated, span};
@@ -22,7 +23,7 @@ pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Ve
     let mut findings: Vec<Finding> = known.info.paused.iter().map(|pause| paused(known, pause)).collect();
     findings.extend(filter_differs(known));
     findings.extend(lease_fails(known));
-    findings.push(driven(known));
+    findings.push(driven(known, address.as_deref()));
     findings.extend(nowhere(known, service.is_some()));
     findings.extend(relay_fails(known, address.as_deref()));
     findings.extend(store_fails(known));
@@ -92,7 +93,7 @@ fn paused(known: &Known<'_>, pause: &Pause) -> Finding {
 }
 
 /// Whether relays drive the lanes.
-fn driven(known: &Known<'_>) -> Finding {
+fn driven(known: &Known<'_>, address: Option<&str>) -> Finding {
     let (info, count) = (known.info, known.info.lanes.len());
     if count == 0 {
         return Finding::problem(
@@ -113,6 +114,17 @@ fn driven(known: &Known<'_>) -> Finding {
         // Reported elsewhere: a pause, a schedule and a missing sink each have their own finding.
         _ if info.paused.is_some() => return Finding::fine("not_driven", what),
         Some(config) if config.schedule.is_some() || config.sink.is_none() => return Finding::fine("not_driven", what),
+        // It runs already, so another start would change nothing.
+        Some(config) if known.work.is_some() => Finding::problem(
+            "not_driven",
+            format!("{what}: the service at {} runs and cannot take it", address.unwrap_or_default()),
+            format!(
+                "the other findings or the service's log say why; after a rename or a change of lanes, wait until the \
+                 former lease ends, at most {}; who holds what: postbox subscription show {}",
+                duration_text(config.settings.lease_ttl),
+                info.name
+            ),
+        ),
         Some(_) => {
             Finding::problem("not_driven", what, "start `postbox run` with this subscription in its configuration")
         }
@@ -239,6 +251,8 @@ fn blocked(known: &Known<'_>) -> Option<Finding> {
     Some(match head {
         // Nothing failed: the earlier event is in flight, or goes next.
         Some(head) if head.code.as_deref().is_none_or(Disposition::is_own_code) => finding,
+        // The destination is down, which is a finding of its own: the event is not at fault.
+        Some(head) if is_uncharged(head) => finding,
         Some(head) => {
             let id = head.event.id;
             finding.cure(format!(
@@ -291,4 +305,129 @@ fn keys(records: &[Record]) -> String {
     keys.dedup();
     let shown: Vec<String> = keys.iter().take(5).map(|key| format!("key {}", cut(key, 60))).collect();
     if keys.len() > 5 { format!("{} and more", shown.join(", ")) } else { shown.join(", ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use postbox_core::{Filter, LaneInfo, LogName, NewEvent, Ordering, OwnerId, Seq, State, Stats, SubscriptionInfo};
+
+    use super::*;
+    use crate::config::Config;
+    use crate::status::{CallsJson, StatsJson, WorkJson};
+
+    /// What a service reports after so many calls of the last minute.
+    fn work(ended: u64) -> WorkJson {
+        let calls = CallsJson {
+            ended,
+            events_each: 1.0,
+            seconds_each: 0.01,
+            at_once: 0.1,
+            at_once_max: 8,
+            in_flight: 0,
+            rate: None,
+            rate_per_second: None,
+            held_by_rate: false,
+        };
+        WorkJson {
+            store: None,
+            subscription: "out".parse().expect("a name"),
+            calls: (ended > 0).then_some(calls),
+            destination_fails: None,
+            store_fails: None,
+            dead_to_fails: None,
+        }
+    }
+
+    /// An event of one key that was sent two minutes ago.
+    fn record(state: State, attempts: u32, code: &str) -> Record {
+        let (id, now) = ("01a1fe73-bd35-7fca-ae4b-4c8c83280000".parse().expect("an id"), Timestamp::now());
+        Record {
+            event: NewEvent::json("order.placed", "{}").key("1").into_event(id, now),
+            seq: Seq(1),
+            state,
+            attempts,
+            replays: 0,
+            due_at: Some(now),
+            code: Some(code.to_owned()),
+            error: None,
+            updated_at: Some(now - Duration::from_secs(120)),
+            last_attempts: Vec::new(),
+        }
+    }
+
+    /// The findings about one failed event, one that waits behind it, and one lane.
+    fn found(failed: Record, owner: Option<&str>, work: Option<&WorkJson>) -> Vec<Finding> {
+        let owner = owner.map(OwnerId::from_stored);
+        let lease_left = owner.as_ref().map(|_| Duration::from_secs(5));
+        let info = SubscriptionInfo {
+            name: "out".parse().expect("a name"),
+            log: LogName::outbox(),
+            filter: Filter::default(),
+            ordering: Ordering::Key,
+            generation: 1,
+            lanes: vec![LaneInfo { lane: 0, epoch: 1, owner, lease_left, crashes: 0 }],
+            paused: None,
+        };
+        let counts = Stats { pending: 2, retrying: 1, blocked: 1, total: 2, share: 100, ..Stats::default() };
+        let stats = StatsJson::of(&info, counts);
+        let config = Config::parse("[subscriptions.out]\nsink = { type = \"stdout\" }\n").expect("no faults");
+        let service = work.map(|work| ServiceStatus {
+            version: String::new(),
+            address: ([127, 0, 0, 1], 8600).into(),
+            ready: true,
+            faults: Vec::new(),
+            work: vec![work.clone()],
+            storms: Vec::new(),
+        });
+        let known = Known {
+            info: &info,
+            stats: &stats,
+            config: config.subscriptions.first(),
+            work,
+            fault: None,
+            retrying: vec![failed],
+            blocked: vec![record(State::Blocked, 0, "blocked")],
+            scheduled: Vec::new(),
+            dead: Vec::new(),
+            arrivals: None,
+        };
+        conclude(&known, service.as_ref())
+    }
+
+    fn of<'a>(findings: &'a [Finding], code: &str) -> Option<&'a Finding> {
+        findings.iter().find(|it| it.code == code)
+    }
+
+    /// The breaker of a replica on stand-by is closed whatever the destination does.
+    #[test]
+    fn only_a_service_that_has_called_the_destination_knows_that_it_is_up() {
+        for (work, is_down) in [(None, true), (Some(work(0)), true), (Some(work(3)), false)] {
+            let found = found(record(State::Retrying, 0, "connect_refused"), Some("relay-1"), work.as_ref());
+            assert_eq!(of(&found, "destination_down").is_some(), is_down, "{found:#?}");
+        }
+    }
+
+    #[test]
+    fn a_service_that_cannot_take_its_lanes_is_not_to_be_started() {
+        let failed = || record(State::Retrying, 3, "http_500");
+        let start = "start `postbox run`";
+        let found_without = found(failed(), None, None);
+        let cure = of(&found_without, "not_driven").and_then(|it| it.cure.as_deref());
+        assert!(cure.is_some_and(|cure| cure.contains(start)), "{found_without:#?}");
+        let found_with = found(failed(), None, Some(&work(0)));
+        let finding = of(&found_with, "not_driven").expect("found");
+        assert!(finding.message.contains("127.0.0.1:8600 runs"), "{finding:?}");
+        assert!(finding.cure.as_ref().is_some_and(|cure| !cure.contains(start)), "{finding:?}");
+    }
+
+    #[test]
+    fn an_event_that_waits_for_an_outage_to_end_is_not_to_be_discarded() {
+        for (attempts, code, is_discarded) in [(0, "connect_refused", false), (3, "http_500", true)] {
+            let found = found(record(State::Retrying, attempts, code), Some("relay-1"), None);
+            let cure = of(&found, "blocked").expect("found").cure.as_ref();
+            assert_eq!(cure.is_some_and(|cure| cure.contains("postbox discard")), is_discarded, "{found:#?}");
+        }
+    }
 }

@@ -25,14 +25,15 @@ const LONG_AGO: Duration = Duration::from_secs(60);
 pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> {
     let uncharged = known.retrying.iter().filter_map(|record| Some((record, record.code.as_deref()?)));
     let last = uncharged
-        // An event that a person retried still carries its old reason, which says nothing about
-        // now.
-        .filter(|(record, code)| record.attempts == 0 && record.replays == 0 && !Disposition::is_own_code(code))
+        .filter(|(record, code)| is_uncharged(record) && !Disposition::is_own_code(code))
         .max_by_key(|(record, _)| record.updated_at);
     let tried = last.and_then(|(record, _)| record.updated_at);
     let tried = tried.and_then(|at| Duration::try_from(Timestamp::now().duration_since(at)).ok());
-    // What waits since an outage that is over says nothing about now.
-    let is_up = known.work.is_some_and(|work| work.destination_fails.is_none());
+    // What waits since an outage that is over says nothing about now. That it is over is known only
+    // to a service that has called since: a replica on stand-by has its breaker closed, too.
+    let is_up = known.work.is_some_and(|work| {
+        work.destination_fails.is_none() && work.calls.as_ref().is_some_and(|calls| calls.ended > 0)
+    });
     if is_up && tried.is_some_and(|ago| ago > LONG_AGO) {
         return None;
     }
@@ -66,6 +67,12 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
         cure.push_str(&format!("; to try again in {long}, not later: postbox pause {} --for {long}", known.info.name));
     }
     Some(Finding::problem("destination_down", what, cure).reason(code))
+}
+
+/// Whether an event with a reason failed because its destination was down, and not by itself. One
+/// that a person retried still carries its old reason, which says nothing about now.
+pub(super) fn is_uncharged(record: &Record) -> bool {
+    record.attempts == 0 && record.replays == 0
 }
 
 /// Events that failed and will be retried.
@@ -240,7 +247,9 @@ fn cure_down(code: &str, text: &str) -> &'static str {
 /// The cure for a destination that answers and refuses.
 fn cure_refused(code: &str, is_dead: bool) -> &'static str {
     match code {
-        "http_401" | "http_403" => "the destination refuses the sink's credentials: correct its secret, headers or url",
+        "http_401" | "http_403" => {
+            "the destination refuses the sink's credentials: correct its secret, headers or url; or the clock of the relay's host is wrong"
+        }
         "http_404" | "http_405" => {
             "the destination has no endpoint at this address: correct the path in the sink's url"
         }
@@ -265,5 +274,16 @@ fn cure_refused(code: &str, is_dead: bool) -> &'static str {
         }
         code if code.starts_with("http_5") => "the destination failed at each attempt: look at its log",
         _ => "its text says why: fix that",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Receivers refuse what is signed with a time that is too far from theirs.
+    #[test]
+    fn a_refused_signature_may_be_the_fault_of_a_clock() {
+        assert!(cure_refused("http_401", true).contains("the clock of the relay's host is wrong"));
     }
 }

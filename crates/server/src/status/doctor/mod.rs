@@ -7,7 +7,7 @@ mod destination;
 mod finding;
 mod speed;
 
-use postbox_core::{Blocker, Error, Result, Store, SubscriptionInfo, SubscriptionName};
+use postbox_core::{Blocker, Error, Hold, Result, Store, SubscriptionInfo, SubscriptionName};
 use tokio::time::{Instant, timeout_at};
 
 use self::asked::{Known, LOOK};
@@ -30,7 +30,7 @@ pub async fn diagnose(
     let mut findings = Vec::new();
     let deadline = Instant::now() + STATS_WAIT;
     let blockers = timeout_at(deadline, store.blockers()).await.unwrap_or_else(|_| Err(too_slow()));
-    let (mut standby, locks): (Vec<_>, Vec<_>) = blockers.iter().flatten().partition(|it| it.awaits_standby);
+    let (mut standby, locks): (Vec<_>, Vec<_>) = blockers.iter().flatten().partition(|it| it.hold == Hold::Standby);
     // One standby is the cause of all of them.
     standby.truncate(1);
     findings.extend(standby.into_iter().chain(locks).map(blocker));
@@ -99,28 +99,35 @@ async fn count_alone(
     }
 }
 
-/// A session holds a lock that others wait for, or waits for a standby with its locks.
+/// Somebody holds a lock that others wait for, waits for a standby with its locks, or holds the
+/// database's horizon.
 fn blocker(blocker: &Blocker) -> Finding {
-    let Blocker { session, program, query, tables, waiting, waited, end, awaits_standby } = blocker;
-    if *awaits_standby {
-        let what = format!(
-            "session {session} ({}: {}) has waited for the synchronous standby for {}, with locks on {}",
-            cut(program, 60),
-            cut(query, 80),
-            span(*waited),
-            tables.join(", ")
-        );
-        let cure = "start the standby, or take it out of synchronous_standby_names and reload; do not end the session";
-        return Finding::problem("standby_awaited", what, cure);
+    let Blocker { holder, program, query, tables, waiting, waited, end, hold } = blocker;
+    let (program, query) = (cut(program, 60), cut(query, 80));
+    let who = if query.is_empty() { format!("{holder} ({program})") } else { format!("{holder} ({program}: {query})") };
+    let tables = tables.join(", ");
+    let lasted = if waited.is_zero() { String::new() } else { format!(" for {}", span(*waited)) };
+    match hold {
+        Hold::Standby => Finding::problem(
+            "standby_awaited",
+            format!("{who} has waited for the synchronous standby{lasted}, with locks on {tables}"),
+            "start the standby, or take it out of synchronous_standby_names and reload; do not end the session",
+        ),
+        Hold::Lock => Finding::problem(
+            "session_blocks",
+            format!("{who} holds a lock on {tables}, and {waiting} session(s) have waited for it{lasted}"),
+            format!("let it end, or end it: {end}"),
+        ),
+        Hold::Horizon { has_written } => {
+            let kept = match has_written {
+                true => "what was committed since is neither deleted nor found unrouted, and VACUUM keeps dead rows",
+                false => "VACUUM keeps rows that were deleted since",
+            };
+            let what = format!("{who} has held the database's horizon{lasted}: until it ends, {kept}");
+            let cure = format!("let it end, or end it if nobody needs it: {end}");
+            Finding::note("horizon_held", what).cure(cure)
+        }
     }
-    let what = format!(
-        "session {session} ({}: {}) holds a lock on {}, and {waiting} session(s) have waited for it for {}",
-        cut(program, 60),
-        cut(query, 80),
-        tables.join(", "),
-        span(*waited)
-    );
-    Finding::problem("session_blocks", what, format!("let it end its transaction, or end it: {end}"))
 }
 
 /// The cure for a source that fails with this code.
@@ -184,7 +191,31 @@ fn storm(storm: &StormJson) -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+
+    #[test]
+    fn what_holds_the_horizon_is_a_note_that_says_what_it_keeps() {
+        let held = |has_written| {
+            blocker(&Blocker {
+                holder: "the prepared transaction 'x'".to_owned(),
+                program: "role app, database shop".to_owned(),
+                query: String::new(),
+                tables: Vec::new(),
+                waiting: 0,
+                waited: Duration::from_secs(720),
+                end: "ROLLBACK PREPARED 'x'".to_owned(),
+                hold: Hold::Horizon { has_written },
+            })
+        };
+        let found = held(true);
+        assert_eq!((found.code.as_str(), found.severity), ("horizon_held", Severity::Note));
+        let who = "the prepared transaction 'x' (role app, database shop) has held the database's horizon for 12m 0s: ";
+        assert!(found.message.starts_with(who) && found.message.contains("unrouted"), "{found:?}");
+        assert!(found.cure.is_some_and(|cure| cure.ends_with(": ROLLBACK PREPARED 'x'")));
+        assert!(!held(false).message.contains("unrouted"), "a snapshot only keeps dead rows");
+    }
 
     #[test]
     fn a_message_that_cannot_be_read_is_no_broker_that_is_down() {
