@@ -214,8 +214,8 @@ impl Reading {
             attributes.remove(HEADERS);
             rest.into_iter().for_each(|(name, value)| _ = attributes.entry(name).or_insert(value));
         }
-        // SQS allows line breaks in a value, events do not.
-        attributes.retain(|_, value| !value.chars().any(|c| c.is_control() && c != '\t'));
+        // SQS allows line breaks in a value, headers do not. Those of a CloudEvent become fields.
+        attributes.retain(|name, value| name.starts_with("ce-") || !value.chars().any(|c| c.is_control() && c != '\t'));
         RawMessage {
             // A group that Postbox set for an event without a key is no key.
             key: if own_id.is_some() { key } else { key.or(group) },

@@ -90,6 +90,7 @@ pub trait Maintain: Send + Sync + 'static {
     /// ones stay pending.
     ///
     /// Errors: `Conflict` `lanes_held` while a relay runs; `Conflict` `schema_in_use` if writers
-    /// keep the logs locked for seconds; `Invalid` `rebase_not_needed` if cursors are plain numbers.
+    /// keep the logs locked for seconds; `Invalid` `rebase_not_needed` if cursors are plain
+    /// numbers.
     async fn rebase(&self) -> Result<()>;
 }

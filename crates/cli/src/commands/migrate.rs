@@ -18,7 +18,7 @@ pub(super) async fn up(contexts: &[Context], json: bool) -> Result<(), Failure> 
             store.create_log(log).await?;
             applied.push(format!("log {log}"));
         }
-        // Migrations bring nothing back, so "up to date" would be wrong. Cursors are not its concern.
+        // Migrations bring nothing back, so "up to date" would be wrong.
         match store.check_cursors().await {
             Err(error) if error.code() == "schema_damaged" => Err(error.into()),
             _ => Ok(applied),
