@@ -46,7 +46,7 @@ use self::due::DueTimer;
 pub(crate) use self::lease::LeaseGuard;
 pub(crate) use self::limit::ReadLimit;
 use self::limit::Until;
-use crate::breaker::Admission;
+use crate::breaker::{Admission, BreakerState};
 use crate::context::RelayContext;
 use crate::metrics::Gauge;
 
@@ -179,8 +179,9 @@ impl Lane {
                 Admission::Probe => context.settings.poll_max,
                 Admission::Wait(wait) => wait,
             };
-            // A bounded run does not wait for its destination.
-            if !until.is_stopped() {
+            // A bounded run does not wait for its destination, only while another lane probes it:
+            // that one may have nothing to probe with, in each run.
+            if !until.is_stopped() && context.health.breaker.state() != BreakerState::HalfOpen {
                 return Ok(());
             }
             self.wait(wait).await?;

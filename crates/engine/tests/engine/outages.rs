@@ -268,6 +268,21 @@ async fn a_scheduled_run_probes_a_destination_that_was_down_in_the_one_before() 
     assert_eq!(env.stats().await.dispatched, 200);
 }
 
+/// The lane that probes first may have nothing to probe with, in each run.
+#[tokio::test(start_paused = true)]
+async fn a_bounded_run_probes_from_each_of_its_lanes() {
+    for key in 0..8 {
+        let env = TestEnv::with_lanes(3).await;
+        env.append([event(key, 1)]).await;
+        let (sink, relay) = env.recorded(Capabilities::default(), fast());
+        sink.down(true);
+        assert_eq!(relay.drain(None).await.expect("drained").delivered, 0);
+        sink.down(false);
+        tokio::time::sleep(60 * S).await;
+        assert_eq!(relay.drain(None).await.expect("drained").delivered, 1, "key {key}");
+    }
+}
+
 /// Runs the relay once a day beside `operate`, then stops it. If the destination is away at that
 /// time, the rest does not wait until tomorrow.
 async fn run_daily(relay: &Relay, stop: &CancellationToken, operate: impl Future<Output = ()>) {
