@@ -5,7 +5,7 @@ use krafka::ConsumerRecord;
 use krafka::producer::Record;
 use postbox_core::envelope::{Binding, Wrapped};
 use postbox_core::limits::KEY_BYTES_MAX;
-use postbox_core::{Delivery, Headers, Key, RawMessage, hex};
+use postbox_core::{Delivery, Headers, Key, RawMessage, header, hex};
 use sha2::{Digest as _, Sha256};
 
 /// The header with the id to deduplicate by.
@@ -71,14 +71,11 @@ fn key(bytes: &[u8]) -> Option<String> {
 
 /// Returns the headers that an event can have. Several values of one name are joined.
 fn kept(record: &ConsumerRecord, id_header: &str) -> Headers {
-    let is_name = |name: &str| {
-        !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))
-    };
     let is_ours = |name: &str| name.eq_ignore_ascii_case(id_header) || name.eq_ignore_ascii_case(CONTENT_TYPE);
     let mut kept = Headers::new();
-    for (name, value) in record.headers.iter().filter(|(name, _)| is_name(name) && !is_ours(name)) {
+    for (name, value) in record.headers.iter().filter(|(name, _)| header::is_name(name) && !is_ours(name)) {
         let Some(value) = value.as_deref().and_then(|value| str::from_utf8(value).ok()) else { continue };
-        if !value.chars().any(|c| c.is_control() && c != '\t') {
+        if header::is_value(value) {
             let before = kept.remove(name);
             let value = before.map_or_else(|| value.to_owned(), |before| format!("{before}, {value}"));
             kept.insert(name.clone(), value);

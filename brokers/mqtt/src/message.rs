@@ -1,7 +1,7 @@
 //! The properties of an event, and the message in a publish.
 
 use postbox_core::envelope::{Binding, Wrapped};
-use postbox_core::{Delivery, Headers, Outcome, RawMessage};
+use postbox_core::{Delivery, Headers, Outcome, RawMessage, header};
 use rumqttc::v5::mqttbytes::v5::{Publish, PublishProperties};
 use sha2::{Digest as _, Sha256};
 
@@ -54,12 +54,9 @@ pub(crate) fn raw_message(publish: Publish, id_property: &str, content_type: &st
 
 /// Returns the user properties that an event can have. Several values of one name are joined.
 fn kept(properties: &PublishProperties, is_id: impl Fn(&str) -> bool) -> Headers {
-    let is_name = |name: &str| {
-        !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))
-    };
     let mut kept = Headers::new();
-    for (name, value) in properties.user_properties.iter().filter(|(name, _)| is_name(name) && !is_id(name)) {
-        if !value.chars().any(|c| c.is_control() && c != '\t') {
+    for (name, value) in properties.user_properties.iter().filter(|(name, _)| header::is_name(name) && !is_id(name)) {
+        if header::is_value(value) {
             let before = kept.remove(name);
             let value = before.map_or_else(|| value.clone(), |before| format!("{before}, {value}"));
             kept.insert(name.clone(), value);

@@ -2,7 +2,7 @@
 
 use async_nats::header::{HeaderMap, NATS_MESSAGE_ID};
 use async_nats::{Message, Subject};
-use postbox_core::{Headers, RawMessage};
+use postbox_core::{Headers, RawMessage, header};
 use sha2::{Digest as _, Sha256};
 
 /// Converts a message. Its id is the producer's (`Nats-Msg-Id`), or else the stream's name, its
@@ -45,9 +45,6 @@ fn place(reply: &Subject) -> Option<String> {
 
 /// Returns the application's headers that an event can have. Several values of one name are joined.
 fn kept(headers: &HeaderMap) -> Headers {
-    let is_name = |name: &str| {
-        !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))
-    };
     let is_ours = |name: &str| {
         name.get(..5).is_some_and(|begins| begins.eq_ignore_ascii_case("nats-"))
             || name.eq_ignore_ascii_case("content-type")
@@ -56,7 +53,7 @@ fn kept(headers: &HeaderMap) -> Headers {
     for (name, values) in headers.iter() {
         let name: &str = name.as_ref();
         let value = values.iter().map(|value| value.as_str()).collect::<Vec<_>>().join(", ");
-        if is_name(name) && !is_ours(name) && !value.chars().any(|c| c.is_control() && c != '\t') {
+        if header::is_name(name) && !is_ours(name) && header::is_value(&value) {
             kept.insert(name.to_owned(), value);
         }
     }

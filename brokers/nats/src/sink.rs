@@ -11,7 +11,7 @@ use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use postbox_core::envelope::Binding;
 use postbox_core::{
-    Capabilities, Clock, Delivery, Down, Envelope, HighWaterMarks, Outcome, Result, Sink, Template, hex,
+    Capabilities, Clock, Delivery, Down, Envelope, HighWaterMarks, Outcome, Result, Sink, Template, header, hex,
 };
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Semaphore;
@@ -254,7 +254,7 @@ fn is_reserved(name: &str) -> bool {
 
 /// Adds a header. NATS headers are lines, so white space around a value would be lost.
 fn insert(headers: &mut HeaderMap, name: &str, value: &str) -> Result<(), Outcome> {
-    let same = value.trim() == value && !value.contains(|c: char| c.is_control() && c != '\t');
+    let same = value.trim() == value && header::is_value(value);
     match (name.parse::<HeaderName>(), value.parse::<HeaderValue>()) {
         (Ok(name), Ok(value)) if same => {
             headers.insert(name, value);

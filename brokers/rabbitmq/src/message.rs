@@ -7,7 +7,7 @@ use lapin::BasicProperties;
 use lapin::message::Delivery as Message;
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use postbox_core::envelope::Binding;
-use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage, Template};
+use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage, Template, header};
 use sha2::{Digest as _, Sha256};
 
 use crate::route;
@@ -143,9 +143,6 @@ fn odd_key(table: &FieldTable, kept: &Headers) -> Option<String> {
 
 /// Returns the application's headers that an event can have. Numbers and booleans become text.
 fn kept(table: &FieldTable) -> Headers {
-    let is_name = |name: &str| {
-        !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))
-    };
     let mut kept = Headers::new();
     for (name, value) in table {
         let value = match value {
@@ -160,11 +157,11 @@ fn kept(table: &FieldTable) -> Headers {
             AMQPValue::LongLongInt(value) => Some(value.to_string()),
             _ => None,
         };
-        let value = value.filter(|value| !value.chars().any(|c| c.is_control() && c != '\t'));
+        let value = value.filter(|value| header::is_value(value));
         // Both spellings of CloudEvents headers become one.
         let name = name.as_str().replacen("cloudEvents:", "cloudEvents_", 1);
         if let Some(value) = value
-            && is_name(&name)
+            && header::is_name(&name)
             && !is_servers_own(&name)
             && !name.eq_ignore_ascii_case("content-type")
         {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use aws_sdk_sqs::types::{Message, MessageAttributeValue, MessageSystemAttributeName};
 use postbox_core::envelope::Binding;
-use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage, hex};
+use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage, header, hex};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 
@@ -215,7 +215,7 @@ impl Reading {
             rest.into_iter().for_each(|(name, value)| _ = attributes.entry(name).or_insert(value));
         }
         // SQS allows line breaks in a value, headers do not. Those of a CloudEvent become fields.
-        attributes.retain(|name, value| name.starts_with("ce-") || !value.chars().any(|c| c.is_control() && c != '\t'));
+        attributes.retain(|name, value| name.starts_with("ce-") || header::is_value(value));
         RawMessage {
             // A group that Postbox set for an event without a key is no key.
             key: if own_id.is_some() { key } else { key.or(group) },

@@ -6,7 +6,7 @@ use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
 
-use crate::event::{Event, Headers, NewEvent, header};
+use crate::event::{Event, NewEvent, header};
 use crate::names::Tenant;
 use crate::trace;
 
@@ -72,7 +72,7 @@ impl Context {
     /// it belongs to no conversation, it starts one under its own id.
     pub fn of(event: &Event) -> Self {
         let id = event.id.to_string();
-        let header = |name: &str| find(&event.headers, name).map(str::to_owned);
+        let header = |name: &str| header::find(&event.headers, name).map(str::to_owned);
         Self {
             correlation_id: header(header::CORRELATION_ID).or_else(|| Some(id.clone())),
             causation_id: Some(id),
@@ -146,7 +146,7 @@ impl Context {
     /// Fills in what an event leaves out.
     fn fill_ids(&self, event: &mut NewEvent) {
         let mut carry = |name: &str, value: &Option<String>| {
-            if let (Some(value), None) = (value, find(&event.headers, name)) {
+            if let (Some(value), None) = (value, header::find(&event.headers, name)) {
                 event.headers.insert(name.to_owned(), value.clone());
             }
         };
@@ -160,18 +160,13 @@ impl Context {
 
     fn fill_trace(&self, event: &mut NewEvent) {
         // Vendor state belongs to its parent span and never goes with another one.
-        if self.traceparent.is_some() && find(&event.headers, header::TRACEPARENT).is_none() {
+        if self.traceparent.is_some() && header::find(&event.headers, header::TRACEPARENT).is_none() {
             event.headers.retain(|name, _| !name.eq_ignore_ascii_case(header::TRACESTATE));
             for (name, value) in [(header::TRACEPARENT, &self.traceparent), (header::TRACESTATE, &self.tracestate)] {
                 event.headers.extend(value.clone().map(|value| (name.to_owned(), value)));
             }
         }
     }
-}
-
-/// Finds a header by its name in any case: a second spelling of a name is a duplicate in HTTP.
-fn find<'h>(headers: &'h Headers, name: &str) -> Option<&'h str> {
-    headers.iter().find(|(its, _)| its.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
 }
 
 /// Fills in what events inherit from the current [`Context`]. Everything that appends calls this,

@@ -99,8 +99,10 @@ impl fmt::Display for Seq {
 /// Free headers, sorted by name.
 pub type Headers = BTreeMap<String, String>;
 
-/// Names of the headers that Postbox itself understands.
+/// Names of the headers that Postbox itself understands, and what a header can be.
 pub mod header {
+    use super::Headers;
+
     /// The conversation that an event belongs to.
     pub const CORRELATION_ID: &str = "correlation-id";
     /// The event or command that caused this one.
@@ -121,6 +123,21 @@ pub mod header {
     /// Marks an event that keeps an outside message that could not be decoded: `code: reason`. Such
     /// an event is never sent; relays settle it as dead.
     pub const POISON: &str = "postbox-poison";
+
+    /// Returns whether an event can have a header of this name: a token (RFC 9110 §5.6.2).
+    pub fn is_name(name: &str) -> bool {
+        !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
+    }
+
+    /// Returns whether a header can have this value: no control character except the tab.
+    pub fn is_value(value: &str) -> bool {
+        !value.chars().any(|c| c.is_control() && c != '\t')
+    }
+
+    /// Finds a header by its name in any case: a second spelling of a name is a duplicate in HTTP.
+    pub(crate) fn find<'h>(headers: &'h Headers, name: &str) -> Option<&'h str> {
+        headers.iter().find(|(its, _)| its.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
+    }
 }
 
 /// The content type of an event that names none.
@@ -478,10 +495,10 @@ pub(crate) fn check_headers(headers: &Headers) -> Result<()> {
         format!("the headers have {bytes} bytes together; at most {HEADER_BYTES_MAX} are allowed")
     })?;
     for (name, value) in headers {
-        check(!name.is_empty() && name.bytes().all(is_header_name_byte), "header_name_invalid", || {
+        check(header::is_name(name), "header_name_invalid", || {
             format!("{name:?} is not a valid header name: letters, digits and !#$%&'*+-.^_`|~ only (RFC 9110)")
         })?;
-        check(!value.chars().any(|c| c.is_control() && c != '\t'), "header_value_invalid", || {
+        check(header::is_value(value), "header_value_invalid", || {
             format!("the value of header {name} has a control character; line breaks and NUL are refused")
         })?;
     }
@@ -490,11 +507,6 @@ pub(crate) fn check_headers(headers: &Headers) -> Result<()> {
 
 pub(crate) fn header_bytes(headers: &Headers) -> usize {
     headers.iter().map(|(name, value)| name.len() + value.len()).sum()
-}
-
-/// RFC 9110 §5.6.2 `tchar`.
-fn is_header_name_byte(byte: u8) -> bool {
-    byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
 }
 
 #[cfg(test)]

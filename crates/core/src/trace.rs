@@ -108,7 +108,7 @@ macro_rules! span_of_delivery {
 /// Notes in an event that it was appended here. An event that already has a trace context stays as
 /// it is.
 pub(crate) fn created(event: &mut NewEvent, context: Option<&Context>) {
-    if event.headers.keys().any(|name| name.eq_ignore_ascii_case(header::TRACEPARENT)) {
+    if header::find(&event.headers, header::TRACEPARENT).is_some() {
         return;
     }
     let own = event.headers.get(header::CORRELATION_ID).map(String::as_str);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use http::{HeaderMap, HeaderName};
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
-use postbox_core::{NewEvent, SourceName};
+use postbox_core::{NewEvent, SourceName, header};
 use tracing::warn;
 
 use postbox_http::OF_ONE_REQUEST;
@@ -101,7 +101,7 @@ fn text_of<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<Cow<'h, str>
         [value] => Cow::Borrowed(*value),
         several => Cow::Owned(several.join(", ")),
     };
-    Some(text).filter(|text| !text.chars().any(|c| c.is_control() && c != '\t'))
+    Some(text).filter(|text| header::is_value(text))
 }
 
 /// Counts headers that did not fit into an event, and the messages concerned.

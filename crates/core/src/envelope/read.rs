@@ -28,8 +28,8 @@ impl Binding {
         let mut headers = message.headers.clone();
         headers.retain(|header, _| !FIELDS.iter().any(|name| is(header, name)));
         if headers.len() > HEADERS_MAX || header_bytes(&headers) > HEADER_BYTES_MAX {
-            // Too many headers: drop those that repeat known attributes, so that the event's own
-            // stay.
+            // Too many, or too large: drop those that repeat known attributes, so that the event's
+            // own stay.
             headers.retain(|header, _| !self.is_attribute(header));
         }
         let word = |name| attribute(name).filter(|text| !text.is_empty());
