@@ -131,10 +131,14 @@ fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: i64) -> Work
             continue;
         }
         for count in ROWS {
-            while let Some((chunk, rest)) = rows.split_at_checked(count) {
-                execute(&mut prepare(tx, log, count, "")?, chunk, now)?;
-                rows = rest;
+            let (full, rest) = rows.split_at(rows.len() - rows.len() % count);
+            if !full.is_empty() {
+                let mut insert = prepare(tx, log, count, "")?;
+                for chunk in full.chunks(count) {
+                    execute(&mut insert, chunk, now)?;
+                }
             }
+            rows = rest;
         }
     }
     Ok(Appended::new(ids, known))
