@@ -68,6 +68,13 @@ async fn connected(mut config: PostgresConfig) -> PostgresStore {
     PostgresStore::connect(config).await.expect("a store")
 }
 
+/// Returns the SQL of the block of `docs/guide/roles.md` that contains this text.
+pub fn sql_of_roles(text: &str) -> &'static str {
+    let guide = include_str!("../../../../docs/guide/roles.md");
+    let block = guide.split("```").find(|block| block.contains(text));
+    block.and_then(|block| block.strip_prefix("sql\n")).expect("a block of SQL")
+}
+
 /// Connects and migrates.
 pub async fn migrated(config: PostgresConfig) -> PostgresStore {
     let store = connected(config).await;

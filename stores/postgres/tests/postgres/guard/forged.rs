@@ -65,9 +65,7 @@ async fn what_the_store_goes_by_cannot_be_forged() {
 /// The guide's statements leave nothing of what an event carried, and the rule is back.
 #[tokio::test]
 async fn events_are_erased_as_the_guide_says() {
-    let guide = include_str!("../../../../../docs/guide/roles.md");
-    let block = guide.split("```").find(|block| block.contains("DROP CONSTRAINT event_invalid"));
-    let erase = block.and_then(|block| block.strip_prefix("sql\n")).expect("a block of SQL");
+    let erase = support::sql_of_roles("DROP CONSTRAINT event_invalid");
     let fixture = support::on(Version::V15).await;
     let owner = fixture.client().await;
     owner

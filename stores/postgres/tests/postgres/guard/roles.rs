@@ -18,9 +18,7 @@ pub(crate) fn url_as(url: &str, role: &str) -> String {
 #[tokio::test]
 async fn the_printed_rights_suffice_where_public_may_execute_nothing() {
     use postbox_core::Maintain as _;
-    let guide = include_str!("../../../../../docs/guide/roles.md");
-    let block = guide.split("```").find(|block| block.contains("GRANT EXECUTE ON ALL FUNCTIONS"));
-    let cure = block.and_then(|block| block.strip_prefix("sql\n")).expect("a block of SQL");
+    let cure = support::sql_of_roles("GRANT EXECUTE ON ALL FUNCTIONS");
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let owner = support::client(&url).await;
     let strict = "ALTER DEFAULT PRIVILEGES REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC";
