@@ -12,6 +12,7 @@ use tracing::warn;
 use crate::apply_state::{APPLY_CHUNK_MAX, ApplyState};
 use crate::breaker::Breaker;
 use crate::failures::FailureTracker;
+use crate::lane::Turns;
 use crate::limiter::Limiter;
 use crate::log_lines::LogLines;
 use crate::metrics::Metrics;
@@ -57,6 +58,7 @@ pub(crate) struct RelayContext {
     pub(crate) siblings: Siblings,
     pub(crate) apply: ApplyState,
     pub(crate) log_lines: LogLines,
+    pub(crate) turns: Turns,
 }
 
 /// What the relay knows about the destination.
@@ -93,7 +95,7 @@ impl RelayContext {
         subscription: Subscription,
         settings: RelaySettings,
         (clock, random): (Arc<dyn Clock>, Arc<dyn Random>),
-        metrics: Arc<Metrics>,
+        (metrics, turns): (Arc<Metrics>, Turns),
     ) -> Self {
         let declared = match &destination {
             Destination::Sink(sink) => sink.capabilities(),
@@ -126,6 +128,7 @@ impl RelayContext {
             siblings: Siblings::default(),
             apply,
             log_lines,
+            turns,
         }
     }
 

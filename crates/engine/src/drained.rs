@@ -20,6 +20,8 @@ pub struct Drained {
     /// Lanes lost before they were empty: taken over, paused, or reset by the store to an earlier
     /// state. Their next owner delivers the rest.
     pub lanes_lost: u64,
+    /// Lanes that another relay held, or that a relay left behind when it crashed.
+    pub lanes_elsewhere: u64,
 }
 
 impl Drained {
@@ -32,6 +34,7 @@ impl Drained {
             failed: (after.failed - before.failed).saturating_sub(dead),
             dead,
             lanes_lost: 0,
+            lanes_elsewhere: 0,
         }
     }
 }
@@ -43,5 +46,6 @@ impl AddAssign for Drained {
         self.failed += other.failed;
         self.dead += other.dead;
         self.lanes_lost += other.lanes_lost;
+        self.lanes_elsewhere = self.lanes_elsewhere.max(other.lanes_elsewhere);
     }
 }

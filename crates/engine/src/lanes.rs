@@ -67,7 +67,11 @@ impl Lanes {
     }
 
     /// Updates the share of the rate and the poll interval after the number of held lanes changed.
+    /// Without a lane, the destination's state is that of the relay that has them.
     fn note_held(&self) {
+        if self.lanes.is_empty() {
+            self.context.metrics.destination_unknown();
+        }
         self.context.limiter.share(self.lanes.len(), self.of);
         self.context.siblings.set_lanes(self.lanes.len());
     }

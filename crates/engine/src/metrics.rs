@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Delivery, Epoch, Error, ErrorKind, Event, Lease, Outage, Topic, lock};
+use postbox_core::{Delivery, Error, ErrorKind, Event, Lease, Outage, Topic, lock};
 
 use crate::breaker::BreakerState;
 use crate::histogram::Histogram;
@@ -20,23 +20,28 @@ const CAUSES_MAX: usize = 100;
 /// they need a limit.
 const SOURCES_MAX: usize = 50;
 
-/// The outage of something, while it fails.
+/// The outage of something, while it fails, and when it failed last.
 #[derive(Debug, Default)]
-pub(crate) struct Fails(Mutex<Option<Outage>>);
+pub(crate) struct Fails(Mutex<Option<(Outage, Timestamp)>>);
 
 impl Fails {
     pub(crate) fn failed(&self, now: Timestamp, code: &str) {
         let mut outage = lock(&self.0);
-        let since = outage.as_ref().map_or(now, |outage| outage.since);
-        *outage = Some(Outage { since, code: code.to_owned() });
+        let since = outage.as_ref().map_or(now, |(outage, _)| outage.since);
+        *outage = Some((Outage { since, code: code.to_owned() }, now));
     }
 
     pub(crate) fn works(&self) {
         *lock(&self.0) = None;
     }
 
+    /// Ends the outage if nothing has failed for this time.
+    pub(crate) fn end_after(&self, quiet: Duration, now: Timestamp) {
+        lock(&self.0).take_if(|(_, last)| now.duration_since(*last).unsigned_abs() > quiet);
+    }
+
     fn get(&self) -> Option<Outage> {
-        lock(&self.0).clone()
+        lock(&self.0).as_ref().map(|(outage, _)| outage.clone())
     }
 }
 
@@ -90,8 +95,8 @@ macro_rules! counters {
             failures: Mutex<BTreeMap<(u16, &'static str), Failures>>,
             causes: Mutex<BTreeMap<(String, String), u64>>,
             duplicates_from: Mutex<BTreeMap<Option<String>, u64>>,
-            /// The epoch of the last lease of each lane.
-            taken: Mutex<BTreeMap<u16, Epoch>>,
+            /// [`Lease::crashes`] of each lane, as this relay took it or gave it back last.
+            crashes: Mutex<BTreeMap<u16, u32>>,
         }
 
         /// All counters at one moment.
@@ -290,11 +295,17 @@ impl Metrics {
     pub(crate) fn lane_taken(&self, lease: &Lease) {
         self.lanes_acquired.fetch_add(1, Ordering::Relaxed);
         lock(&self.failures).retain(|(lane, _), failures| *lane != lease.lane || !failures.of_store);
-        let before = lock(&self.taken).insert(lease.lane, lease.epoch);
+        let before = lock(&self.crashes).insert(lease.lane, lease.crashes);
         // A relay that takes its own lane again still finds the crash from when it first took it.
-        if lease.crashes > 0 && before.is_none_or(|epoch| epoch + 1 != lease.epoch) {
+        // Epochs do not tell: a store may leave any gap between two of them.
+        if lease.crashes > 0 && before != Some(lease.crashes) {
             self.lane_takeovers.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Notes that a lane was given back with this number of crashes.
+    pub(crate) fn lane_released(&self, lane: u16, crashes: u32) {
+        lock(&self.crashes).insert(lane, crashes);
     }
 
     pub(crate) fn destination_down(&self, now: Timestamp, code: &str) {
@@ -303,6 +314,13 @@ impl Metrics {
 
     pub(crate) fn destination_up(&self) {
         self.outage.works();
+    }
+
+    /// Notes that this relay cannot find the destination up any more: another may hold the lanes,
+    /// or nothing waits for it until the next run.
+    pub(crate) fn destination_unknown(&self) {
+        self.outage.works();
+        self.set_breaker(BreakerState::Closed);
     }
 
     pub(crate) fn set_breaker(&self, state: BreakerState) {
@@ -364,7 +382,25 @@ impl Drop for Gauge<'_> {
 
 #[cfg(test)]
 mod tests {
+    use postbox_core::LogName;
+
     use super::*;
+
+    /// The epochs of a store on Postgres are times.
+    #[test]
+    fn a_takeover_counts_once_whatever_the_epochs_are() {
+        let metrics = Metrics::default();
+        let take = |epoch, crashes| {
+            let (subscription, owner) = ("s".parse().expect("a name"), "one".parse().expect("an owner"));
+            metrics.lane_taken(&Lease { subscription, log: LogName::outbox(), lane: 0, epoch, owner, crashes });
+            metrics.lane_takeovers()
+        };
+        assert_eq!([take(1_000, 1), take(2_000, 1), take(2_001, 1)], [1; 3], "its own lane again");
+        assert_eq!(take(3_000, 2), 2, "another one vanished meanwhile");
+        metrics.lane_released(0, 0);
+        assert_eq!([take(4_000, 0), take(5_000, 1)], [2, 3], "the same after it was given back");
+        assert_eq!(metrics.lanes_acquired(), 6);
+    }
 
     #[test]
     fn hostile_topics_do_not_grow_the_table() {

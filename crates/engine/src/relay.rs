@@ -18,7 +18,7 @@ use crate::breaker::Breaker;
 use crate::clock::{SystemRandom, TokioClock};
 use crate::context::{DeadLetterSink, RelayContext, SUBSCRIPTION_REMOVED, removed};
 use crate::drained::Drained;
-use crate::lane::{Lane, LeaseGuard, ReadLimit};
+use crate::lane::{Lane, LeaseGuard, ReadLimit, Turns};
 use crate::lanes::Lanes;
 use crate::metrics::{FailingLane, Metrics};
 use crate::pace::Pace;
@@ -44,6 +44,7 @@ pub struct RelayBuilder {
     clock: Option<Arc<dyn Clock>>,
     random: Option<Arc<dyn Random>>,
     owner: Option<OwnerId>,
+    turns: Option<Turns>,
 }
 
 impl RelayBuilder {
@@ -110,6 +111,13 @@ impl RelayBuilder {
         self
     }
 
+    /// Sets with which relays it takes turns in the search for an event that ends the process.
+    /// Default: all relays of this process. For simulated processes.
+    pub fn turns(mut self, turns: Turns) -> Self {
+        self.turns = Some(turns);
+        self
+    }
+
     /// Checks everything and builds. Does not access the store.
     pub fn build(self) -> Result<Relay> {
         self.subscription.validate()?;
@@ -125,7 +133,8 @@ impl RelayBuilder {
             let chance = (clock.clone(), random);
             let (log, subscription) = (self.log.clone(), self.subscription.clone());
             let destinations = (destination, self.dead_letters);
-            Arc::new(RelayContext::new(log, destinations, subscription, self.settings, chance, metrics.clone()))
+            let counted = (metrics.clone(), self.turns.unwrap_or_else(Turns::of_process));
+            Arc::new(RelayContext::new(log, destinations, subscription, self.settings, chance, counted))
         });
         Ok(Relay {
             log: self.log,
@@ -192,6 +201,7 @@ impl Relay {
             clock: None,
             random: None,
             owner: None,
+            turns: None,
         }
     }
 
@@ -321,18 +331,22 @@ impl Relay {
 
     /// Drains whenever the schedule says so, until `stop`. Runs never overlap: a time that comes
     /// while a run is still going is skipped. A run that the destination or the store cut short
-    /// goes on once that is back.
+    /// goes on once that is back, and one that lost a lane after a lease. Lanes that another relay
+    /// holds are drained if it crashes; the rest would wait for the next time.
     ///
     /// Cancel-safety: as [`Self::run`].
     pub async fn run_on(&self, schedule: &dyn Schedule, stop: CancellationToken) -> Result<()> {
         let mut drained = Drained::default();
-        let mut again = None;
+        // When a run goes on before its next time, and whether only with lanes that a crash left.
+        let mut again: Option<(Duration, bool)> = None;
         while !stop.is_cancelled() {
             let now = self.clock.now();
             // Without a next time it waits for the stop: its end would be that of the service.
             let next = schedule.next_after(now).map(|next| until(now, next));
+            let goes_on = again.take().filter(|(wait, _)| next.is_none_or(|next| *wait < next));
+            let only_crashed = goes_on.is_some_and(|(_, only_crashed)| only_crashed);
             let waited = async {
-                match next.into_iter().chain(again).min() {
+                match goes_on.map(|(wait, _)| wait).or(next) {
                     Some(wait) => self.clock.sleep(wait).await,
                     None => std::future::pending().await,
                 }
@@ -342,19 +356,26 @@ impl Relay {
             }
             let breaker = || self.context.as_ref().map(|context| &context.health.breaker);
             let (was_closed, opened) = (breaker().is_none_or(Breaker::is_closed), self.metrics.breaker_opened());
-            again = match self.drain_until(None, stop.clone()).await {
+            again = match self.drain_once(None, only_crashed, stop.clone()).await {
                 Ok(part) => {
                     let probe_in = breaker().and_then(|breaker| breaker.wait(self.clock.monotonic()));
                     // A probe that found nothing to send says nothing about the destination.
-                    let goes_on = if probe_in.is_some() { part.fetched > 0 } else { !was_closed };
-                    let is_cut_short = goes_on || self.metrics.breaker_opened() > opened;
+                    let has_more = if probe_in.is_some() { part.fetched > 0 } else { !was_closed };
+                    let is_cut_short = has_more || self.metrics.breaker_opened() > opened;
                     drained += part;
-                    is_cut_short.then(|| probe_in.unwrap_or_default())
+                    if is_cut_short {
+                        Some((probe_in.unwrap_or_default(), false))
+                    } else {
+                        self.metrics.destination_unknown();
+                        let is_partial = part.lanes_lost + part.lanes_elsewhere > 0;
+                        let context = self.context.as_ref().filter(|_| is_partial);
+                        context.map(|context| (context.settings.lease_ttl, part.lanes_lost == 0))
+                    }
                 }
                 Err(error) if error.is_permanent() => return Err(error),
                 Err(error) => {
                     warn!(subscription = self.name(), error = %error, "scheduled run failed");
-                    Some(CUT_SHORT_BY_STORE)
+                    Some((CUT_SHORT_BY_STORE, only_crashed))
                 }
             };
             if again.is_none() {
@@ -381,14 +402,22 @@ impl Relay {
 
     /// Like [`Self::drain`], but stops gracefully when `stop` is cancelled.
     pub async fn drain_until(&self, limit: Option<usize>, stop: CancellationToken) -> Result<Drained> {
+        let drained = self.drain_once(limit, false, stop).await?;
+        if drained.lanes_elsewhere > 0 {
+            info!(subscription = self.name(), lanes = drained.lanes_elsewhere, "lanes held by another relay");
+        }
+        Ok(drained)
+    }
+
+    async fn drain_once(&self, limit: Option<usize>, only_crashed: bool, stop: CancellationToken) -> Result<Drained> {
         let _running = self.start()?;
-        let drained = self.drain_lanes(limit, stop).await;
+        let drained = self.drain_lanes(limit, only_crashed, stop).await;
         self.context.iter().for_each(|context| context.log_left_out());
         self.note_end(drained.as_ref().err());
         drained
     }
 
-    async fn drain_lanes(&self, limit: Option<usize>, stop: CancellationToken) -> Result<Drained> {
+    async fn drain_lanes(&self, limit: Option<usize>, only_crashed: bool, stop: CancellationToken) -> Result<Drained> {
         if !self.subscribed.load(Ordering::Acquire) {
             self.log.subscribe(&self.subscription).await?;
             self.subscribed.store(true, Ordering::Release);
@@ -398,10 +427,10 @@ impl Relay {
         let limit = ReadLimit::new(limit);
         let ttl = context.settings.lease_ttl;
         let (mut lanes, mut known) = (Vec::new(), Vec::new());
-        let mut lanes_max = 1;
+        let (mut lanes_max, mut lanes_elsewhere) = (1, 0);
         let (halt, abandon) = (stop.child_token(), CancellationToken::new());
         let mut failed = None;
-        while lanes.len() < lanes_max && !halt.is_cancelled() {
+        while known.len() < lanes_max && !halt.is_cancelled() {
             let asked_at = self.clock.monotonic();
             let acquired = match context.acquire(&self.owner, &known).await {
                 Ok(acquired) => acquired,
@@ -417,14 +446,21 @@ impl Relay {
             if let Some(pause) = &acquired.paused {
                 info!(subscription = self.name(), by = pause.by, why = pause.why, "subscription paused");
             }
-            let Some(lease) = acquired.lease else { break };
-            self.metrics.lane_taken(&lease);
+            let Some(lease) = acquired.lease else {
+                lanes_elsewhere = if acquired.paused.is_some() { 0 } else { lanes_max.saturating_sub(known.len()) };
+                break;
+            };
             known.push(lease.lane);
+            if only_crashed && lease.crashes == 0 {
+                // Its holder was done with it, and what came since waits for its time.
+                if let Err(error) = context.log.release(&lease).await {
+                    context.store_failed(&error);
+                }
+                continue;
+            }
+            self.metrics.lane_taken(&lease);
             let guard = LeaseGuard::new(lease, asked_at, ttl, halt.child_token(), abandon.child_token());
             lanes.push(Lane::new(context.clone(), guard));
-        }
-        if lanes.is_empty() && failed.is_none() {
-            info!(subscription = self.name(), "no lane free");
         }
         context.limiter.share(lanes.len(), u16::try_from(lanes_max).unwrap_or(u16::MAX));
         let drained = join_all(lanes.into_iter().map(|lane| lane.drain(&limit)));
@@ -450,7 +486,8 @@ impl Relay {
             }
             lanes_lost += 1;
         }
-        Ok(Drained { lanes_lost, ..Drained::between(&before, &self.metrics.snapshot()) })
+        let lanes_elsewhere = lanes_elsewhere as u64;
+        Ok(Drained { lanes_lost, lanes_elsewhere, ..Drained::between(&before, &self.metrics.snapshot()) })
     }
 
     fn name(&self) -> &str {

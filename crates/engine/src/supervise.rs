@@ -1,11 +1,12 @@
 //! Restarts work that fails.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, Error, ErrorKind, Result};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-use tracing::Instrument as _;
+use tracing::{Instrument as _, error};
 
 /// First and longest wait before failed work is restarted. With this cap the work goes on five
 /// seconds after a person has fixed the fault, and logs twelve lines a minute until then.
@@ -57,4 +58,29 @@ pub async fn supervise<F>(
         ended(None);
         wait = (wait * 2).min(RESTART_MAX);
     }
+}
+
+/// Does work until `stop`. Starts it again after a panic, which would otherwise end the whole
+/// service, with all its relays. Dropping this ends the work at once.
+pub async fn keep_up<F: Future<Output = ()> + Send + 'static>(
+    what: &'static str,
+    work: impl Fn(CancellationToken) -> F,
+    clock: Arc<dyn Clock>,
+    stop: CancellationToken,
+) {
+    let run = || {
+        let (working, stop) = (work(stop.clone()), stop.clone());
+        async move {
+            working.await;
+            // A schedule without a next time ends early. The first part to end stops the others.
+            stop.cancelled().await;
+            Ok(())
+        }
+    };
+    let ended = |ended| {
+        if let Some((error, Some(wait))) = ended {
+            error!(part = what, %error, restart_in = ?wait, "part of the service failed");
+        }
+    };
+    supervise(what, run, ended, &[], clock.as_ref(), &stop).await;
 }

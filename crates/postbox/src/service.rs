@@ -9,7 +9,7 @@ use std::time::Duration;
 use futures::future::join_all;
 use postbox_core::kit::check_logs;
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription, SubscriptionName};
-use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder, wait_for_store};
+use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder, keep_up, wait_for_store};
 #[cfg(feature = "http")]
 use postbox_ingress::{Ingress, WebhookSource};
 use postbox_router::{Place, Router};
@@ -65,6 +65,7 @@ const READY_WAIT: Duration = Duration::from_secs(2);
 /// - It begins with the store and every subscription. It waits while the store is down. A permanent
 ///   fault (schema, rights, an unknown log) is an error, and nothing is delivered.
 /// - A relay that fails later, or panics, is restarted, and the others go on; see [`Self::ready`].
+///   A sweep or a look that panics is restarted as well.
 ///   A relay whose subscription was removed or renamed meanwhile is not restarted.
 /// - The first of the signal and [`Self::stop`] ends it. Work in flight is finished and settled,
 ///   for [`drain_timeout`](crate::RelaySettings::drain_timeout) at most, and lanes are released. No
@@ -81,8 +82,8 @@ struct Inner {
     ingress: Arc<Ingress>,
     /// The logs that its sources write to.
     received: BTreeSet<LogName>,
-    sweeper: Sweeper,
-    finder: UnroutedFinder,
+    sweeper: Arc<Sweeper>,
+    finder: Arc<UnroutedFinder>,
     clock: Arc<dyn Clock>,
     ran: AtomicBool,
     started: watch::Sender<bool>,
@@ -208,11 +209,19 @@ impl Inner {
         info!(subscriptions = self.relays.len(), "postbox service started");
         self.started.send_replace(true);
         let relays = self.relays.iter().map(|relay| relay.clone().supervise(self.clock.clone(), self.stop.clone()));
+        let sweep = |stop| {
+            let sweeper = self.sweeper.clone();
+            async move { sweeper.run(stop).await }
+        };
+        let find = |stop| {
+            let finder = self.finder.clone();
+            async move { finder.run(stop).await }
+        };
         tokio::join!(
             join_all(relays),
             // Each of their steps is a transaction, so a stop need not wait for them.
-            self.stop.run_until_cancelled(self.sweeper.run(self.stop.clone())),
-            self.stop.run_until_cancelled(self.finder.run(self.stop.clone())),
+            self.stop.run_until_cancelled(keep_up("sweeper", sweep, self.clock.clone(), self.stop.clone())),
+            self.stop.run_until_cancelled(keep_up("finder", find, self.clock.clone(), self.stop.clone())),
         );
         info!("postbox service stopped");
         Ok(())
@@ -354,8 +363,8 @@ impl ServiceBuilder {
             #[cfg(feature = "http")]
             ingress: Ingress::new(self.sources, store.clone(), clock.clone())?,
             received: self.received,
-            sweeper,
-            finder: UnroutedFinder::new(store.clone(), logs, clock.clone()),
+            sweeper: Arc::new(sweeper),
+            finder: Arc::new(UnroutedFinder::new(store.clone(), logs, clock.clone())),
             store,
             clock,
             ran: AtomicBool::new(false),

@@ -261,6 +261,45 @@ async fn delivered_events_go_after_their_time_without_being_asked_to() {
     }
 }
 
+/// Its first sweep and its first search for unrouted events panic.
+#[derive(Default)]
+struct PanicsOnce(Mutex<Vec<&'static str>>);
+
+#[async_trait]
+impl Wire for PanicsOnce {
+    async fn carry(&self, call: Arc<Call>) -> postbox::Result<()> {
+        if ["prune", "note_unrouted"].contains(&call.operation) {
+            let mut seen = self.0.lock().expect("no panic while held");
+            let is_first = !seen.contains(&call.operation);
+            seen.push(call.operation);
+            drop(seen);
+            assert!(!is_first, "planted");
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_of_retention_or_of_the_search_ends_neither_it_nor_the_service() {
+    let wire = Arc::new(PanicsOnce::default());
+    let (router, mut saw) = reporting();
+    let store = store();
+    let client = store.client(Some(wire.clone()));
+    let service = Service::builder(client).outbox("mails", router).build().expect("built");
+    let serving = running(&service);
+    // Two sweeps, an hour apart.
+    tokio::time::sleep(Duration::from_secs(7_300)).await;
+    for operation in ["prune", "note_unrouted"] {
+        let calls = wire.0.lock().expect("no panic").iter().filter(|it| **it == operation).count();
+        assert!(calls > 1, "{operation}: {calls}");
+    }
+    pay(&store, 1);
+    assert_eq!(next(&mut saw).await, 1);
+    service.stop();
+    soon(serving).await.expect("no panic").expect("stopped");
+}
+
 #[tokio::test(start_paused = true)]
 async fn dead_events_are_given_up_only_where_that_was_asked_for() {
     const DAY: Duration = Duration::from_secs(86_400);

@@ -8,15 +8,17 @@
 //! are due. If the event is in a later batch, the next crash brings it into reach. Before each
 //! call, a row records that the event is sent alone ([`Disposition::Alone`]). If the call ends the
 //! relay, that row remains, and the next holder counts one more crash for it ([`Batch::crashes`]).
-//! From then on the event always goes alone. It is dead after the third crash.
+//! From then on the event always goes alone. It is dead after the third crash. A crash ends every
+//! lane of the process, so only one of them sends an event alone at a time ([`Turns`]).
 //!
 //! The rest of the stream goes on meanwhile. On the happy path nothing extra is written.
 
 use std::collections::HashSet;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 
 use postbox_core::{Batch, Delivery, Destination, Disposition, Entry, Key, Result, Settlement};
+use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -30,6 +32,19 @@ const HOLDERS_CRASHED: u32 = 3;
 /// Number of crashes with an event sent alone after which it is dead. A kill at the wrong moment
 /// may cost an innocent event one of them, hardly two.
 const EVENT_CRASHES_MAX: u32 = 3;
+
+/// Lets one event at a time be sent alone, so that a crash is counted for one event only. All
+/// relays of a process must share it.
+#[derive(Debug, Clone, Default)]
+pub struct Turns(Arc<Mutex<()>>);
+
+impl Turns {
+    /// Returns that of this process.
+    pub(crate) fn of_process() -> Self {
+        static TURNS: LazyLock<Turns> = LazyLock::new(Turns::default);
+        TURNS.clone()
+    }
+}
 
 /// What a careful lane still has to send alone.
 pub(super) struct Careful {
@@ -124,6 +139,7 @@ impl Lane {
     /// Sends one due row alone, after writing that it is sent alone.
     pub(super) async fn deliver_alone(&self, batch: Arc<Batch>, probe: bool, round: &CancellationToken) -> Result<()> {
         let context = &self.context;
+        let Some(_turn) = round.run_until_cancelled(context.turns.0.lock()).await else { return Ok(()) };
         let limits = DispatchLimits { calls_max: 1, detach_after: None, alone: true, ..self.limits(probe) };
         let may_send = match &context.destination {
             Destination::Sink(_) => self.may_send(limits, round),

@@ -21,6 +21,9 @@ const BACKOFF_MAX: Duration = Duration::from_secs(60);
 /// How long a letter waits after the sink refused it for a reason of its own. Only a person can fix
 /// it, and until then it must not be in the way of others.
 const PUT_OFF: Duration = Duration::from_secs(300);
+/// After this time without a failure, no letter waits any more that the sink refused: each would
+/// have been tried again. It was discarded, say, or another relay has handed it over.
+const OUTAGE_KEPT: Duration = PUT_OFF.saturating_mul(2);
 
 /// The result of one look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +53,8 @@ impl Lane {
             };
             self.pause(wait, ended).await;
         }
+        // Whoever has the lane next knows about its letters. This relay's other lanes say it again.
+        self.context.metrics.dead_letters_fail.works();
     }
 
     /// Hands over everything that can be handed over now.
@@ -60,7 +65,12 @@ impl Lane {
 
     async fn look_for_letters(&self, sink: &DeadLetterSink, failures: usize) -> Look {
         match self.lease.abandon.run_until_cancelled(self.hand_over(sink, failures)).await {
-            Some(Ok(look)) => look,
+            Some(Ok(look)) => {
+                if look == Look::Nothing {
+                    self.context.metrics.dead_letters_fail.end_after(OUTAGE_KEPT, self.context.clock.now());
+                }
+                look
+            }
             Some(Err(error)) => {
                 // If the lease is lost, the rest of the lane learns it by itself.
                 if !error.is_stale() {

@@ -41,6 +41,7 @@ use tokio_util::task::AbortOnDropHandle;
 use tracing::{Instrument as _, info};
 
 use self::alone::Careful;
+pub use self::alone::Turns;
 use self::detached::DetachedCalls;
 use self::due::DueTimer;
 pub(crate) use self::lease::LeaseGuard;
@@ -154,7 +155,10 @@ impl Lane {
         // If the search for a crashing event is not finished, the next holder continues it.
         let crashes = if self.careful.is_over() { 0 } else { lease.crashes };
         match context.log.release(&Lease { crashes, ..lease.clone() }).await {
-            Ok(()) => info!(subscription = context.name(), lane = lease.lane, epoch = lease.epoch, "lane released"),
+            Ok(()) => {
+                context.metrics.lane_released(lease.lane, crashes);
+                info!(subscription = context.name(), lane = lease.lane, epoch = lease.epoch, "lane released");
+            }
             // The lease runs out by itself.
             Err(error) => _ = context.store_failed(&error),
         }

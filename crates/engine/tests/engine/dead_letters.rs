@@ -190,6 +190,24 @@ async fn a_letter_that_was_sent_and_not_noted_is_sent_again_under_the_same_id() 
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_outage_ends_when_the_letter_it_is_about_is_discarded() {
+    let env = TestEnv::with([event(0, 0)]).await;
+    let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
+    letters.script(|_| Outcome::dead("http_413", "too large"));
+    let relay = relay(&env, &sink, &letters);
+    env.run_while(&relay, async {
+        tokio::time::sleep(1000 * S).await;
+        let outage = relay.metrics().dead_letters_outage().expect("it waits, and is tried again");
+        assert_eq!(outage.code, "http_413");
+        let (name, all) = (env.subscription().name, Selection::default());
+        assert_eq!(env.store.change(&name, &Change::Discard, &all).await.expect("discarded").count, 1);
+        tokio::time::sleep(1000 * S).await;
+        assert_eq!(relay.metrics().dead_letters_outage(), None);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_replay_that_dies_again_is_another_letter() {
     let env = TestEnv::with([event(0, 0)]).await;
     let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));

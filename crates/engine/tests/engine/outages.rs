@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Admin as _, Capabilities, Change, Outcome, Selection, State};
+use postbox_core::{Admin as _, Capabilities, Change, Outcome, Pause, Selection, State};
 use postbox_engine::{Every, Relay, RelaySettings};
 use tokio_util::sync::CancellationToken;
 
@@ -328,6 +328,86 @@ async fn a_scheduled_run_that_the_store_cut_short_goes_on_once_that_is_back() {
     };
     run_daily(&relay, &stop, operate).await;
     sink.assert_in_order();
+}
+
+/// Otherwise what one replica left behind when it crashed would wait until tomorrow.
+#[tokio::test(start_paused = true)]
+async fn a_scheduled_run_goes_on_with_the_lanes_of_another_that_crashed() {
+    let env = TestEnv::with((0..200).map(|n| event(n % 20, n))).await;
+    let (stuck, crashes) = env.recorded(Capabilities::default(), fast());
+    stuck.script(|_| Answer::Hang);
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    let stop = CancellationToken::new();
+    let operate = async {
+        tokio::time::sleep(DAY - S).await;
+        let died = tokio::time::timeout(2 * S, crashes.drain(None)).await;
+        assert!(died.is_err(), "dropped in the middle");
+        tokio::time::sleep(20 * S).await;
+        assert_eq!(env.stats().await.dispatched, 200);
+        let asked = relay.metrics().lanes_acquired();
+        tokio::time::sleep(600 * S).await;
+        assert_eq!(relay.metrics().lanes_acquired(), asked, "the rest of the day it rests");
+        stop.cancel();
+    };
+    run_daily(&relay, &stop, operate).await;
+    sink.assert_in_order();
+}
+
+/// What comes after the end of a run waits for the next time, whichever replica ran.
+#[tokio::test(start_paused = true)]
+async fn a_scheduled_run_leaves_what_came_after_the_run_of_another() {
+    let env = TestEnv::with((0..200).map(|n| event(n % 20, n))).await;
+    let (slow, first) = env.recorded(Capabilities::default(), fast());
+    slow.takes(S);
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    let stop = CancellationToken::new();
+    let operate = async {
+        tokio::time::sleep(DAY - S / 2).await;
+        first.drain(None).await.expect("drained");
+        env.append([event(0, 200)]).await;
+        tokio::time::sleep(600 * S).await;
+        assert_eq!((slow.arrivals().len(), sink.calls()), (200, 0));
+        tokio::time::sleep(DAY).await;
+        assert_eq!(sink.calls(), 1);
+        stop.cancel();
+    };
+    run_daily(&relay, &stop, operate).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_scheduled_run_that_loses_its_lane_goes_on() {
+    let env = TestEnv::with((0..200).map(|n| event(n % 20, n))).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.takes(S);
+    let stop = CancellationToken::new();
+    let operate = async {
+        tokio::time::sleep(DAY + S / 2).await;
+        let (name, pause) =
+            (env.subscription().name, Pause { until: None, by: "ada".into(), why: "maintenance".into() });
+        env.store.pause(&name, Some(&pause)).await.expect("paused");
+        tokio::time::sleep(3 * S).await;
+        env.store.pause(&name, None).await.expect("resumed");
+        assert!(env.stats().await.pending > 0);
+        tokio::time::sleep(600 * S).await;
+        assert_eq!(env.stats().await.pending, 0);
+        stop.cancel();
+    };
+    run_daily(&relay, &stop, operate).await;
+}
+
+/// The relay that has its lanes knows more.
+#[tokio::test(start_paused = true)]
+async fn a_relay_without_lanes_says_nothing_about_the_destination() {
+    let (env, _, relay) = dead_destination(Capabilities::default()).await;
+    env.run_while(&relay, async {
+        tokio::time::sleep(10 * S).await;
+        assert!(relay.metrics().outage().is_some());
+        let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };
+        env.store.pause(&env.subscription().name, Some(&pause)).await.expect("paused");
+        tokio::time::sleep(60 * S).await;
+        assert!(relay.metrics().outage().is_none());
+    })
+    .await;
 }
 
 /// Nothing is left to send, so there is no way to ask whether the destination is back.
