@@ -5,15 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    BatchLimit, Change, Filter, LogName, NewEvent, OwnerId, Pause, Prune, RetryPolicy, Selection, State, Subscription,
-    TopicPattern,
+    Admin, BatchLimit, Change, Clock as _, Filter, LogName, NewEvent, Outage, OwnerId, Pause, Prune, Replay, ResetTo,
+    RetryPolicy, Selection, State, Subscription, SubscriptionName, TopicPattern,
 };
-use postbox_engine::{BreakerPolicy, Relay, RelaySettings, SeededRandom};
+use postbox_engine::{BreakerPolicy, Every, Relay, RelaySettings, SeededRandom, Turns};
 use postbox_memory::Snapshot;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::plan::{Action, At, End, Fate, OPERATOR, Plan, RELAYS_MAX, Step};
+use crate::ledger::Who;
+use crate::plan::{Action, At, End, Fate, OPERATOR, Plan, RELAYS_MAX, Run, Step};
 use crate::server::{Client, Store, Transaction};
 use crate::sink::SimSink;
 use crate::world::{LEASE, RelayClock, World};
@@ -22,8 +23,15 @@ const MS: Duration = Duration::from_millis(1);
 /// Longest time after the last fault until everything is delivered: a lease, the retries, and the
 /// waits until calls reach their time limit.
 const DRAINS_WITHIN: Duration = Duration::from_secs(60);
+/// Longest time after that until no relay reports a fault: it remembers failures of a lane that it
+/// lost for a minute.
+const CALM_WITHIN: Duration = Duration::from_secs(70);
 /// Longest stop: the drain time and one settlement.
 const STOPS_WITHIN: Duration = Duration::from_secs(20);
+/// The wait between two bounded runs, and between two tries of a reset.
+const PAUSE: Duration = Duration::from_millis(100);
+/// How often a reset is tried. Meanwhile leases end.
+const RESETS_MAX: u32 = 40;
 
 /// What happens at one moment of the timeline.
 enum Moment {
@@ -35,6 +43,7 @@ enum Moment {
 
 /// A running relay.
 struct Running {
+    relay: Arc<Relay>,
     stop: CancellationToken,
     task: JoinHandle<postbox_core::Result<()>>,
 }
@@ -55,7 +64,8 @@ struct Director {
     /// Those of `open` that wait for another one to end.
     waiting: Vec<usize>,
     snapshots: Vec<(At, Snapshot)>,
-    operator: Client,
+    /// A person's connection, for each subscription.
+    operators: Vec<Client>,
     stopping: Vec<JoinHandle<()>>,
     /// Commands of a person.
     acting: Vec<JoinHandle<()>>,
@@ -63,9 +73,8 @@ struct Director {
 
 /// Runs the world of a plan. Violations are recorded in the world's ledger.
 pub(crate) async fn direct(world: Arc<World>) {
-    let operator = Client::new(&world, (OPERATOR, 0));
     let mut director = Director {
-        operator,
+        operators: operators(&world),
         running: BTreeMap::new(),
         lives: [0; RELAYS_MAX as usize + 1],
         open: BTreeMap::new(),
@@ -76,6 +85,10 @@ pub(crate) async fn direct(world: Arc<World>) {
         world,
     };
     director.run().await;
+}
+
+fn operators(world: &Arc<World>) -> Vec<Client> {
+    (0..world.plan.shape.subscriptions).map(|index| Client::new(world, (OPERATOR + index, 0))).collect()
 }
 
 /// Returns the moments of a plan, in order.
@@ -109,7 +122,7 @@ fn timeline(plan: &Plan) -> Vec<(At, Moment)> {
 impl Director {
     async fn run(&mut self) {
         let world = self.world.clone();
-        world.server.set_up(&world.subscription).await;
+        world.server.set_up(&world.subscriptions).await;
         world.committed(&[]);
         for (at, moment) in timeline(&world.plan) {
             self.pass(Duration::from_millis(at.saturating_sub(world.now()))).await;
@@ -151,7 +164,7 @@ impl Director {
                 world.note(|| format!("relay {relay} stands still for {held} ms"));
                 world.stall(relay, held);
             }
-            Step::Operator { action, .. } => self.act(action),
+            Step::Operator { operator, action, .. } => self.act(operator, action),
             Step::Crash { .. } => {
                 // A file has no server. If its machine crashes, the processes that have opened it
                 // die.
@@ -163,7 +176,7 @@ impl Director {
                 self.roll_back();
                 world.go_back(false, || world.server.crash());
                 if is_file {
-                    self.operator = Client::new(&world, (OPERATOR, 0));
+                    self.operators = operators(&world);
                 }
                 died.into_iter().for_each(|relay| self.start(relay));
             }
@@ -194,7 +207,11 @@ impl Director {
         let (mut numbers, mut appended) = (Vec::new(), Vec::new());
         for _ in 0..events {
             let fate = if fate == Fate::Ends && !numbers.is_empty() { Fate::Fine } else { fate };
-            let number = world.state().ledger.append(key, topic, fate, (wait > 0).then_some(at + wait));
+            let (mut state, mut number) = (world.state(), 0);
+            for ledger in &mut state.ledgers {
+                number = ledger.append(key, topic, fate, (wait > 0).then_some(at + wait));
+            }
+            drop(state);
             let mut event = NewEvent::json(["t0", "t1"][usize::from(topic)], "{}").version(number as i64);
             if let Some(key) = key {
                 event = event.key(["a", "b", "c", "d"][usize::from(key)]);
@@ -254,37 +271,38 @@ impl Director {
             poll_max: 900 * MS,
             ..RelaySettings::default()
         };
-        let builder = Relay::builder(client.log, world.subscription.clone())
+        let subscription = world.subscriptions[world.plan.subscription_of(relay)].clone();
+        let builder = Relay::builder(client.log, subscription)
             .settings(settings)
             .clock(Arc::new(RelayClock { world: world.clone(), relay }))
             .random(Arc::new(SeededRandom::new(world.plan.seed ^ u64::from(who.1) << 8 ^ u64::from(relay))))
             .owner(OwnerId::new(format!("relay-{relay}-{}", who.1)).expect("a name"))
-            .admin(client.admin);
+            .admin(client.admin)
+            .turns(Turns::default());
         let builder = match shape.apply {
             true => builder.apply(client.apply),
             false => builder.sink(Arc::new(SimSink { world: world.clone(), who })),
         };
-        let relay_built = builder.build().expect("valid settings");
+        let built = Arc::new(builder.build().expect("valid settings"));
         world.note(|| format!("relay {relay}.{} starts", who.1));
         world.state().lives.insert(relay, who.1);
         let stop = CancellationToken::new();
-        let stopping = stop.clone();
-        let task = tokio::spawn(async move { relay_built.run(stopping).await });
-        self.running.insert(relay, Running { stop, task });
+        let task = tokio::spawn(drive(world.clone(), who, built.clone(), stop.clone()));
+        self.running.insert(relay, Running { relay: built, stop, task });
     }
 
     /// Lets a relay finish, beside everything else.
     fn stop(&mut self, relay: u8) {
-        let Some(Running { stop, task }) = self.running.remove(&relay) else { return };
+        let Some(Running { stop, task, .. }) = self.running.remove(&relay) else { return };
         let world = self.world.clone();
         world.note(|| format!("relay {relay} is to stop"));
         world.state().lives.remove(&relay);
         stop.cancel();
         self.stopping.push(tokio::spawn(async move {
             match tokio::time::timeout(STOPS_WITHIN, task).await {
-                Err(_) => world.state().ledger.fail(|| format!("stop: relay {relay} did not stop")),
+                Err(_) => world.state().fail(|| format!("stop: relay {relay} did not stop")),
                 Ok(Ok(Ok(()))) => world.note(|| format!("relay {relay} stopped")),
-                Ok(ended) => world.state().ledger.fail(|| format!("stop: relay {relay} ended with {ended:?}")),
+                Ok(ended) => world.state().fail(|| format!("stop: relay {relay} ended with {ended:?}")),
             }
         }));
     }
@@ -298,23 +316,25 @@ impl Director {
     }
 
     /// Runs a person's command, beside everything else. Its answer does not matter here.
-    fn act(&mut self, action: Action) {
-        let (world, operator) = (self.world.clone(), self.operator.clone());
-        world.note(|| format!("a person: {action:?}"));
+    fn act(&mut self, operator: u8, action: Action) {
+        let (world, client) = (self.world.clone(), self.operators[usize::from(operator - OPERATOR)].clone());
+        let index = world.plan.subscription_of(operator);
+        world.note(|| format!("a person, for subscription {index}: {action:?}"));
         if let Action::Filter(Some(out)) = action {
-            world.state().ledger.left_out[usize::from(out)] = true;
+            world.state().ledgers[index].left_out[usize::from(out)] = true;
         }
-        self.acting.push(tokio::spawn(async move { perform(&world, &operator, action).await }));
+        self.acting.push(tokio::spawn(async move { perform(&world, index, &client, action).await }));
     }
 
-    /// Ends the faults. The rest must then be delivered.
+    /// Ends the faults. The rest must then be delivered, and no relay may report a fault any more.
     async fn drain(&mut self) {
         let world = self.world.clone();
         world.calm();
         let mut open: Vec<usize> = self.open.keys().copied().collect();
         open.sort_unstable();
         open.into_iter().for_each(|index| self.end(index));
-        self.start(RELAYS_MAX - 1);
+        // At least one for each subscription.
+        (RELAYS_MAX - world.plan.shape.subscriptions..RELAYS_MAX).for_each(|relay| self.start(relay));
         let begun = tokio::time::Instant::now();
         loop {
             self.pass(100 * MS).await;
@@ -323,17 +343,29 @@ impl Director {
                 return;
             }
             // A command that is still stuck somewhere may send dead events again.
-            if world.is_drained() && self.acting.iter().all(JoinHandle::is_finished) {
-                break;
+            let is_drained = world.is_drained() && self.acting.iter().all(JoinHandle::is_finished);
+            if is_drained {
+                // What ends by itself has no status.
+                let is_bounded = |relay: &u8| matches!(world.plan.run_of(*relay), Run::Bounded(_));
+                (0..RELAYS_MAX).filter(is_bounded).for_each(|relay| self.stop(relay));
             }
-            if begun.elapsed() > DRAINS_WITHIN {
-                return world
-                    .state()
-                    .ledger
-                    .fail(|| format!("liveness: not drained {DRAINS_WITHIN:?} after the last fault"));
+            let fault = self.fault();
+            let waited = begun.elapsed();
+            match &fault {
+                None if is_drained => break,
+                _ if !is_drained && waited > DRAINS_WITHIN => {
+                    let violation = || format!("liveness: not drained {DRAINS_WITHIN:?} after the last fault");
+                    return world.state().fail(violation);
+                }
+                Some(fault) if waited > DRAINS_WITHIN + CALM_WITHIN => {
+                    return world.state().fail(|| format!("calm: all is over, but {fault}"));
+                }
+                _ => {}
             }
             // End a pause that nobody ended, or that a destination asked for.
-            world.server.resume(&world.subscription.name).await;
+            for subscription in &world.subscriptions {
+                world.server.resume(&subscription.name).await;
+            }
         }
         for relay in 0..RELAYS_MAX {
             self.stop(relay);
@@ -343,6 +375,21 @@ impl Director {
         }
     }
 
+    /// Returns what a running relay still reports, if anything.
+    fn fault(&self) -> Option<String> {
+        self.running.iter().find_map(|(number, Running { relay, .. })| {
+            let lanes = relay.failing_lanes().first().map(|lane| format!("{lane:?} fails"));
+            let outages = [
+                ("store", relay.store_outage()),
+                ("lease", relay.lease_outage()),
+                ("destination", relay.metrics().outage()),
+            ];
+            let outage = |(what, outage): (&str, Option<Outage>)| outage.map(|it| format!("{what} outage: {it:?}"));
+            let fault = lanes.or_else(|| outages.into_iter().find_map(outage))?;
+            Some(format!("relay {number} reports: {fault}"))
+        })
+    }
+
     /// Checks that no relay ended by itself.
     async fn notice_ends(&mut self) {
         let ended = self.running.iter().find(|(_, running)| running.task.is_finished()).map(|(relay, _)| *relay);
@@ -350,20 +397,45 @@ impl Director {
             && let Some(running) = self.running.remove(&relay)
         {
             let ended = running.task.await;
-            self.world.state().ledger.fail(|| format!("relay: relay {relay} ended by itself: {ended:?}"));
+            self.world.state().fail(|| format!("relay: relay {relay} ended by itself: {ended:?}"));
         }
     }
 }
 
-async fn perform(world: &World, operator: &Client, action: Action) {
+/// Runs a relay until `stop`. An error is permanent.
+async fn drive(world: Arc<World>, who: Who, relay: Arc<Relay>, stop: CancellationToken) -> postbox_core::Result<()> {
+    let limit = match world.plan.run_of(who.0) {
+        Run::Always => return relay.run(stop).await,
+        Run::Every(pause) => return relay.run_on(&Every(Duration::from_millis(pause)), stop).await,
+        Run::Bounded(limit) => limit,
+    };
+    let clock = RelayClock { world: world.clone(), relay: who.0 };
+    let accepted = || world.state().accepted.get(&who).copied().unwrap_or_default();
+    while !stop.is_cancelled() {
+        let before = accepted();
+        let fetched = match relay.drain_until(Some(limit), stop.clone()).await {
+            Ok(drained) => drained.fetched,
+            Err(error) if error.is_permanent() => return Err(error),
+            Err(_) => 0,
+        };
+        let sent = accepted() - before;
+        if fetched.max(sent as u64) > limit as u64 {
+            world.state().fail(|| format!("limit: a run of {limit} reads {fetched} and delivers {sent}"));
+        }
+        _ = stop.run_until_cancelled(clock.sleep(PAUSE)).await;
+    }
+    Ok(())
+}
+
+async fn perform(world: &World, index: usize, operator: &Client, action: Action) {
     let Client { log, admin: store, maintain, .. } = operator;
-    let name = &world.subscription.name;
+    let name = &world.subscriptions[index].name;
     let all = Selection::default();
     match action {
         Action::Retry => _ = store.change(name, &Change::Retry, &all).await,
         Action::DiscardDead => {
             let mut dead = Vec::new();
-            world.server.each_place(|it| dead.extend((it.state == State::Dead).then_some(it.id)));
+            world.server.each_place(index, |it| dead.extend((it.state == State::Dead).then_some(it.id)));
             _ = store.change(name, &Change::Discard, &Selection { ids: Some(dead), ..all }).await;
         }
         Action::Discard(number) | Action::MarkDead(number) => {
@@ -373,13 +445,10 @@ async fn perform(world: &World, operator: &Client, action: Action) {
                 _ => Change::MarkDead { why: None },
             };
             let meant = |version: Option<i64>| version == Some(number as i64);
-            world.server.each_place(|it| ids.extend(meant(it.version).then_some(it.id)));
+            world.server.each_place(index, |it| ids.extend(meant(it.version).then_some(it.id)));
             _ = store.change(name, &change, &Selection { ids: Some(ids), ..all }).await;
         }
-        Action::Pause => {
-            let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };
-            _ = store.pause(name, Some(&pause)).await;
-        }
+        Action::Pause => _ = store.pause(name, Some(&pause())).await,
         Action::Resume => _ = store.pause(name, None).await,
         Action::Prune => {
             _ = maintain.note_unrouted(&LogName::outbox()).await;
@@ -389,7 +458,31 @@ async fn perform(world: &World, operator: &Client, action: Action) {
             let topics = ["t0", "t1"].into_iter().zip(0..).filter(|(_, number)| out.is_some_and(|out| out != *number));
             let topics = topics.filter_map(|(topic, _)| TopicPattern::new(topic).ok()).collect();
             let filter = Filter { topics, ..Filter::default() };
-            _ = log.subscribe(&Subscription { filter, ..world.subscription.clone() }).await;
+            _ = log.subscribe(&Subscription { filter, ..world.subscriptions[index].clone() }).await;
+        }
+        Action::Lanes(lanes) => _ = store.set_lanes(name, lanes).await,
+        Action::Replay => _ = store.replay(name, &Replay::default()).await,
+        Action::Reset(to) => {
+            _ = store.pause(name, Some(&pause())).await;
+            reset(store.as_ref(), name, to).await;
+            _ = store.pause(name, None).await;
+        }
+    }
+}
+
+fn pause() -> Pause {
+    Pause { until: None, by: "ada".into(), why: "maintenance".into() }
+}
+
+/// Tries a reset until no lane is held, or a call fails.
+async fn reset(store: &dyn Admin, name: &SubscriptionName, to: ResetTo) {
+    for _ in 0..RESETS_MAX {
+        let Ok(plan) = store.reset(name, to, None).await else { return };
+        match store.reset(name, to, Some(&plan.stamp)).await {
+            Err(error) if matches!(error.code(), "lanes_held" | "subscription_changed") => {
+                tokio::time::sleep(PAUSE).await;
+            }
+            _ => return,
         }
     }
 }

@@ -1,5 +1,5 @@
-//! What is known about each event, and what must hold. It is computed from what writers wrote, what
-//! the destination got and what the store shows.
+//! What is known about each event of one subscription, and what must hold. It is computed from what
+//! writers wrote, what the destination got and what the store shows.
 //!
 //! It shares no code with the engine. The store is checked right after each operation, so that a
 //! fault is reported where it happens, not where it shows.
@@ -9,6 +9,7 @@ use postbox_memory::Cursor;
 
 use crate::plan::{At, Fate};
 use crate::server::{Place, Server};
+use crate::world::LEASE;
 
 /// Size of the tables below that are indexed by key. Plans have at most 3 keys.
 const KEYS_MAX: usize = 4;
@@ -17,6 +18,8 @@ const KEYS_MAX: usize = 4;
 const BLAMED_AFTER: u32 = 5;
 /// An event that ended this many relays may be given up. No other event may.
 const CRASHES_MAX: u32 = 3;
+/// The operation under which a call for another subscription is judged.
+const OF_ANOTHER: &str = "a call for another subscription";
 
 /// One event, by its number.
 #[derive(Debug, Clone)]
@@ -32,8 +35,12 @@ pub(crate) struct Fact {
     taken_back: bool,
     /// A person marked it dead, perhaps while it was in flight.
     marked: bool,
+    /// A reset skipped it.
+    skipped: bool,
     /// Number of arrivals, by replay.
     arrivals: Vec<u32>,
+    /// It was last to be sent again as this replay or a later one: only their arrivals count.
+    since: usize,
     /// The relay that knows of an arrival, the epoch of its lane then, and the replay.
     answered: Option<(Who, Epoch, u32)>,
     /// Failures that count as an attempt, since the last replay.
@@ -71,6 +78,8 @@ pub(crate) type Who = (u8, u32);
 
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
+    /// The number of its subscription.
+    subscription: usize,
     pub(crate) facts: Vec<Fact>,
     /// The first violation.
     pub(crate) violation: Option<String>,
@@ -91,12 +100,16 @@ pub(crate) struct Ledger {
     unused: Vec<Option<u32>>,
     /// By lane and owner: until when the store granted it, by the store's clock.
     granted: Vec<(u16, Who, At)>,
+    /// There was a reset, so events come from the stream as some replay.
+    was_reset: bool,
+    /// The store went back, so it may give out numbers of replays again.
+    has_gone_back: bool,
     tick: u64,
 }
 
 impl Ledger {
-    pub(crate) fn new(attempts_max: u32, ordered: bool, halt: bool) -> Self {
-        Self { attempts_max, ordered, halt, ..Self::default() }
+    pub(crate) fn new(subscription: usize, attempts_max: u32, ordered: bool, halt: bool) -> Self {
+        Self { subscription, attempts_max, ordered, halt, ..Self::default() }
     }
 
     pub(crate) fn fail(&mut self, violation: impl FnOnce() -> String) {
@@ -115,7 +128,9 @@ impl Ledger {
             order: None,
             taken_back: false,
             marked: false,
+            skipped: false,
             arrivals: Vec::new(),
+            since: 0,
             answered: None,
             failures: 0,
             found_down: 0,
@@ -150,8 +165,15 @@ impl Ledger {
         let Some(seen) = self.facts[number].seen else { return };
         let lane = usize::from(seen.lane);
         let is_owner = self.owners.get(lane).copied().flatten() == Some(who);
-        let may_repeat = self.facts[number].marked;
-        if is_owner && !may_repeat && seen.replays == replay && matches!(seen.state, State::Dispatched | State::Dead) {
+        let fact = &self.facts[number];
+        // The number of a replay is gone with the row.
+        let has_arrived = fact.arrivals.get(replay as usize).is_some_and(|count| *count > 0);
+        let is_known = match seen.state {
+            State::Dispatched => seen.replays == replay || has_arrived,
+            State::Dead => seen.replays == replay,
+            _ => false,
+        };
+        if is_owner && !fact.marked && is_known && replay as usize >= fact.since {
             self.fail(|| format!("sent again: event {number} is {} and goes out once more", seen.state));
         }
         if is_owner && self.facts[number].answered == Some((who, self.cursors[lane].epoch, replay)) {
@@ -206,7 +228,7 @@ impl Ledger {
         }
         let Some(key) = fact.key.map(usize::from) else { return };
         // A person took it out while it was in flight.
-        let is_out = fact.marked || fact.seen.is_some_and(|seen| seen.state == State::Discarded);
+        let is_out = fact.marked || fact.skipped || fact.seen.is_some_and(|seen| seen.state == State::Discarded);
         let in_order =
             first && !is_out && replay == 0 && fact.not_before.is_none() && !fact.taken_back && wanted && self.ordered;
         if in_order {
@@ -235,11 +257,11 @@ impl Ledger {
         who: Who,
         lease_ends: At,
     ) {
-        let cursors = server.cursors();
+        let cursors = server.cursors(self.subscription);
         let before = std::mem::replace(&mut self.cursors, cursors);
-        self.owners.resize(self.cursors.len(), None);
-        self.unused.resize(self.cursors.len(), None);
         if before.len() != self.cursors.len() {
+            self.begin_lanes();
+            self.check_lanes(operation, &before);
             return self.look(server, operation, None);
         }
         let mut changed = false;
@@ -254,8 +276,16 @@ impl Ledger {
                 self.fail(|| format!("lease: {operation} changed it, from {old:?} to {new:?}"));
             }
             if old.epoch != new.epoch {
-                if operation != "acquire" || new.epoch < old.epoch {
+                if !matches!(operation, "acquire" | "reset") || new.epoch < old.epoch {
                     self.fail(|| format!("epoch: {operation} changed it from {} to {}", old.epoch, new.epoch));
+                }
+                if operation == "reset" {
+                    let now = lease_ends - LEASE.as_millis() as At;
+                    if old.lease_until.is_some_and(|until| until.as_millis() as At > now) {
+                        self.fail(|| format!("lease: reset moved lane {lane} while somebody held it"));
+                    }
+                    (self.owners[lane], self.unused[lane], self.was_reset) = (None, None, true);
+                    continue;
                 }
                 self.owners[lane] = Some(who);
                 self.unused[lane] = Some(0);
@@ -269,13 +299,14 @@ impl Ledger {
             }
         }
         self.count_unused(operation, lease, who, &before);
-        let fenced = lease.filter(|it| before[usize::from(it.lane)].epoch != it.epoch);
+        let cursor_of = |cursors: &[Cursor], lease: &Lease| cursors.get(usize::from(lease.lane)).copied();
+        let fenced = lease.filter(|it| cursor_of(&before, it).is_none_or(|cursor| cursor.epoch != it.epoch));
         match lease {
             Some(lease) if operation == "renew" && fenced.is_none() => self.grant(lease.lane, who, lease_ends),
             _ => {}
         }
         if let Some(lease) = fenced
-            && before[usize::from(lease.lane)] != self.cursors[usize::from(lease.lane)]
+            && cursor_of(&before, lease) != cursor_of(&self.cursors, lease)
         {
             self.fail(|| format!("fencing: {operation} under epoch {} moved the cursor of a later one", lease.epoch));
         }
@@ -284,11 +315,44 @@ impl Ledger {
         }
     }
 
+    /// Checks that a call for another subscription changed nothing of this one.
+    pub(crate) fn observe_other(&mut self, server: &Server, operation: &'static str) {
+        if server.cursors(self.subscription) != self.cursors {
+            self.fail(|| format!("isolation: {operation} for another subscription changed a lane"));
+        }
+        if !matches!(operation, "acquire" | "open" | "page" | "load" | "due" | "renew" | "release" | "leave") {
+            self.look(server, OF_ANOTHER, None);
+        }
+    }
+
+    /// Starts over with another number of lanes. An event may be sent under the lease of the lane
+    /// that it had before.
+    fn begin_lanes(&mut self) {
+        let count = self.cursors.len();
+        (self.owners, self.unused) = (vec![None; count], vec![None; count]);
+        for (_, who, until) in std::mem::take(&mut self.granted) {
+            (0..count).for_each(|lane| self.grant(lane as u16, who, until));
+        }
+    }
+
+    /// Checks that new lanes begin beyond the former ones and cannot be held together with them.
+    fn check_lanes(&mut self, operation: &str, before: &[Cursor]) {
+        let leased_until = before.iter().filter_map(|old| old.lease_until).max();
+        let follows = |new: &Cursor| {
+            new.lease_until >= leased_until
+                && before.iter().all(|old| old.epoch < new.epoch && old.from <= new.from && old.to <= new.to)
+        };
+        let is_right = before.is_empty() || operation == "set_lanes" && self.cursors.iter().all(follows);
+        if !is_right {
+            self.fail(|| format!("lanes: {operation} made other lanes of {before:?}"));
+        }
+    }
+
     /// Checks that a lane whose grant was lost with its answer is granted again and does not stand
     /// still.
     fn count_unused(&mut self, operation: &str, lease: Option<&Lease>, who: Who, before: &[Cursor]) {
-        if let Some(lease) = lease {
-            self.unused[usize::from(lease.lane)] = None;
+        if let Some(unused) = lease.and_then(|lease| self.unused.get_mut(usize::from(lease.lane))) {
+            *unused = None;
         }
         if operation == "pause" {
             // Nothing is granted during a pause.
@@ -307,7 +371,7 @@ impl Ledger {
     /// Compares the state of each event with its previous one.
     fn look(&mut self, server: &Server, operation: &'static str, fenced: Option<&Lease>) {
         self.tick += 1;
-        server.each_place(|place| {
+        server.each_place(self.subscription, |place| {
             let Some(number) = place.version.map(|number| number as usize) else { return };
             let new = Seen::of(&place);
             let old = self.facts[number].seen.replace(new);
@@ -340,19 +404,36 @@ impl Ledger {
         if fenced.is_some_and(|lease| lease.lane == new.lane) {
             self.fail(|| format!("fencing: {operation} of a former owner made event {number} {}", new.state));
         }
-        // A retry makes it retrying, and then puts it behind an earlier one of its key.
-        let behind = operation == "retry" && (from, new.state) == (State::Dead, State::Blocked);
-        if from != new.state && !behind {
+        // It becomes retrying, and is then put behind an earlier one of its key.
+        let behind = new.state == State::Blocked
+            && match from {
+                State::Dead => operation == "retry",
+                State::Dispatched => operation == "replay",
+                State::Skipped | State::Unrouted => operation == "replay" || routes,
+                _ => false,
+            };
+        // It is read again, or skipped. Only a discarded event is neither.
+        let reset = operation == "reset"
+            && match new.state {
+                State::Pending => from != State::Discarded,
+                State::Skipped | State::Unrouted => from == State::Pending || from != State::Discarded && !wanted,
+                _ => false,
+            };
+        if from != new.state && !behind && !reset {
             if !from.may_become(new.state) {
                 self.fail(|| format!("state: {operation} made event {number} {} from {from}", new.state));
             }
             let by = match new.state {
                 // Events that a filter leaves out are skipped as long as it does.
-                State::Skipped | State::Pending | State::Unrouted if !wanted => true,
+                State::Skipped | State::Pending | State::Unrouted if !wanted || self.facts[number].skipped => true,
                 State::Discarded => operation == "discard",
                 State::Retrying if from == State::Dead => operation == "retry",
                 State::Retrying | State::Scheduled if matches!(from, State::Unrouted | State::Skipped) => {
-                    settles || routes
+                    settles || routes || operation == "replay"
+                }
+                State::Retrying | State::Scheduled if from == State::Dispatched => settles || operation == "replay",
+                State::Retrying | State::Scheduled | State::Blocked if operation == "set_lanes" => {
+                    from == State::Pending
                 }
                 State::Dead => settles || operation == "mark_dead",
                 State::Retrying => settles || matches!(operation, "discard" | "mark_dead" | "retry"),
@@ -367,14 +448,29 @@ impl Ledger {
         let old = old.unwrap_or(Seen { state: State::Pending, attempts: 0, replays: 0, ..new });
         let fact = &mut self.facts[number];
         let attempts = match () {
+            () if reset => {
+                (fact.failures, fact.skipped) = (0, new.state != State::Pending);
+                // It is read as a replay that it never was before.
+                fact.since = if self.has_gone_back { 0 } else { fact.arrivals.len() };
+                (new.attempts, new.replays) == (0, 0)
+            }
+            // It leaves the stream as the replay that it is read as, also if a filter was changed
+            // meanwhile.
+            () if self.was_reset
+                && (from == State::Pending || settles && matches!(from, State::Skipped | State::Unrouted))
+                && new.state.has_row() =>
+            {
+                new.attempts <= u32::from(settles) && (new.replays as usize >= fact.since || self.has_gone_back)
+            }
             () if new.replays > old.replays => {
-                fact.failures = 0;
+                (fact.failures, fact.since) = (0, new.replays as usize);
                 let is_next = match operation {
                     "retry" => new.replays == old.replays + 1,
                     // A different number than any before it, of any event.
-                    _ => routes,
+                    _ => routes || operation == "replay",
                 };
-                new.attempts == 0 && is_next
+                let is_fresh = self.has_gone_back || fact.arrivals.get(new.replays as usize).is_none_or(|it| *it == 0);
+                new.attempts == 0 && is_next && is_fresh
             }
             // The row is deleted, and its counters with it.
             () if matches!(new.state, State::Dispatched | State::Skipped) => true,
@@ -391,7 +487,9 @@ impl Ledger {
         }
         let fact = &self.facts[number];
         match new.state {
-            State::Dispatched if fact.arrivals.is_empty() && from != State::Dispatched => {
+            State::Dispatched
+                if from != State::Dispatched && !fact.arrivals.iter().skip(fact.since).any(|count| *count > 0) =>
+            {
                 self.fail(|| format!("loss: {operation} passed event {number}, which never arrived"));
             }
             State::Dead
@@ -405,20 +503,26 @@ impl Ledger {
 
     /// Starts over from what the store shows after it went back to an earlier state.
     pub(crate) fn went_back(&mut self, server: &Server, may_lose: bool, effects: bool) {
-        self.cursors = server.cursors();
+        self.cursors = server.cursors(self.subscription);
+        if self.cursors.len() != self.owners.len() {
+            self.begin_lanes();
+        }
         self.owners.fill(None);
         self.unused.fill(None);
+        self.has_gone_back |= may_lose;
         self.tick += 1;
-        server.each_place(|place| {
+        server.each_place(self.subscription, |place| {
             let Some(number) = place.version.map(|number| number as usize) else { return };
             let seen = Seen::of(&place);
             let fact = &mut self.facts[number];
             // It died or was taken out, others of its key went on, and the store no longer knows
             // that. So it comes after them, and nobody could tell.
             let is_out = |seen: Seen| matches!(seen.state, State::Dead | State::Discarded);
-            let was_out = |before: Seen| is_out(before) || before.replays > seen.replays;
+            let skipped = fact.skipped;
+            let was_out = |before: Seen| skipped || is_out(before) || before.replays > seen.replays;
             fact.taken_back |= fact.seen.is_some_and(was_out) && !is_out(seen);
             (fact.seen, fact.tick) = (Some(seen), self.tick);
+            fact.since = 0;
             // Attempts made before a replay that is undone count again.
             fact.failures = fact.failures.max(seen.attempts);
         });

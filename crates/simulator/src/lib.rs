@@ -5,8 +5,8 @@
 //! is drawn from its seed as a list of steps: transactions that commit late or roll back; relays
 //! that start, stop, are killed and stand still; store calls that are refused, lost, executed late
 //! or twice; destinations that fail; commands of a person; a store that goes back to an earlier
-//! state. An independent ledger checks the store after each operation. A failing seed is replayed
-//! by its number, and shortened by leaving out steps.
+//! state. Each subscription of the log has an independent ledger, which checks the store after each
+//! operation. A failing seed is replayed by its number, and shortened by leaving out steps.
 //!
 //! # What this crate deliberately does not do
 //!

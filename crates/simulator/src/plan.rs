@@ -2,13 +2,21 @@
 
 use std::fmt;
 
+use postbox_core::{ResetTo, Seq};
+
 use crate::rng::Rng;
 use crate::server::Store;
 
 /// Maximum relays at once.
 pub(crate) const RELAYS_MAX: u8 = 3;
-/// The caller that a person's commands count as.
+/// Maximum subscriptions of the log.
+pub(crate) const SUBSCRIPTIONS_MAX: u8 = 3;
+/// Maximum lanes of a subscription.
+pub(crate) const LANES_MAX: u16 = 3;
+/// The first of the callers that a person's commands count as: one for each subscription.
 pub(crate) const OPERATOR: u8 = RELAYS_MAX;
+/// Number of relays and of those callers.
+pub(crate) const CALLERS: usize = (RELAYS_MAX + SUBSCRIPTIONS_MAX) as usize;
 
 /// Milliseconds since the world began.
 pub(crate) type At = u64;
@@ -25,7 +33,11 @@ pub(crate) struct Plan {
 /// The settings that stay the same throughout.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
+    /// Number of subscriptions of the one log.
+    pub(crate) subscriptions: u8,
+    /// Of the first subscription. The others have other numbers.
     pub(crate) lanes: u16,
+    pub(crate) run: Run,
     pub(crate) ordered: bool,
     pub(crate) halt: bool,
     pub(crate) apply: bool,
@@ -39,6 +51,16 @@ pub(crate) struct Shape {
     pub(crate) clean: bool,
     /// When the faults end.
     pub(crate) calm: At,
+}
+
+/// How a relay works.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Run {
+    Always,
+    /// On a schedule: this long after each run ended.
+    Every(At),
+    /// In runs of at most this many deliveries, one after the other.
+    Bounded(usize),
 }
 
 /// How the destination treats the events of a write.
@@ -112,6 +134,10 @@ pub(crate) enum Action {
     Prune,
     /// Sets another filter: the number of the topic that is left out, if any.
     Filter(Option<u8>),
+    Lanes(u16),
+    Replay,
+    /// Pauses the subscription, moves it once its lanes are free, and resumes it.
+    Reset(ResetTo),
 }
 
 /// One thing that happens. Any step can be left out.
@@ -168,6 +194,7 @@ pub(crate) enum Step {
     },
     Operator {
         at: At,
+        operator: u8,
         action: Action,
     },
     /// The store crashes: everything not flushed is gone.
@@ -201,7 +228,8 @@ const OPERATIONS: [&str; 18] = [
     "release",
     "apply",
 ];
-const OPERATOR_OPERATIONS: [&str; 5] = ["retry", "discard", "mark_dead", "pause", "prune"];
+const OPERATOR_OPERATIONS: [&str; 8] =
+    ["retry", "discard", "mark_dead", "pause", "prune", "set_lanes", "replay", "reset"];
 
 impl Plan {
     /// Draws the world of a seed.
@@ -209,7 +237,13 @@ impl Plan {
         let mut rng = Rng::new(seed);
         let rng = &mut rng;
         let shape = Shape {
-            lanes: rng.pick(&[1, 1, 2, 3]),
+            subscriptions: rng.pick(&[1, 1, 1, 2, 2, SUBSCRIPTIONS_MAX]),
+            lanes: rng.pick(&[1, 1, 2, LANES_MAX]),
+            run: match rng.below(6) {
+                0 | 1 => Run::Every(rng.pick(&[150, 600])),
+                2 | 3 => Run::Bounded(rng.pick(&[2, 7])),
+                _ => Run::Always,
+            },
             ordered: rng.percent(85),
             halt: rng.percent(15),
             apply: rng.percent(20),
@@ -223,7 +257,7 @@ impl Plan {
         let mut plan = Self { seed, store, shape, steps: Vec::new() };
         plan.draw_writes(rng);
         plan.draw_relays(rng);
-        plan.draw_operator(rng);
+        plan.draw_commands(rng);
         if !plan.shape.clean {
             plan.draw_faults(rng);
             return plan;
@@ -266,7 +300,7 @@ impl Plan {
 
     fn draw_relays(&mut self, rng: &mut Rng) {
         let calm = self.shape.calm;
-        for relay in 0..rng.pick(&[1, 1, 2, 2, RELAYS_MAX]) {
+        for relay in 0..rng.pick(&[1, 1, 2, 2, RELAYS_MAX]).max(self.shape.subscriptions) {
             let mut at = if rng.percent(50) { 0 } else { rng.below(calm / 2) };
             self.steps.push(Step::Start { at, relay });
             while rng.percent(40) {
@@ -282,10 +316,10 @@ impl Plan {
         }
     }
 
-    fn draw_operator(&mut self, rng: &mut Rng) {
+    fn draw_commands(&mut self, rng: &mut Rng) {
         let calm = self.shape.calm;
-        for _ in 0..rng.below(4) {
-            let action = match rng.below(14) {
+        for _ in 0..rng.below(5) {
+            let action = match rng.below(18) {
                 0..=3 => Action::Retry,
                 4 => Action::DiscardDead,
                 5 | 6 => Action::Discard(rng.below(20)),
@@ -293,11 +327,23 @@ impl Plan {
                 8 => Action::Resume,
                 9 | 10 => Action::Prune,
                 11 | 12 => Action::MarkDead(rng.below(20)),
+                13 => Action::Replay,
+                // These take lanes away from relays, so what is in flight arrives again.
+                14 | 15 if !self.shape.clean => Action::Lanes(rng.within(1, LANES_MAX.into()) as u16),
+                16 if !self.shape.clean => {
+                    let seq = ResetTo::Seq(Seq(rng.within(1, 12) as i64));
+                    Action::Reset(rng.pick(&[ResetTo::Beginning, ResetTo::Now, seq]))
+                }
                 _ if rng.percent(50) => Action::Filter(Some(rng.below(2) as u8)),
                 _ => Action::Filter(None),
             };
-            self.steps.push(Step::Operator { at: rng.below(calm), action });
+            let operator = self.draw_operator(rng);
+            self.steps.push(Step::Operator { at: rng.below(calm), operator, action });
         }
+    }
+
+    fn draw_operator(&self, rng: &mut Rng) -> u8 {
+        OPERATOR + rng.below(self.shape.subscriptions.into()) as u8
     }
 
     fn draw_faults(&mut self, rng: &mut Rng) {
@@ -312,7 +358,7 @@ impl Plan {
                 _ => Fault::Slow(rng.pick(&[0, 5, 60, 900]), rng.pick(&[0, 5, 60, 900])),
             };
             let (relay, operation) = match rng.below(12) {
-                0 => (OPERATOR, rng.pick(&OPERATOR_OPERATIONS)),
+                0 | 1 => (self.draw_operator(rng), rng.pick(&OPERATOR_OPERATIONS)),
                 _ => (rng.below(RELAYS_MAX.into()) as u8, rng.pick(&OPERATIONS)),
             };
             let nth = if rng.percent(70) { rng.below(4) } else { rng.below(16) } as u32;
@@ -347,6 +393,23 @@ impl Plan {
             }
             _ => {}
         }
+    }
+
+    /// Returns the subscription that a relay drives, or that a person's commands are for.
+    pub(crate) fn subscription_of(&self, caller: u8) -> usize {
+        usize::from(caller % self.shape.subscriptions)
+    }
+
+    /// Returns how a relay works.
+    pub(crate) fn run_of(&self, relay: u8) -> Run {
+        if relay == 1 { Run::Always } else { self.shape.run }
+    }
+
+    /// Returns the most lanes that a subscription has at any time.
+    pub(crate) fn lanes_max(&self) -> u16 {
+        let is_change = |step: &Step| matches!(step, Step::Operator { action: Action::Lanes(_), .. });
+        let changes = self.shape.subscriptions > 1 || self.steps.iter().any(is_change);
+        if changes { LANES_MAX } else { self.shape.lanes }
     }
 
     /// Returns whether a writer holds the store's single write lock until its transaction ends. All

@@ -1,18 +1,19 @@
 //! Plans that found defects, after all unneeded steps were removed.
 
-use crate::plan::{Action, At, End, Fate, Fault, Mishap, Plan, Shape, Step};
+use crate::plan::{Action, At, End, Fate, Fault, Mishap, OPERATOR, Plan, Run, Shape, Step};
 use crate::run::run_plan;
 use crate::server::Store;
 
 /// A defect, and the plans that found it.
 type Regression = (&'static str, fn() -> Vec<Plan>);
 
-const REGRESSIONS: [Regression; 5] = [
+const REGRESSIONS: [Regression; 6] = [
     ("an apply lane whose lease ran out does not spin", apply_lane_whose_lease_ran_out),
     ("what a late call brings is heard while the breaker probes", late_call_while_probing),
     ("a store that went back to a lower epoch is read on", lower_epoch),
     ("a filter that was taken back passes nothing over", filter_taken_back),
     ("a relay that stands still goes on as a whole when the faults end", relay_that_stood_still),
+    ("an event of another lane is not blamed for a crash", beside_one_that_ends_its_relay),
 ];
 
 /// Runs the plans that once found a defect. Returns what they find now, with its history.
@@ -30,7 +31,20 @@ fn plan(shape: Shape, steps: Vec<Step>) -> Plan {
 }
 
 fn shape(lanes: u16, batch: usize, apply: bool, calm: At) -> Shape {
-    Shape { lanes, ordered: true, halt: false, apply, batch, sink: 0, attempts_max: 4, jitter: 0, clean: false, calm }
+    Shape {
+        subscriptions: 1,
+        lanes,
+        run: Run::Always,
+        ordered: true,
+        halt: false,
+        apply,
+        batch,
+        sink: 0,
+        attempts_max: 4,
+        jitter: 0,
+        clean: false,
+        calm,
+    }
 }
 
 fn write(at: At, events: u8, fate: Fate) -> Step {
@@ -83,7 +97,7 @@ fn filter_taken_back() -> Vec<Plan> {
         write(52, Some(1), 0, End::Commit),
         write(115, None, 1, End::Savepoint),
         Step::Start { at: 124, relay: 0 },
-        Step::Operator { at: 173, action: Action::Filter(Some(0)) },
+        Step::Operator { at: 173, operator: OPERATOR, action: Action::Filter(Some(0)) },
         fault("next_batch", 1, Fault::Lose),
         fault("page", 2, Fault::Slow(60, 900)),
         Step::Crash { at: 282 },
@@ -106,4 +120,13 @@ fn relay_that_stood_still() -> Vec<Plan> {
     ];
     let plan = plan(Shape { sink: 3, ..shape(3, 1, false, 1_200) }, steps);
     (0..20).map(|seed| Plan { seed, ..plan.clone() }).collect()
+}
+
+/// Both lanes of a scheduled run sent an event alone at once, so each crash counted for both.
+fn beside_one_that_ends_its_relay() -> Vec<Plan> {
+    let shape = Shape { subscriptions: 2, run: Run::Every(600), halt: true, sink: 2, ..shape(2, 1, false, 600) };
+    let ends =
+        Step::Write { at: 475, held: 79, key: None, events: 3, topic: 0, wait: 0, fate: Fate::Ends, end: End::Commit };
+    let steps = vec![ends, Step::Start { at: 145, relay: 0 }];
+    vec![Plan { seed: 190_816, store: Store::Memory, shape, steps }]
 }

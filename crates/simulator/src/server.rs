@@ -67,7 +67,7 @@ pub(crate) struct Place {
 }
 
 pub(crate) enum Server {
-    Memory { store: MemoryStore, name: SubscriptionName },
+    Memory { store: MemoryStore, names: Vec<SubscriptionName> },
     Sqlite(Arc<SqliteFile>),
 }
 
@@ -82,33 +82,37 @@ pub(crate) fn effects() -> LogName {
 }
 
 impl Server {
-    /// Creates a store that knows the subscription.
-    pub(crate) fn new(plan: &Plan, time: &Arc<SimTime>, subscription: &Subscription) -> Self {
+    /// Creates a store for these subscriptions.
+    pub(crate) fn new(plan: &Plan, time: &Arc<SimTime>, subscriptions: &[Subscription]) -> Self {
+        let names = subscriptions.iter().map(|it| it.name.clone()).collect();
         match plan.store {
             Store::Memory => {
                 let store = MemoryStore::new(Arc::new(ServerClock { time: time.clone(), gate: None }));
                 if plan.goes_back() {
                     store.forget_unflushed();
                 }
-                Self::Memory { store, name: subscription.name.clone() }
+                Self::Memory { store, names }
             }
-            Store::Sqlite => Self::Sqlite(Arc::new(SqliteFile::new(plan, time.clone()))),
+            Store::Sqlite => Self::Sqlite(Arc::new(SqliteFile::new(plan, time.clone(), names))),
         }
     }
 
     /// Creates the subscriptions, without faults.
-    pub(crate) async fn set_up(&self, subscription: &Subscription) {
-        let done = match self {
-            Self::Memory { store, .. } => {
-                let made = store.subscribe(subscription).await;
-                made.and(store.subscribe(&Subscription { lanes: 1, ..Subscription::new(auditor(), effects()) }).await)
-            }
-            Self::Sqlite(file) => {
-                let home = file.home();
-                home.gate.run(home.store.subscribe(subscription))
-            }
-        };
-        done.expect("the log is there");
+    pub(crate) async fn set_up(&self, subscriptions: &[Subscription]) {
+        for subscription in subscriptions {
+            let done = match self {
+                Self::Memory { store, .. } => store.subscribe(subscription).await,
+                Self::Sqlite(file) => {
+                    let home = file.home();
+                    home.gate.run(home.store.subscribe(subscription))
+                }
+            };
+            done.expect("the log is there");
+        }
+        if let Self::Memory { store, .. } = self {
+            let auditor = Subscription { lanes: 1, ..Subscription::new(auditor(), effects()) };
+            store.subscribe(&auditor).await.expect("the log is there");
+        }
     }
 
     /// Ends a pause, whoever began it.
@@ -123,20 +127,21 @@ impl Server {
         };
     }
 
-    pub(crate) fn cursors(&self) -> Vec<Cursor> {
+    /// Returns the cursors of a subscription, by its number.
+    pub(crate) fn cursors(&self, subscription: usize) -> Vec<Cursor> {
         match self {
-            Self::Memory { store, name } => store.cursors(name),
-            Self::Sqlite(file) => file.look().cursors.clone(),
+            Self::Memory { store, names } => store.cursors(&names[subscription]),
+            Self::Sqlite(file) => file.look().cursors[subscription].clone(),
         }
     }
 
-    pub(crate) fn each_place(&self, mut see: impl FnMut(Place)) {
+    pub(crate) fn each_place(&self, subscription: usize, mut see: impl FnMut(Place)) {
         match self {
-            Self::Memory { store, name } => store.each_standing(name, |it| {
+            Self::Memory { store, names } => store.each_standing(&names[subscription], |it| {
                 let (id, version) = (it.event.id, it.event.version);
                 see(Place { id, version, lane: it.lane, state: it.state, attempts: it.attempts, replays: it.replays });
             }),
-            Self::Sqlite(file) => file.look().places.iter().copied().for_each(see),
+            Self::Sqlite(file) => file.look().places[subscription].iter().copied().for_each(see),
         }
     }
 
@@ -241,7 +246,7 @@ impl Client {
                 let store = store.client(Some(wire));
                 let applying = world.clone();
                 let handler = move |transaction: &mut MemoryTransaction, delivery: &Delivery| {
-                    applying.may_overrun(&[delivery]);
+                    applying.may_overrun(who, &[delivery]);
                     applying.apply(who, delivery, |effect| transaction.append(&effects(), &[effect]).is_ok())
                 };
                 Self {

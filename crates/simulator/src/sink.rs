@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use postbox_core::{Capabilities, Delivery, Key, NewEvent, Outcome, Sink};
 
 use crate::ledger::Who;
-use crate::plan::{Fate, Mishap};
+use crate::plan::{Fate, Mishap, SUBSCRIPTIONS_MAX};
 use crate::world::{World, number_of};
 
 /// The combinations of capabilities that a sink is driven with.
@@ -18,8 +18,30 @@ pub(crate) const CAPABILITIES: [Capabilities; 4] = [
     Capabilities { batch_max: 4, concurrency: 1, prefix: true, system: None },
     Capabilities { batch_max: 100, concurrency: 2, prefix: true, system: None },
 ];
-/// Distinguishes replays in the effects of a handler.
-pub(crate) const REPLAYS_MAX: i64 = 64;
+/// Maximum replays of one event that the effects of a handler tell apart.
+const REPLAYS_MAX: i64 = 64;
+
+/// What a handler did, as the number that its effect carries.
+#[derive(Debug)]
+pub(crate) struct Effect {
+    pub(crate) subscription: usize,
+    /// The event.
+    pub(crate) number: usize,
+    pub(crate) replay: u32,
+}
+
+impl Effect {
+    pub(crate) fn of(version: i64) -> Self {
+        let (event, replay) = (version / REPLAYS_MAX, (version % REPLAYS_MAX) as u32);
+        let subscriptions = i64::from(SUBSCRIPTIONS_MAX);
+        Self { subscription: (event % subscriptions) as usize, number: (event / subscriptions) as usize, replay }
+    }
+
+    fn version(&self) -> i64 {
+        let event = self.number as i64 * i64::from(SUBSCRIPTIONS_MAX) + self.subscription as i64;
+        event * REPLAYS_MAX + i64::from(self.replay)
+    }
+}
 
 /// The destination, as one relay reaches it.
 pub(crate) struct SimSink {
@@ -36,7 +58,7 @@ impl Sink for SimSink {
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         let world = &self.world;
         let mishap = world.begin_call(self.who, deliveries);
-        let mut call = Call { world, deliveries, answered: false };
+        let mut call = Call { world, who: self.who, deliveries, answered: false };
         if let Some(Mishap::Slow(time)) = mishap {
             tokio::time::sleep(Duration::from_millis(time)).await;
         }
@@ -49,7 +71,7 @@ impl Sink for SimSink {
         for delivery in deliveries {
             let key = delivery.event.key.as_ref();
             if key.is_some_and(|key| stopped.contains(key)) {
-                world.charge(&[*delivery]);
+                world.charge(self.who, &[*delivery]);
                 outcomes.push(Outcome::retry("behind", "an earlier event of the key failed"));
                 continue;
             }
@@ -66,7 +88,7 @@ impl Sink for SimSink {
             return std::future::pending().await;
         }
         if mishap == Some(Mishap::BreaksContract) {
-            world.charge(deliveries);
+            world.charge(self.who, deliveries);
             outcomes.pop();
         }
         world.jitter(self.who).await;
@@ -74,7 +96,7 @@ impl Sink for SimSink {
         if outcomes.len() == deliveries.len() {
             let mut state = world.state();
             for (delivery, _) in deliveries.iter().zip(&outcomes).filter(|(_, outcome)| outcome.is_delivered()) {
-                state.ledger.answered(self.who, number_of(&delivery.event), delivery.replay);
+                state.ledger(self.who).answered(self.who, number_of(&delivery.event), delivery.replay);
             }
         }
         outcomes
@@ -85,6 +107,7 @@ impl Sink for SimSink {
 /// it.
 struct Call<'a> {
     world: &'a World,
+    who: Who,
     deliveries: &'a [&'a Delivery],
     answered: bool,
 }
@@ -92,23 +115,23 @@ struct Call<'a> {
 impl Drop for Call<'_> {
     fn drop(&mut self) {
         if !self.answered {
-            self.world.charge(self.deliveries);
+            self.world.charge(self.who, self.deliveries);
         }
     }
 }
 
 impl World {
     fn is_to_end(&self, who: Who, delivery: &Delivery) -> bool {
-        let state = self.state();
+        let mut state = self.state();
         let is_there = state.lives.get(&who.0) == Some(&who.1);
-        is_there && !self.is_out() && state.ledger.facts[number_of(&delivery.event)].fate == Fate::Ends
+        is_there && !self.is_out() && state.ledger(who).facts[number_of(&delivery.event)].fate == Fate::Ends
     }
 
     /// Returns the destination's outcome for one event.
     fn judge(&self, who: Who, delivery: &Delivery, mishap: Option<Mishap>) -> Outcome {
         let number = number_of(&delivery.event);
         let mut state = self.state();
-        let ledger = &mut state.ledger;
+        let ledger = state.ledger(who);
         let outcome = match (mishap, ledger.facts[number].fate) {
             _ if self.is_out() => Outcome::unavailable("connect_refused", "down"),
             (Some(Mishap::Down), _) => Outcome::unavailable("connect_refused", "down"),
@@ -135,8 +158,11 @@ impl World {
         state.note(self, || {
             format!("relay {}.{}: event {number} attempt {}: {outcome:?}", who.0, who.1, delivery.attempt)
         });
+        if outcome.is_delivered() {
+            *state.accepted.entry(who).or_default() += 1;
+        }
         if outcome.is_delivered() && mishap == Some(Mishap::LosesAnswer) {
-            state.ledger.failed(number);
+            state.ledger(who).failed(number);
             return Outcome::ambiguous("http_504", "its answer was lost");
         }
         outcome
@@ -144,9 +170,9 @@ impl World {
 
     /// Begins a handler's transaction. It may overrun its time, perhaps before it gets to the
     /// handler. That counts as an attempt.
-    pub(crate) fn may_overrun(&self, deliveries: &[&Delivery]) {
+    pub(crate) fn may_overrun(&self, who: Who, deliveries: &[&Delivery]) {
         if !self.plan.shape.clean {
-            self.charge(deliveries);
+            self.charge(who, deliveries);
         }
     }
 
@@ -155,7 +181,7 @@ impl World {
         let number = number_of(&delivery.event);
         let mishap = self.begin_call(who, &[delivery]);
         let mut state = self.state();
-        let ledger = &mut state.ledger;
+        let ledger = state.ledger(who);
         let outcome = match (mishap, ledger.facts[number].fate) {
             (Some(Mishap::Fails | Mishap::LosesAnswer | Mishap::BreaksContract), _) => {
                 Outcome::retry("failed", "bad luck")
@@ -178,9 +204,9 @@ impl World {
             Outcome::Throttled { .. } | Outcome::Unavailable { .. } => ledger.found_down(number),
             Outcome::Dead { .. } | Outcome::Gone { .. } => ledger.refused(number),
             Outcome::Delivered { .. } => {
-                let version = number as i64 * REPLAYS_MAX + i64::from(delivery.replay);
-                let effect = NewEvent::json("effect", "{}").version(version);
-                if !append(effect) {
+                let subscription = self.plan.subscription_of(who.0);
+                let effect = Effect { subscription, number, replay: delivery.replay };
+                if !append(NewEvent::json("effect", "{}").version(effect.version())) {
                     return Outcome::unavailable("store", "the store went back");
                 }
             }

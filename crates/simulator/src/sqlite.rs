@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
-use postbox_core::{EventId, Migrate as _, NewEvent, State, lock};
+use postbox_core::{EventId, Migrate as _, NewEvent, State, SubscriptionName, lock};
 use postbox_memory::Cursor;
 use postbox_sqlite::{SqliteConfig, SqliteStore};
 use rusqlite::{Connection, Transaction, params};
@@ -73,19 +73,19 @@ impl Opened {
     }
 }
 
-/// What the ledger last saw.
+/// What the ledger last saw, by subscription.
 #[derive(Default)]
 pub(crate) struct Look {
     data_version: Option<i64>,
-    pub(crate) cursors: Vec<Cursor>,
-    pub(crate) places: Vec<Place>,
+    pub(crate) cursors: Vec<Vec<Cursor>>,
+    pub(crate) places: Vec<Vec<Place>>,
 }
 
 pub(crate) struct SqliteFile {
     folder: Folder,
     time: Arc<SimTime>,
     busy_timeout: Duration,
-    subscription_lanes: u16,
+    subscriptions: Vec<SubscriptionName>,
     /// Number of crashes, which is the file's number.
     crashes: AtomicU32,
     state: Mutex<FileState>,
@@ -102,7 +102,7 @@ struct FileState {
 }
 
 impl SqliteFile {
-    pub(crate) fn new(plan: &Plan, time: Arc<SimTime>) -> Self {
+    pub(crate) fn new(plan: &Plan, time: Arc<SimTime>, subscriptions: Vec<SubscriptionName>) -> Self {
         let folder = Folder::new();
         let path = folder.0.join("0.db");
         std::fs::write(&path, template()).expect("room for a file");
@@ -111,7 +111,7 @@ impl SqliteFile {
             folder,
             time,
             busy_timeout: if plan.locks() { Duration::ZERO } else { BUSY_NEVER },
-            subscription_lanes: plan.shape.lanes,
+            subscriptions,
             crashes: AtomicU32::new(0),
         };
         file.lock().home = Some(file.open());
@@ -166,7 +166,7 @@ impl SqliteFile {
         let mut state = self.lock();
         let version = data_version(&state.ledger);
         if state.look.data_version != Some(version) {
-            let mut look = look(&mut state.ledger, self.subscription_lanes).expect("the ledger can read");
+            let mut look = look(&mut state.ledger, &self.subscriptions).expect("the ledger can read");
             look.data_version = Some(version);
             state.look = look;
         }
@@ -210,19 +210,29 @@ fn data_version(ledger: &Connection) -> i64 {
     statement.query_row([], |row| row.get(0)).expect("the ledger can read")
 }
 
-fn look(ledger: &mut Connection, lanes: u16) -> rusqlite::Result<Look> {
-    // One snapshot for both.
+fn look(ledger: &mut Connection, subscriptions: &[SubscriptionName]) -> rusqlite::Result<Look> {
+    // One snapshot for all.
     let tx = ledger.transaction()?;
-    let cursors = cursors(&tx)?;
-    let filters = Filters::read(&tx)?;
+    let mut look = Look::default();
+    for name in subscriptions {
+        let cursors = cursors(&tx, name.as_str())?;
+        look.places.push(places(&tx, name.as_str(), &cursors)?);
+        look.cursors.push(cursors);
+    }
+    Ok(look)
+}
+
+fn places(tx: &Transaction<'_>, name: &str, cursors: &[Cursor]) -> rusqlite::Result<Vec<Place>> {
+    let filters = Filters::read(tx, name)?;
+    let lanes = cursors.len() as u16;
     let mut statement = tx.prepare_cached(
         "SELECT l.id, l.version, l.seq, l.key, coalesce(d.state, iif(t.seq IS NULL, NULL, 'dispatched')), \
            d.attempts, d.replays, l.topic, u.seq FROM postbox_outbox l \
-         LEFT JOIN postbox_delivery d ON d.subscription = 'sim' AND d.seq = l.seq \
-         LEFT JOIN postbox_sent t ON t.subscription = 'sim' AND t.seq = l.seq \
+         LEFT JOIN postbox_delivery d ON d.subscription = ?1 AND d.seq = l.seq \
+         LEFT JOIN postbox_sent t ON t.subscription = ?1 AND t.seq = l.seq \
          LEFT JOIN postbox_unrouted u ON u.log = 'outbox' AND u.seq = l.seq ORDER BY l.seq",
     )?;
-    let mut rows = statement.query([])?;
+    let mut rows = statement.query([name])?;
     let mut places = Vec::new();
     while let Some(row) = rows.next()? {
         let (id, seq): (String, u64) = (row.get(0)?, number(row, 2)?);
@@ -231,11 +241,12 @@ fn look(ledger: &mut Connection, lanes: u16) -> rusqlite::Result<Look> {
         let bytes = key.as_ref().unwrap_or(&id).bytes();
         let hash =
             bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
-        let lane = (hash % u64::from(lanes)) as u16;
+        let lane_of = |lanes: u16| (hash % u64::from(lanes.max(1))) as u16;
+        let lane = lane_of(lanes);
         let passed = cursors.get(usize::from(lane)).is_some_and(|cursor| seq <= cursor.to);
         let state = match state {
             Some(state) => state.parse().expect("a state"),
-            None if !filters.take(passed, lane, seq, &row.get::<_, String>(7)?) => {
+            None if !filters.take(passed, lane, lane_of, seq, &row.get::<_, String>(7)?) => {
                 match row.get::<_, Option<i64>>(8)? {
                     Some(_) => State::Unrouted,
                     None => State::Skipped,
@@ -248,7 +259,7 @@ fn look(ledger: &mut Connection, lanes: u16) -> rusqlite::Result<Look> {
         let (attempts, replays) = (attempts.unwrap_or_default(), replays.unwrap_or_default());
         places.push(Place { id: id.parse().expect("an id"), version: row.get(1)?, lane, state, attempts, replays });
     }
-    Ok(Look { data_version: None, cursors, places })
+    Ok(places)
 }
 
 /// The topics by which the lanes read, now and before.
@@ -258,42 +269,42 @@ struct Filters {
     /// The revision of the subscription, and of each lane.
     revision: u64,
     lanes: Vec<u64>,
-    /// Lane, revision, and how far the lane got with it.
-    passages: Vec<(u16, u64, u64)>,
+    /// Number of lanes there were, lane, revision, and how far the lane got with it. By revision.
+    passages: Vec<(u16, u16, u64, u64)>,
 }
 
 impl Filters {
-    fn read(tx: &Transaction<'_>) -> rusqlite::Result<Self> {
+    fn read(tx: &Transaction<'_>, name: &str) -> rusqlite::Result<Self> {
         let mut filters = tx.prepare_cached(
-            "SELECT f.revision, t.value FROM postbox_filter f LEFT JOIN json_each(f.topics) t WHERE f.subscription = 'sim'",
+            "SELECT f.revision, t.value FROM postbox_filter f LEFT JOIN json_each(f.topics) t WHERE f.subscription = ?1",
         )?;
-        let mut rows = filters.query([])?;
+        let mut rows = filters.query([name])?;
         let mut topics: BTreeMap<u64, Vec<String>> = BTreeMap::new();
         while let Some(row) = rows.next()? {
             topics.entry(number(row, 0)?).or_default().extend(row.get::<_, Option<String>>(1)?);
         }
-        let mut lanes =
-            tx.prepare_cached("SELECT revision FROM postbox_lane WHERE subscription = 'sim' ORDER BY lane")?;
+        let mut lanes = tx.prepare_cached("SELECT revision FROM postbox_lane WHERE subscription = ?1 ORDER BY lane")?;
         let mut passages = tx.prepare_cached(
-            "SELECT lane, revision, position FROM postbox_passage WHERE subscription = 'sim' ORDER BY lane, revision",
+            "SELECT lanes, lane, revision, position FROM postbox_passage WHERE subscription = ?1 ORDER BY revision",
         )?;
-        let passage = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, number(row, 1)?, number(row, 2)?));
-        let revision = "SELECT coalesce(max(revision), 0) FROM postbox_subscription WHERE name = 'sim'";
+        let passage = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, row.get(1)?, number(row, 2)?, number(row, 3)?));
+        let revision = "SELECT coalesce(max(revision), 0) FROM postbox_subscription WHERE name = ?1";
         Ok(Self {
             topics,
-            revision: tx.query_row(revision, [], |row| number(row, 0))?,
-            lanes: lanes.query_map([], |row| number(row, 0))?.collect::<Result<_, _>>()?,
-            passages: passages.query_map([], passage)?.collect::<Result<_, _>>()?,
+            revision: tx.query_row(revision, [name], |row| number(row, 0))?,
+            lanes: lanes.query_map([name], |row| number(row, 0))?.collect::<Result<_, _>>()?,
+            passages: passages.query_map([name], passage)?.collect::<Result<_, _>>()?,
         })
     }
 
-    /// Returns whether an event goes out by the filter of its time.
-    fn take(&self, passed: bool, lane: u16, seq: u64, topic: &str) -> bool {
-        let before = self.passages.iter().find(|(of, _, position)| *of == lane && seq <= *position);
+    /// Returns whether an event goes out by the filter of its time. What a reset skipped has none.
+    fn take(&self, passed: bool, lane: u16, lane_of: impl Fn(u16) -> u16, seq: u64, topic: &str) -> bool {
+        let covers = |it: &&(u16, u16, u64, u64)| it.1 == lane_of(it.0) && seq <= it.3;
+        let before = self.passages.iter().find(covers);
         let now = || self.lanes.get(usize::from(lane)).copied().unwrap_or(self.revision);
-        let revision = if passed { before.map_or_else(now, |(_, revision, _)| *revision) } else { self.revision };
+        let revision = if passed { before.map_or_else(now, |it| it.2) } else { self.revision };
         let topics = self.topics.get(&revision);
-        topics.is_none_or(|topics| topics.is_empty() || topics.iter().any(|it| it == topic))
+        topics.is_some_and(|topics| topics.is_empty() || topics.iter().any(|it| it == topic))
     }
 }
 
@@ -304,15 +315,15 @@ fn number(row: &rusqlite::Row<'_>, column: usize) -> rusqlite::Result<u64> {
 
 /// Returns the cursors. In this store a cursor is an integer and a reading limit; neither goes
 /// back.
-fn cursors(tx: &Transaction<'_>) -> rusqlite::Result<Vec<Cursor>> {
+fn cursors(tx: &Transaction<'_>, name: &str) -> rusqlite::Result<Vec<Cursor>> {
     let mut statement = tx.prepare_cached(
-        "SELECT epoch, window_end, position, lease_until FROM postbox_lane WHERE subscription = 'sim' ORDER BY lane",
+        "SELECT epoch, window_end, position, lease_until FROM postbox_lane WHERE subscription = ?1 ORDER BY lane",
     )?;
     let cursor = |row: &rusqlite::Row<'_>| {
         let lease_until = Some(Duration::from_micros(number(row, 3)?));
         Ok(Cursor { epoch: row.get(0)?, from: number(row, 1)?, to: number(row, 2)?, settled: 0, lease_until })
     };
-    statement.query_map([], cursor)?.collect()
+    statement.query_map([name], cursor)?.collect()
 }
 
 /// A writer's transaction. Only one can be open: one that takes no lock writes when it ends.

@@ -235,7 +235,7 @@ impl Apply for SqliteClient {
         settlement: Settlement<'_>,
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
-        self.wire.world.may_overrun(deliveries);
+        self.wire.world.may_overrun(self.wire.who, deliveries);
         self.once("apply", lease, self.handler.apply(lease, deliveries, settlement, decide)).await
     }
 }
@@ -278,11 +278,22 @@ impl Admin for SqliteClient {
     }
 
     async fn reset(&self, subscription: &SubscriptionName, to: ResetTo, stamp: Option<&str>) -> Result<ResetPlan> {
-        self.look(self.opened.store.reset(subscription, to, stamp))
+        let Some(stamp) = stamp else { return self.look(self.opened.store.reset(subscription, to, None)) };
+        let asked = (subscription.clone(), stamp.to_owned());
+        self.carry("reset", None, move |store, _| {
+            let (subscription, stamp) = asked.clone();
+            Box::pin(async move { store.reset(&subscription, to, Some(&stamp)).await })
+        })
+        .await
     }
 
     async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()> {
-        self.look(self.opened.store.set_lanes(subscription, lanes))
+        let subscription = subscription.clone();
+        self.carry("set_lanes", None, move |store, _| {
+            let subscription = subscription.clone();
+            Box::pin(async move { store.set_lanes(&subscription, lanes).await })
+        })
+        .await
     }
 }
 
@@ -310,12 +321,16 @@ impl Maintain for SqliteClient {
         .await
     }
 
+    async fn time(&self) -> Result<jiff::Timestamp> {
+        self.look(self.opened.store.time())
+    }
+
     async fn check_receiving(&self) -> Result<()> {
         self.look(self.opened.store.check_receiving())
     }
 
-    async fn check_cursors(&self) -> Result<()> {
-        self.look(self.opened.store.check_cursors())
+    async fn check_integrity(&self) -> Result<()> {
+        self.look(self.opened.store.check_integrity())
     }
 
     async fn rebase(&self) -> Result<()> {

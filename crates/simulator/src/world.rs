@@ -14,17 +14,18 @@ use tokio::time::{sleep, sleep_until};
 
 use crate::gate::SimTime;
 use crate::ledger::{Ledger, Who};
-use crate::plan::{At, Fault, Mishap, OPERATOR, Plan, RELAYS_MAX, Step};
+use crate::plan::{At, CALLERS, Fault, LANES_MAX, Mishap, OPERATOR, Plan, Step};
 use crate::rng::Rng;
 use crate::server::Server;
-use crate::sink::REPLAYS_MAX;
+use crate::sink::Effect;
 use crate::sqlite_client::SqliteCall;
 
 /// The lease of a lane.
 pub(crate) const LEASE: Duration = Duration::from_millis(2_000);
 
-/// Maximum store calls in one world. Ordinary ones make a few hundred.
-const CALLS_MAX: u32 = 20_000;
+/// Maximum store calls in one world. Ordinary ones make a few hundred; short runs that follow each
+/// other for a minute make many more.
+const CALLS_MAX: u32 = 60_000;
 
 /// Returns an event's number in the ledger.
 pub(crate) fn number_of(event: &Event) -> usize {
@@ -33,7 +34,8 @@ pub(crate) fn number_of(event: &Event) -> usize {
 
 pub(crate) struct World {
     pub(crate) plan: Plan,
-    pub(crate) subscription: Subscription,
+    /// Each is driven by other relays.
+    pub(crate) subscriptions: Vec<Subscription>,
     /// The server itself, without a wire.
     pub(crate) server: Server,
     time: Arc<SimTime>,
@@ -48,7 +50,7 @@ pub(crate) struct World {
     ended: Notify,
     /// Number of calls that the server will execute later.
     late: AtomicU64,
-    stalled: [AtomicU64; RELAYS_MAX as usize + 1],
+    stalled: [AtomicU64; CALLERS],
     outages: Vec<(At, At)>,
     faults: HashMap<(u8, &'static str, u32), Fault>,
     mishaps: HashMap<u32, Mishap>,
@@ -57,7 +59,8 @@ pub(crate) struct World {
 }
 
 pub(crate) struct WorldState {
-    pub(crate) ledger: Ledger,
+    /// By subscription.
+    pub(crate) ledgers: Vec<Ledger>,
     rng: Rng,
     /// How often each operation was called, by relay.
     calls: HashMap<(u8, &'static str), u32>,
@@ -66,13 +69,15 @@ pub(crate) struct WorldState {
     /// Relays that an event ended and that were not restarted yet.
     ended: VecDeque<Who>,
     sends: u32,
+    /// Number of events that the destination accepted, by the relay that sent them.
+    pub(crate) accepted: HashMap<Who, usize>,
     carried: u32,
     effects_seen: HashMap<i64, i64>,
     /// A hash of everything that happened, in order.
     hash: u64,
     trace: Vec<String>,
-    /// By lane: its last line in the history.
-    traced: HashMap<usize, String>,
+    /// By subscription and lane: its last line in the history.
+    traced: HashMap<(usize, usize), String>,
 }
 
 impl WorldState {
@@ -83,6 +88,21 @@ impl WorldState {
         }
     }
 
+    /// Returns the ledger of the subscription that a relay drives.
+    pub(crate) fn ledger(&mut self, who: Who) -> &mut Ledger {
+        let count = self.ledgers.len();
+        &mut self.ledgers[usize::from(who.0) % count]
+    }
+
+    /// Records a violation of the world as a whole.
+    pub(crate) fn fail(&mut self, violation: impl FnOnce() -> String) {
+        self.ledgers[0].fail(violation);
+    }
+
+    fn violation(&self) -> Option<&String> {
+        self.ledgers.iter().find_map(|ledger| ledger.violation.as_ref())
+    }
+
     fn mix(&mut self, value: u64) {
         self.hash = (self.hash ^ value).wrapping_mul(0x0100_0000_01b3).rotate_left(17);
     }
@@ -91,15 +111,16 @@ impl WorldState {
 impl World {
     pub(crate) fn new(plan: Plan, tracing: bool) -> Self {
         let time = Arc::new(SimTime::new());
-        let subscription = Subscription {
-            lanes: plan.shape.lanes,
+        let subscription = |index: u16| Subscription {
+            lanes: (plan.shape.lanes - 1 + index) % LANES_MAX + 1,
             ordering: match plan.shape.ordered {
                 true => postbox_core::Ordering::Key,
                 false => postbox_core::Ordering::None,
             },
             on_dead: if plan.shape.halt { OnDead::Halt } else { OnDead::Continue },
-            ..Subscription::new("sim".parse().expect("a name"), LogName::outbox())
+            ..Subscription::new(format!("sim-{index}").parse().expect("a name"), LogName::outbox())
         };
+        let subscriptions: Vec<Subscription> = (0..u16::from(plan.shape.subscriptions)).map(subscription).collect();
         let (mut faults, mut mishaps, mut outages) = (HashMap::new(), HashMap::new(), Vec::new());
         for step in &plan.steps {
             match *step {
@@ -111,14 +132,15 @@ impl World {
                 _ => {}
             }
         }
-        let ledger = Ledger::new(plan.shape.attempts_max, plan.shape.ordered, plan.shape.halt);
+        let ledger = |index| Ledger::new(index, plan.shape.attempts_max, plan.shape.ordered, plan.shape.halt);
         let state = WorldState {
-            ledger,
+            ledgers: (0..subscriptions.len()).map(ledger).collect(),
             rng: Rng::new(plan.seed ^ 0xA5A5),
             calls: HashMap::new(),
             lives: HashMap::new(),
             ended: VecDeque::new(),
             sends: 0,
+            accepted: HashMap::new(),
             carried: 0,
             effects_seen: HashMap::new(),
             hash: 0xcbf2_9ce4_8422_2325,
@@ -126,8 +148,8 @@ impl World {
             traced: HashMap::new(),
         };
         Self {
-            server: Server::new(&plan, &time, &subscription),
-            subscription,
+            server: Server::new(&plan, &time, &subscriptions),
+            subscriptions,
             time,
             generation: AtomicU64::new(0),
             calm: AtomicBool::new(false),
@@ -161,11 +183,11 @@ impl World {
     /// Returns whether nothing is waiting in the store and no call in flight can change that. A
     /// late retry by a person, for example, sends dead events again.
     pub(crate) fn is_drained(&self) -> bool {
-        self.late.load(Ordering::Relaxed) == 0 && self.state().ledger.is_drained()
+        self.late.load(Ordering::Relaxed) == 0 && self.state().ledgers.iter().all(Ledger::is_drained)
     }
 
     pub(crate) fn is_violated(&self) -> bool {
-        self.state().ledger.violation.is_some()
+        self.state().violation().is_some()
     }
 
     /// Ends the faults.
@@ -223,9 +245,9 @@ impl World {
         let mut state = self.state();
         state.carried += 1;
         if state.carried > CALLS_MAX {
-            state.ledger.fail(|| format!("spin: relay {}.{} calls {operation} again and again", who.0, who.1));
+            state.fail(|| format!("spin: relay {}.{} calls {operation} again and again", who.0, who.1));
         }
-        state.ledger.violation.is_some()
+        state.violation().is_some()
     }
 
     /// Returns the fault for this call of an operation.
@@ -269,12 +291,18 @@ impl World {
         if operation == "apply" {
             self.count_effects(&mut state);
         }
-        state.ledger.observe(&self.server, operation, lease, who, lease_ends);
-        if self.tracing && matches!(operation, "open" | "settle" | "apply" | "acquire") {
-            for (lane, at) in self.server.cursors().into_iter().enumerate() {
+        let subscription = self.plan.subscription_of(who.0);
+        for (index, ledger) in state.ledgers.iter_mut().enumerate() {
+            match index == subscription || matches!(operation, "prune" | "note_unrouted") {
+                true => ledger.observe(&self.server, operation, lease, who, lease_ends),
+                false => ledger.observe_other(&self.server, operation),
+            }
+        }
+        if self.tracing && matches!(operation, "open" | "settle" | "apply" | "acquire" | "set_lanes" | "reset") {
+            for (lane, at) in self.server.cursors(subscription).into_iter().enumerate() {
                 let line =
                     format!("lane {lane}: epoch {}, window {} to {}, settled {}", at.epoch, at.from, at.to, at.settled);
-                if state.traced.insert(lane, line.clone()).as_ref() != Some(&line) {
+                if state.traced.insert((subscription, lane), line.clone()).as_ref() != Some(&line) {
                     state.note(self, || format!("        {line}"));
                 }
             }
@@ -284,26 +312,27 @@ impl World {
     /// Checks what handlers wrote.
     fn count_effects(&self, state: &mut WorldState) {
         let mut fresh = Vec::new();
-        self.server.each_effect(|seq, version| match state.effects_seen.get(&version) {
-            Some(known) if *known == seq => {}
-            Some(_) => state.ledger.fail(|| format!("effect: event {} was applied twice", version / REPLAYS_MAX)),
+        self.server.each_effect(|seq, version| match state.effects_seen.get(&version).copied() {
+            Some(known) if known == seq => {}
+            Some(_) => state.fail(|| format!("effect: {:?} was applied twice", Effect::of(version))),
             None => fresh.push((seq, version)),
         });
         for (seq, version) in fresh {
             if state.effects_seen.insert(version, seq).is_some_and(|other| other != seq) {
-                state.ledger.fail(|| format!("effect: event {} was applied twice", version / REPLAYS_MAX));
+                state.fail(|| format!("effect: {:?} was applied twice", Effect::of(version)));
             }
-            state.ledger.arrive((version / REPLAYS_MAX) as usize, (version % REPLAYS_MAX) as u32);
+            let Effect { subscription, number, replay } = Effect::of(version);
+            state.ledgers[subscription].arrive(number, replay);
         }
     }
 
     /// Records that a writer's transaction ended.
     pub(crate) fn committed(&self, numbers: &[usize]) {
         let mut state = self.state();
-        for number in numbers {
-            state.ledger.commit(*number);
+        for ledger in &mut state.ledgers {
+            numbers.iter().for_each(|number| ledger.commit(*number));
+            ledger.observe(&self.server, "commit", None, (OPERATOR, 0), 0);
         }
-        state.ledger.observe(&self.server, "commit", None, (OPERATOR, 0), 0);
     }
 
     /// Takes the store back to an earlier state. Calls on their way to it are lost.
@@ -313,11 +342,12 @@ impl World {
         let mut state = self.state();
         state.effects_seen.clear();
         let apply = self.plan.shape.apply;
-        state.ledger.went_back(&self.server, may_lose, apply);
+        state.ledgers.iter_mut().for_each(|ledger| ledger.went_back(&self.server, may_lose, apply));
         if apply {
             self.count_effects(&mut state);
         }
-        state.note(self, || format!("the store went back; cursors {:?}", self.server.cursors()));
+        let cursors = || (0..self.subscriptions.len()).map(|index| self.server.cursors(index)).collect::<Vec<_>>();
+        state.note(self, || format!("the store went back; cursors {:?}", cursors()));
     }
 
     /// Begins a call of the destination.
@@ -330,7 +360,7 @@ impl World {
         for delivery in deliveries {
             let number = number_of(&delivery.event);
             state.mix(number as u64);
-            state.ledger.send(who, number, delivery.attempt, delivery.replay, now);
+            state.ledger(who).send(who, number, delivery.attempt, delivery.replay, now);
         }
         let mishap = if self.is_calm() { None } else { self.mishaps.get(&nth).copied() };
         state.note(self, || {
@@ -344,7 +374,7 @@ impl World {
     pub(crate) async fn ends(&self, who: Who, number: usize) {
         {
             let mut state = self.state();
-            state.ledger.ended(number);
+            state.ledger(who).ended(number);
             state.ended.push_back(who);
             state.note(self, || format!("event {number} ends relay {}.{}", who.0, who.1));
         }
@@ -364,9 +394,9 @@ impl World {
     }
 
     /// Records a result, or none, that counts as an attempt of each delivery.
-    pub(crate) fn charge(&self, deliveries: &[&Delivery]) {
+    pub(crate) fn charge(&self, who: Who, deliveries: &[&Delivery]) {
         let mut state = self.state();
-        deliveries.iter().for_each(|delivery| state.ledger.failed(number_of(&delivery.event)));
+        deliveries.iter().for_each(|delivery| state.ledger(who).failed(number_of(&delivery.event)));
     }
 
     /// Returns the number of store calls by relays.
@@ -377,15 +407,16 @@ impl World {
     /// Returns the violation, the hash of the history, and the history.
     pub(crate) fn end(&self) -> (Option<String>, u64, Vec<String>) {
         let mut state = self.state();
-        let ended: u32 = state.ledger.facts.iter().map(|fact| fact.ended).sum();
-        let repeats_max = (self.plan.abrupt() + ended as usize)
-            * (usize::from(self.plan.shape.lanes) * self.plan.shape.batch * 2 + 16);
-        state.ledger.close(self.plan.shape.clean, repeats_max);
+        for ledger in &mut state.ledgers {
+            let ended: u32 = ledger.facts.iter().map(|fact| fact.ended).sum();
+            let in_flight_max = usize::from(self.plan.lanes_max()) * self.plan.shape.batch * 2 + 16;
+            ledger.close(self.plan.shape.clean, (self.plan.abrupt() + ended as usize) * in_flight_max);
+        }
         let mut trace = std::mem::take(&mut state.trace);
         if self.tracing {
-            trace.extend(state.ledger.lines());
+            trace.extend(state.ledgers.iter().flat_map(Ledger::lines));
         }
-        (state.ledger.violation.clone(), state.hash, trace)
+        (state.violation().cloned(), state.hash, trace)
     }
 }
 
