@@ -70,8 +70,9 @@ passes! { Maintain by store {
     create_log(log: &LogName) -> Result<()>;
     note_unrouted(log: &LogName) -> Result<Routed>;
     prune(log: &LogName, prune: &Prune) -> Result<Changed>;
+    time() -> Result<jiff::Timestamp>;
     check_receiving() -> Result<()>;
-    check_cursors() -> Result<()>;
+    check_integrity() -> Result<()>;
     rebase() -> Result<()>;
 } }
 passes! { Receive by store {
@@ -93,7 +94,7 @@ impl Migrate for LeasedStore {
         self.store.down(discard_events).await
     }
 
-    async fn validate(&self) -> Result<()> {
+    async fn validate(&self) -> Result<jiff::Timestamp> {
         self.store.validate().await
     }
 

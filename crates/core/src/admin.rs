@@ -223,8 +223,8 @@ pub struct ResetPlan {
     pub again: u64,
     /// Unread events that are skipped.
     pub skipped: u64,
-    /// Whether the counts are estimates, because one of them exceeds
-    /// [`LOOK_EVENTS_MAX`](crate::kit::LOOK_EVENTS_MAX).
+    /// Whether the counts are lower bounds, because one of them exceeds
+    /// [`LOOK_EVENTS_MAX`](crate::kit::LOOK_EVENTS_MAX), or the log is too large to look at all.
     pub is_estimate: bool,
     /// The epochs of all lanes when this was counted. Shows whether a lane was taken since.
     pub stamp: String,
@@ -263,7 +263,9 @@ pub struct ResetPlan {
 /// - `pause(None)` resumes.
 /// - `rename` keeps everything but the name. A relay of the former name loses its lanes. Nobody
 ///   gets them before its lease would have ended. `Conflict` `subscription_exists` if the new name
-///   is taken. A repeated call finds it done and succeeds.
+///   is taken. A repeated call finds it done and succeeds. A store whose rows have the name
+///   (SQLite) changes all of them in one transaction: `Conflict` `rows_many` beyond
+///   [`ROWS_MOVED_MAX`](crate::kit::ROWS_MOVED_MAX).
 /// - `remove` ends a subscription. Its cursor, rows and dead letters are deleted, and events that
 ///   only it still had to deliver may be pruned. If the same name is created again, it starts like
 ///   any new subscription, and no earlier lease counts.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use jiff::Timestamp;
 
 use crate::admin::Changed;
 use crate::criteria::Criteria;
@@ -77,14 +78,17 @@ pub trait Maintain: Send + Sync + 'static {
     /// Deletes old dispatched and skipped events of one log, in one step: after a position, or from
     /// the start.
     async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed>;
+    /// Returns the time of the store's clock, which decides how old an event is and when a pause
+    /// ends. The clock of another machine may differ.
+    async fn time(&self) -> Result<Timestamp>;
     /// Checks that no setting of the store prevents receiving messages. Changes nothing. The error
     /// names the cure.
     async fn check_receiving(&self) -> Result<()>;
     /// Checks that the cursors fit their database, which they do not after a dump was restored into
-    /// another one. A store may also check that nothing of its schema was dropped or moved, which
-    /// stops no relay at its start. Changes nothing. Errors: `Mismatch` `cursor_from_future`,
-    /// `cursor_foreign` or `schema_damaged`, whose cure is named.
-    async fn check_cursors(&self) -> Result<()>;
+    /// another one, and that nothing of the schema was dropped or moved, where a store can tell.
+    /// Changes nothing. Errors: `Mismatch` `cursor_from_future`, `cursor_foreign` or
+    /// `schema_damaged`, whose cure is named.
+    async fn check_integrity(&self) -> Result<()>;
     /// Makes rows and cursors fit their database after a dump was restored into another one: the
     /// cure of `cursor_from_future` and `cursor_foreign`. Delivered events stay delivered, pending
     /// ones stay pending.

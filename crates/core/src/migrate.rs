@@ -1,6 +1,7 @@
 //! The migrate contract: how a store's schema is created, removed and checked.
 
 use async_trait::async_trait;
+use jiff::Timestamp;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::inspect::Stats;
@@ -16,7 +17,8 @@ use crate::{Admin, Append, DeadLetters, Diagnose, Find, Inspect, Log, Maintain, 
 /// - `up` is idempotent and safe if two programs start at once (a lock in the store; the second
 ///   finds nothing to do).
 /// - `validate` changes nothing: `Mismatch` with code `schema_missing`, `schema_old` or
-///   `schema_newer` and the cure in the message.
+///   `schema_newer` and the cure in the message. What it returns is the same by whatever address
+///   the store is reached, until `down`.
 /// - `down` removes everything Postbox created, including events. It refuses a newer schema. Unless
 ///   `discard_events` is set, it also refuses (`Conflict`, code `events_undelivered`) while a log
 ///   holds an event that a subscription has still to deliver, or that no subscription reads. A call
@@ -29,8 +31,9 @@ pub trait Migrate: Send + Sync + 'static {
     /// Removes the schema. Returns the names of what was removed, newest first.
     async fn down(&self, discard_events: bool) -> Result<Vec<String>>;
     /// Checks that the schema has the version of this program. What somebody dropped later is the
-    /// concern of [`Maintain::check_cursors`].
-    async fn validate(&self) -> Result<()>;
+    /// concern of [`Maintain::check_integrity`]. Returns when the first migration was applied, by
+    /// which a store is known from another.
+    async fn validate(&self) -> Result<Timestamp>;
     /// Returns all migrations as one SQL script, for other tools.
     fn script(&self) -> String;
 }

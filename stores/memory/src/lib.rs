@@ -41,6 +41,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use async_trait::async_trait;
+use jiff::Timestamp;
 use postbox_core::{Clock, Error, ErrorKind, Migrate, Result, events_undelivered, lock};
 
 use client::Client;
@@ -74,7 +75,8 @@ impl MemoryStore {
     /// Creates an empty store with the logs `outbox` and `inbox`. Ids are made from `clock` and a
     /// counter, so that they are repeatable under a simulated clock.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
-        let server = Arc::new(Server { clock, state: Mutex::new(State::migrated()) });
+        let state = Mutex::new(State::migrated(clock.now()));
+        let server = Arc::new(Server { clock, state });
         Self { server, client: Arc::default(), wire: None }
     }
 
@@ -96,7 +98,7 @@ impl Server {
     /// Returns the state, if the schema exists.
     fn state(&self, operation: &'static str) -> Result<MutexGuard<'_, State>> {
         let state = self.lock();
-        if state.data.migrated {
+        if state.data.created_at.is_some() {
             return Ok(state);
         }
         Err(Error::new(
@@ -123,18 +125,19 @@ impl fmt::Debug for MemoryStore {
 #[async_trait]
 impl Migrate for MemoryStore {
     async fn up(&self) -> Result<Vec<String>> {
+        let now = self.server.clock.now();
         let mut state = self.server.lock();
-        if state.data.migrated {
+        if state.data.created_at.is_some() {
             return Ok(Vec::new());
         }
-        *state = State::migrated();
+        *state = State::migrated(now);
         Ok(vec![MIGRATION.to_owned()])
     }
 
     async fn down(&self, discard_events: bool) -> Result<Vec<String>> {
         let now = self.server.clock.now();
         let mut state = self.server.lock();
-        if !state.data.migrated {
+        if state.data.created_at.is_none() {
             return Ok(Vec::new());
         }
         if let Some(log) = state.data.undelivered(now).filter(|_| !discard_events) {
@@ -144,8 +147,9 @@ impl Migrate for MemoryStore {
         Ok(vec![MIGRATION.to_owned()])
     }
 
-    async fn validate(&self) -> Result<()> {
-        self.server.state("validate").map(drop)
+    async fn validate(&self) -> Result<Timestamp> {
+        let state = self.server.state("validate")?;
+        Ok(state.data.created_at.expect("`state` refuses a store without a schema"))
     }
 
     fn script(&self) -> String {

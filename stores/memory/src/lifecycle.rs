@@ -140,6 +140,14 @@ impl Reader {
     /// that wants nothing. Events no longer passed count as never passed.
     fn reset(&mut self, log: &LogState, place: i64) {
         let (lanes, commit_last) = (self.subscription.lanes, log.commit_last);
+        // A person marked them dead, and may retry what is skipped here.
+        let marked: Vec<i64> = log
+            .committed()
+            .filter(|(seq, commit, event)| *seq <= place && !self.has_passed(*seq, *commit, event))
+            .map(|(seq, _, _)| seq)
+            .filter(|seq| self.delivery(*seq).is_some_and(|row| row.state != EventState::Discarded))
+            .collect();
+        self.sent.extend(marked);
         let before: Vec<Passage> = self.lanes.iter().zip(0..).map(|(lane, nth)| lane.passage(lanes, nth)).collect();
         self.passages.extend(before);
         for passage in &mut self.passages {

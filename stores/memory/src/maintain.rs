@@ -27,12 +27,16 @@ impl Maintain for MemoryStore {
         self.call("prune", None, move |server| server.prune(&log, &prune)).await
     }
 
+    async fn time(&self) -> Result<Timestamp> {
+        Ok(self.server.clock.now())
+    }
+
     async fn check_receiving(&self) -> Result<()> {
         self.server.state("check_receiving").map(drop)
     }
 
-    async fn check_cursors(&self) -> Result<()> {
-        self.server.state("check_cursors").map(drop)
+    async fn check_integrity(&self) -> Result<()> {
+        self.server.state("check_integrity").map(drop)
     }
 
     async fn rebase(&self) -> Result<()> {
@@ -145,9 +149,11 @@ impl Server {
 }
 
 impl Reader {
-    /// Returns whether this subscription has passed an event and no longer needs it.
+    /// Returns whether this subscription does not want an event, or has passed it and no longer
+    /// needs it.
     fn is_done_with(&self, seq: i64, commit: u64, event: &Event) -> bool {
-        self.has_passed(seq, commit, event) && self.delivery(seq).is_none_or(|row| row.state == EventState::Discarded)
+        (!self.wants(event) || self.has_passed(seq, commit, event))
+            && self.delivery(seq).is_none_or(|row| row.state == EventState::Discarded)
     }
 
     /// Returns whether an event was discarded in this subscription with this code.

@@ -36,7 +36,8 @@ pub(crate) struct State {
 /// What a database would store in its tables.
 #[derive(Clone, Default)]
 pub(crate) struct Data {
-    pub(crate) migrated: bool,
+    /// When it was migrated; `None`: there is no schema.
+    pub(crate) created_at: Option<Timestamp>,
     pub(crate) logs: BTreeMap<LogName, LogState>,
     pub(crate) readers: BTreeMap<SubscriptionName, Reader>,
     pub(crate) inbox: Inbox,
@@ -157,9 +158,9 @@ pub(crate) struct DeliveryRow {
 }
 
 impl Data {
-    pub(crate) fn migrated() -> Self {
+    pub(crate) fn migrated(now: Timestamp) -> Self {
         let logs = [LogName::outbox(), LogName::inbox()].map(|name| (name, LogState::default()));
-        Self { migrated: true, logs: logs.into(), ..Self::default() }
+        Self { created_at: Some(now), logs: logs.into(), ..Self::default() }
     }
 
     pub(crate) fn log(&self, operation: &'static str, name: &LogName) -> Result<&LogState> {
@@ -200,8 +201,8 @@ impl Data {
 }
 
 impl State {
-    pub(crate) fn migrated() -> Self {
-        Self { data: Data::migrated(), ..Self::default() }
+    pub(crate) fn migrated(now: Timestamp) -> Self {
+        Self { data: Data::migrated(now), ..Self::default() }
     }
 
     /// Marks everything so far as on disk.

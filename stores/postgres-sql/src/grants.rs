@@ -58,11 +58,14 @@ impl Roles {
         let insert = format!("INSERT ({APPEND_COLUMNS})");
         for log in logs {
             let (table, has) = (format!("{{s}}.\"{log}\""), format!("FUNCTION {{s}}.\"{log}_has\""));
+            let drawn = format!("SEQUENCE {{s}}.\"{log}_seq_seq\"");
             if *log != LogName::inbox() {
                 grant(&insert, &table, writers);
                 grant("EXECUTE", &has, writers);
+                grant("SELECT", &drawn, writers);
             }
             grant(&format!("SELECT, {insert}"), &table, relays);
+            grant("SELECT", &drawn, relays);
             grant("DELETE", &table, &relays_for_all);
             grant("EXECUTE", &has, relays);
             grant("SELECT", &table, readers);

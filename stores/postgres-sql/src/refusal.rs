@@ -98,14 +98,14 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
             Unauthorized,
             "tenant_denied",
             format!(
-                "{}: the transaction works for another tenant, or names none; name it with set_config('postbox.tenant', NAME, true), \
-                 and give the event the same tenant",
+                "{}: the transaction works for another tenant, or names none; name it with set_config('postbox.tenant', NAME, true) \
+                 or `tenant` in [store], and give the event the same tenant (postbox send: --tenant NAME)",
                 fields.message
             ),
         ),
         "42501" => {
             let cure = match operation {
-                "migrate" | "rebase" => {
+                "migrate" | "rebase" | "create_log" => {
                     "use the role that owns the database, or Postbox's schema: only it may change tables \
                      (to let a role create the schema: GRANT CREATE ON DATABASE NAME TO ROLE)"
                 }
@@ -114,11 +114,18 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
             make(Unauthorized, "permission_denied", format!("{}; {cure}", fields.message))
         }
         "3D000" => make(Mismatch, "database_missing", format!("{}; create it first", fields.message)),
-        "57014" => make(
-            Unavailable,
-            "statement_timeout",
-            "a statement took longer than the statement timeout; postbox doctor names the locks it may wait for".to_owned(),
-        ),
+        "57014" => {
+            // These may have to pass a large log, or 200,000 rows. The statements of other changes
+            // are short, so that a lock is the cause.
+            let cure = match operation {
+                "remove" | "reset" | "set_lanes" => "raise `statement_timeout` in [store] and try again, or ",
+                _ => "",
+            };
+            let text = format!(
+                "a statement took longer than the statement timeout; {cure}postbox doctor names the locks it may wait for"
+            );
+            make(Unavailable, "statement_timeout", text)
+        }
         // A standby refuses BEGIN READ WRITE as an unsupported feature.
         "0A000" if fields.message.contains("recovery") => {
             make(Unavailable, "store_read_only", "the database is a standby; promote it, or name the primary in the store's URL".to_owned())
@@ -239,6 +246,28 @@ mod tests {
             let error = of_database("test", &fields(state));
             assert_eq!((error.kind(), error.code()), (kind, code), "{state}");
         }
+    }
+
+    #[test]
+    fn a_timeout_of_a_long_change_names_its_setting() {
+        let names_it = |operation| of_database(operation, &fields("57014")).message().contains("`statement_timeout`");
+        assert!(names_it("remove") && names_it("reset") && names_it("set_lanes"));
+        assert!(!names_it("rename"), "a larger one would only wait longer for a lock");
+    }
+
+    #[test]
+    fn who_may_not_create_a_log_needs_its_owner() {
+        let cure = |operation| of_database(operation, &fields("42501")).message().contains("the role that owns");
+        assert!(cure("migrate") && cure("rebase") && cure("create_log"));
+        assert!(!cure("append"), "a right is enough");
+    }
+
+    #[test]
+    fn a_denied_tenant_is_named_in_sql_or_by_the_command() {
+        let message = "new row violates row-level security policy";
+        let error = of_database("append", &Refusal { message, ..fields("42501") });
+        assert_eq!(error.code(), "tenant_denied");
+        assert!(error.message().contains("set_config(") && error.message().contains("--tenant NAME"), "{error}");
     }
 
     #[test]

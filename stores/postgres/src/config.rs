@@ -142,6 +142,10 @@ impl StoreOptions for PostgresTable {
         )
     }
 
+    fn describe(&self, url: &str) -> String {
+        crate::connect::address_of_url(url)
+    }
+
     async fn open(&self, url: &str, is_one_of_many: bool) -> Result<Arc<dyn Store>> {
         let config = if is_one_of_many { self.config_of_many(url) } else { self.config(url) };
         Ok(Arc::new(PostgresStore::connect(config).await?))
@@ -204,12 +208,13 @@ mod tests {
             ("postgres://u:hunter2@h/d?hunter2", "wrong form"),
             ("postgres://u:se@hunter2@h/d", "%40"),
             ("mysql://u:hunter2@h/d", "not a Postgres URL"),
+            ("postgres:///d?user=u&password=hunter2", "?host=/FOLDER"),
         ] {
             let text = check(url).expect_err("refused");
             assert!(text.contains(said) && !text.contains("hunter2"), "{text}");
         }
         let verified = "postgres://u:p@h:5433/d?sslmode=verify-full&sslrootcert=%2Fca.pem";
-        for url in [verified, "postgresql:///d", "postgres://h"] {
+        for url in [verified, "postgresql:///d?host=/run/postgresql", "postgresql:///d?hostaddr=::1", "postgres://h"] {
             assert_eq!(check(url), Ok(()), "{url}");
         }
     }
@@ -233,5 +238,7 @@ mod tests {
     fn debug_shows_no_secret() {
         let text = format!("{:?}", PostgresConfig::new("postgres://u:hunter2@h/d"));
         assert!(!text.contains("hunter2"), "{text}");
+        let described = PostgresTable::default().describe("postgres://u:hunter2@127.0.0.1:7411/shop");
+        assert_eq!(described, "the database shop at 127.0.0.1:7411 as u");
     }
 }

@@ -54,21 +54,7 @@ impl Target {
 
     /// Describes the database, the server and the user, without the password.
     pub(crate) fn address(&self) -> String {
-        let hosts = self.settings.get_hosts().iter().map(|host| match host {
-            Host::Tcp(name) => name.clone(),
-            #[cfg(unix)]
-            Host::Unix(folder) => folder.display().to_string(),
-        });
-        let addresses = self.settings.get_hostaddrs().iter().map(IpAddr::to_string);
-        let hosts: Vec<String> = if hosts.len() > 0 { hosts.collect() } else { addresses.collect() };
-        let ports = self.settings.get_ports();
-        let port = |nth: usize| ports.get(nth).or(ports.first()).copied().unwrap_or(5432);
-        let servers: Vec<String> =
-            hosts.iter().enumerate().map(|(nth, host)| format!("{host}:{}", port(nth))).collect();
-        let user = self.settings.get_user();
-        let database = self.settings.get_dbname().or(user).unwrap_or_default();
-        let by = user.map(|user| format!(" as {user}")).unwrap_or_default();
-        format!("the database {database} at {}{by}", servers.join(","))
+        address(&self.settings)
     }
 
     /// Returns a pool that opens connections when they are needed.
@@ -109,12 +95,40 @@ fn parse_url(url: &str) -> Result<(tokio_postgres::Config, TlsOptions), String> 
         };
         format!("{part}; expected postgres://user@host:port/database")
     })?;
+    // libpq would look for a socket in a folder of its own; the driver fails at every connection.
+    if settings.get_hosts().is_empty() && settings.get_hostaddrs().is_empty() {
+        return Err(
+            "it names no host; write postgres://USER@HOST/DATABASE, or add ?host=/FOLDER for a socket".to_owned()
+        );
+    }
     // The driver ends a password at the first @, and the rest of it would be printed, and looked
     // up, as the host.
     match settings.get_hosts().iter().any(|host| matches!(host, Host::Tcp(name) if name.contains('@'))) {
         true => Err("there is an @ in its host; write an @ in a password as %40".to_owned()),
         false => Ok((settings, tls_options)),
     }
+}
+
+fn address(settings: &tokio_postgres::Config) -> String {
+    let hosts = settings.get_hosts().iter().map(|host| match host {
+        Host::Tcp(name) => name.clone(),
+        #[cfg(unix)]
+        Host::Unix(folder) => folder.display().to_string(),
+    });
+    let addresses = settings.get_hostaddrs().iter().map(IpAddr::to_string);
+    let hosts: Vec<String> = if hosts.len() > 0 { hosts.collect() } else { addresses.collect() };
+    let ports = settings.get_ports();
+    let port = |nth: usize| ports.get(nth).or(ports.first()).copied().unwrap_or(5432);
+    let servers: Vec<String> = hosts.iter().enumerate().map(|(nth, host)| format!("{host}:{}", port(nth))).collect();
+    let user = settings.get_user();
+    let database = settings.get_dbname().or(user).unwrap_or_default();
+    let by = user.map(|user| format!(" as {user}")).unwrap_or_default();
+    format!("the database {database} at {}{by}", servers.join(","))
+}
+
+/// As [`Target::address`], for a URL.
+pub(crate) fn address_of_url(url: &str) -> String {
+    parse_url(url).map_or_else(|wrong| wrong, |(settings, _)| address(&settings))
 }
 
 /// Checks a URL without contacting anything. The message never repeats it.

@@ -24,6 +24,10 @@ impl Stored {
         self.delivery.seq.0
     }
 
+    pub(crate) fn id(&self) -> uuid::Uuid {
+        self.delivery.event.id.as_uuid()
+    }
+
     /// The payload's size in bytes, whether it was read or not.
     pub(crate) fn size(&self) -> usize {
         self.behind.max(self.delivery.event.payload.len())

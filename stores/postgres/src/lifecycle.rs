@@ -64,16 +64,25 @@ SELECT l.seq FROM {log} AS l WHERE l.seq > $1 AND l.seq <= $2 AND l.created_at >
 /// How far the order of times may differ from that of places.
 const SINCE_MARGIN: i64 = 100_000;
 
-/// The effect of a reset, counted up to `$3`, and the epochs of all lanes. Indexes: the log's
-/// primary key, and `(xid, seq)`. No lock.
+/// The most events that a reset is counted among: some hundred milliseconds, however rare the
+/// subscription's topics are.
+const PLAN_LOOK_MAX: i64 = 100_000;
+
+/// The effect of a reset, counted up to `$3` among the next `$4` events after the place and those
+/// that the lanes have ahead, whether there are more events than that, and the epochs of all lanes.
+/// Indexes: the log's primary key, and `(xid, seq)`. No lock.
 const RESET_PLAN: &str = "
+WITH first AS MATERIALIZED (SELECT min(pg_snapshot_xmin(f.from_snap)) AS xid FROM {s}.lane AS f WHERE f.subscription = $1),
+later AS (SELECT * FROM {log} AS l WHERE l.seq > $2 ORDER BY l.seq LIMIT $4),
+ahead AS (SELECT * FROM {log} AS l WHERE l.xid >= (SELECT xid FROM first) ORDER BY l.xid, l.seq LIMIT $4)
 SELECT (SELECT count(*) FROM (
-    SELECT FROM {log} AS l JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
-    WHERE l.seq > $2 AND NOT {is_unread} AND {is_wanted} AND NOT {is_discarded} LIMIT $3) AS again),
+    SELECT FROM later AS l JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+    WHERE NOT {is_unread} AND {is_wanted} AND NOT {is_discarded} LIMIT $3) AS again),
   (SELECT count(*) FROM (
-    SELECT FROM {log} AS l JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
-    WHERE l.seq <= $2 AND l.xid >= (SELECT min(pg_snapshot_xmin(f.from_snap)) FROM {s}.lane AS f WHERE f.subscription = $1)
-      AND {is_unread} AND {is_wanted} AND NOT {is_discarded} LIMIT $3) AS skipped),
+    SELECT FROM ahead AS l JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+    WHERE l.seq <= $2 AND {is_unread} AND {is_wanted} AND NOT {is_discarded} LIMIT $3) AS skipped),
+  EXISTS (SELECT FROM {log} AS l WHERE l.seq > $2 ORDER BY l.seq OFFSET $4)
+    OR EXISTS (SELECT FROM {log} AS l WHERE l.xid >= (SELECT xid FROM first) ORDER BY l.xid, l.seq OFFSET $4),
   (SELECT string_agg(n.epoch::text, ',' ORDER BY n.lane) FROM {s}.lane AS n WHERE n.subscription = s.id)
 FROM {s}.subscription AS s WHERE s.id = $1";
 
@@ -131,6 +140,13 @@ const DELIVERY_CUT: &str = "
 DELETE FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq > $2 AND d.state <> 'discarded'
   AND EXISTS (SELECT FROM {log} AS l WHERE l.seq = d.seq)";
 
+/// Notes unread events with a row, which the reset skips: a person marked them dead, and may retry
+/// them. Indexes: primary keys.
+const SENT_NOTE_MARKED: &str = "
+INSERT INTO {s}.sent (subscription, seq) SELECT d.subscription, d.seq
+FROM {s}.delivery AS d JOIN {log} AS l ON l.seq = d.seq JOIN {s}.lane AS n ON n.subscription = d.subscription AND n.lane = d.lane
+WHERE d.subscription = $1 AND d.seq <= $2 AND d.state <> 'discarded' AND {is_unread} ON CONFLICT DO NOTHING";
+
 /// Index: primary key. Locks the rows.
 const SENT_CUT: &str = "DELETE FROM {s}.sent WHERE subscription = $1 AND seq > $2";
 
@@ -144,7 +160,7 @@ ends AS (SELECT n.to_snap, n.low, n.high FROM n
 begins AS (SELECT n.from_snap FROM n
   ORDER BY pg_snapshot_xmax(n.from_snap) DESC, (SELECT count(*) FROM pg_snapshot_xip(n.from_snap)) LIMIT 1)
 SELECT (SELECT from_snap::text FROM begins), (SELECT to_snap::text FROM ends), (SELECT low FROM ends), (SELECT high FROM ends),
-  max(n.last_seq), max(n.epoch) + 1, sum(n.delivered)::bigint, max(n.lease_until), max(n.lease_ttl), bool_or(n.cluster <> {s}.cluster_id())
+  max(n.last_seq), max(n.epoch) + 1, sum(greatest(0, least(n.delivered, 1000000000000000)))::bigint, max(n.lease_until), max(n.lease_ttl), bool_or(n.cluster <> {s}.cluster_id())
 FROM n";
 
 /// Adds a delivery row for each event that an old lane has still to read and that the new lanes
@@ -155,6 +171,7 @@ WITH ahead AS MATERIALIZED (
     {later} AS later
   FROM {s}.subscription AS s
   JOIN {log} AS l ON l.xid >= (SELECT min(pg_snapshot_xmin(f.from_snap)) FROM {s}.lane AS f WHERE f.subscription = $1)
+    AND l.xid < pg_snapshot_xmax($3::text::pg_snapshot)
   JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
   WHERE s.id = $1
     AND (pg_visible_in_snapshot(l.xid, $2::text::pg_snapshot) OR (pg_visible_in_snapshot(l.xid, $3::text::pg_snapshot) AND l.seq <= $4))
@@ -276,10 +293,11 @@ pub(crate) async fn plan(session: &Session, name: &SubscriptionName, to: ResetTo
     let place = place_of(session, &known.log, to).await?;
     let most = LOOK_EVENTS_MAX as i64 + 1;
     let template = RESET_PLAN.replace("{is_discarded}", IS_DISCARDED);
-    let row = session.row(&session.log_sql(&template, &known.log), &params![known.id, place, most]).await?;
+    let row =
+        session.row(&session.log_sql(&template, &known.log), &params![known.id, place, most, PLAN_LOOK_MAX]).await?;
     let [again, skipped] = [0, 1].map(|column| row.get::<_, i64>(column));
-    let stamp = row.get::<_, Option<String>>(2).unwrap_or_default();
-    let is_estimate = again.max(skipped) == most;
+    let stamp = row.get::<_, Option<String>>(3).unwrap_or_default();
+    let is_estimate = again.max(skipped) == most || row.get(2);
     Ok(ResetPlan { again: again.unsigned_abs(), skipped: skipped.unsigned_abs(), is_estimate, stamp })
 }
 
@@ -306,6 +324,7 @@ pub(crate) async fn reset(session: &Session, name: &SubscriptionName, to: ResetT
     session.execute(&sql(PASSAGE_CUT), &at_place).await?;
     session.execute(&sql(SUBSCRIPTION_RESET), &at_place).await?;
     session.execute(&sql(FILTER_KEEP), &params![id]).await?;
+    session.execute(&sql(SENT_NOTE_MARKED), &at_place).await?;
     session.execute(&sql(LANE_RESET), &params![id, place, place == END]).await?;
     session.execute(&sql(PASSAGE_SKIP), &params![id]).await?;
     session.execute(&sql(DELIVERY_CUT), &at_place).await?;
@@ -323,7 +342,7 @@ pub(crate) async fn set_lanes(session: &Session, name: &SubscriptionName, lanes:
     }
     let most = ROWS_MOVED_MAX + 1;
     if session.row(&sql(ROWS_COUNT), &params![id, most]).await?.get::<_, i64>(0) == most {
-        return Err(rows_many(name));
+        return Err(rows_many("set_lanes", name));
     }
     let row = session.row(&sql(LANES_JOIN), &params![id]).await?;
     if row.get(9) {

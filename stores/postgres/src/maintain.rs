@@ -7,7 +7,7 @@ use postbox_postgres_sql::params;
 use crate::PostgresStore;
 use crate::rebase::rebase;
 use crate::session::Session;
-use crate::subscription::check_cursors;
+use crate::subscription::check_integrity;
 use crate::unrouted::note_unrouted;
 
 /// Whether transactions are read-only by default, whether the URL says so, the role and the
@@ -15,6 +15,9 @@ use crate::unrouted::note_unrouted;
 const DEFAULT_READ_ONLY: &str = "
 SELECT setting OPERATOR(pg_catalog.=) 'on', source OPERATOR(pg_catalog.=) 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database())
 FROM pg_catalog.pg_settings WHERE name OPERATOR(pg_catalog.=) 'default_transaction_read_only'";
+
+/// Reads the clock, in a transaction of its own.
+const CLOCK: &str = "SELECT pg_catalog.clock_timestamp()";
 
 #[async_trait]
 impl Maintain for PostgresStore {
@@ -44,6 +47,11 @@ impl Maintain for PostgresStore {
         }
     }
 
+    async fn time(&self) -> Result<jiff::Timestamp> {
+        let ask = async |session: &Session| session.row(CLOCK, &[]).await;
+        Ok(self.call("time", ask).await?.get(0))
+    }
+
     /// Receiving is one statement, whose transaction has the default mode of the role or database.
     /// All other writes begin READ WRITE explicitly. Error: `Mismatch`, code `default_read_only`.
     async fn check_receiving(&self) -> Result<()> {
@@ -63,9 +71,9 @@ impl Maintain for PostgresStore {
         Err(Error::new(ErrorKind::Mismatch, "check_receiving", "default_read_only", text))
     }
 
-    async fn check_cursors(&self) -> Result<()> {
-        let look = async |session: &Session| session.step_by_step(&self.inner.modes.count, check_cursors).await;
-        self.with_lock_named(self.call_to_look("check_cursors", look).await).await
+    async fn check_integrity(&self) -> Result<()> {
+        let look = async |session: &Session| session.step_by_step(&self.inner.modes.count, check_integrity).await;
+        self.with_lock_named(self.call_to_look("check_integrity", look).await).await
     }
 
     /// One transaction, without a time limit. It rewrites the logs, and writers wait meanwhile.

@@ -1,6 +1,7 @@
 //! Migrations: embedded, numbered, one transaction each, run by one process at a time.
 
 use async_trait::async_trait;
+use jiff::Timestamp;
 use postbox_core::{Error, ErrorKind, Inspect as _, LogName, Migrate, Result, events_undelivered};
 use postbox_postgres_sql::migration::{
     DOWN_LOCK_TABLES, DOWN_LOCK_TIMEOUT, LOG_UNDELIVERED, MIGRATION_DOWN, MIGRATION_LOCK, MIGRATION_TABLE, MIGRATIONS,
@@ -73,21 +74,21 @@ impl Migrate for PostgresStore {
         match self.validate().await {
             Err(error) if error.code() == "schema_missing" => return Ok(Vec::new()),
             Err(error) if ["schema_old", "encoding_unsupported"].contains(&error.code()) => {}
-            validated => validated?,
+            validated => _ = validated?,
         }
         let session = self.session("migrate").await?;
         let known = known_migrations(&session).await?;
         let begin = format!("{MIGRATION_BEGIN}{DOWN_LOCK_TIMEOUT}{MIGRATION_LOCK}");
         let remove = async |session: &Session| remove(session, discard_events).await;
         session.step_by_step(&begin, remove).await.map_err(in_use)?;
-        Ok(known.into_iter().rev().map(|(_, name)| name).collect())
+        Ok(known.into_iter().rev().map(|(_, name, _)| name).collect())
     }
 
-    async fn validate(&self) -> Result<()> {
+    async fn validate(&self) -> Result<Timestamp> {
         let look = async |session: &Session| {
             let (known, encoding) = futures::join!(known_migrations(session), check_encoding(session));
-            check_versions(session.schema(), &known?)?;
-            encoding
+            let created_at = check_versions(session.schema(), &known?)?;
+            encoding.map(|()| created_at)
         };
         self.look("validate", look).await
     }
@@ -115,7 +116,7 @@ impl PostgresStore {
         let session = self.session("migrate").await?;
         let Migration { version, name, sql } = migration;
         let is_applied =
-            async |session: &Session| Ok(known_migrations(session).await?.iter().any(|(known, _)| known >= version));
+            async |session: &Session| Ok(known_migrations(session).await?.iter().any(|(known, ..)| known >= version));
         // Without the lock, which anybody may hold. Any error shows below.
         if is_applied(&session).await.is_ok_and(|applied| applied) {
             return Ok(false);
@@ -165,17 +166,22 @@ pub(crate) async fn owner_sees_all(session: &Session) -> Result<Vec<String>> {
     Ok(rows.iter().map(|row| row.get(1)).collect())
 }
 
-async fn known_migrations(session: &Session) -> Result<Vec<(i32, String)>> {
+/// The number, the name and the time of each.
+async fn known_migrations(session: &Session) -> Result<Vec<(i32, String, Timestamp)>> {
     let rows = session.rows(&session.sql(MIGRATION_LIST), &[]).await.map_err(|error| match error.code() {
         "schema_missing" => schema_missing(session.schema()),
         // A column is missing.
         "schema_old" => migrations_foreign(session),
         _ => error,
     })?;
-    let of_row = |row: &Row| Some((row.try_get::<_, i32>(0).ok()?, row.try_get::<_, String>(1).ok()?));
-    let known: Option<Vec<(i32, String)>> = rows.iter().map(of_row).collect();
+    let of_row = |row: &Row| {
+        Some((row.try_get::<_, i32>(0).ok()?, row.try_get::<_, String>(1).ok()?, row.try_get::<_, Timestamp>(2).ok()?))
+    };
+    let known: Option<Vec<(i32, String, Timestamp)>> = rows.iter().map(of_row).collect();
     let first = (MIGRATIONS[0].version, MIGRATIONS[0].name);
-    let is_ours = |known: &Vec<(i32, String)>| known.first().is_none_or(|(version, name)| (*version, &**name) == first);
+    let is_ours = |known: &Vec<(i32, String, Timestamp)>| {
+        known.first().is_none_or(|(version, name, _)| (*version, &**name) == first)
+    };
     known.filter(is_ours).ok_or_else(|| migrations_foreign(session))
 }
 
@@ -262,7 +268,8 @@ fn schema_missing(schema: &SchemaName) -> Error {
     Error::new(ErrorKind::Mismatch, "validate", "schema_missing", message)
 }
 
-fn check_versions(schema: &SchemaName, known: &[(i32, String)]) -> Result<()> {
+/// Returns when the first was applied.
+fn check_versions(schema: &SchemaName, known: &[(i32, String, Timestamp)]) -> Result<Timestamp> {
     let ours = MIGRATIONS.len();
     let mismatch =
         |code: &'static str, message: String| Err(Error::new(ErrorKind::Mismatch, "validate", code, message));
@@ -276,6 +283,6 @@ fn check_versions(schema: &SchemaName, known: &[(i32, String)]) -> Result<()> {
             "schema_newer",
             format!("schema {} is at version {n}, this program needs {ours}; use a newer postbox", schema.quoted()),
         ),
-        _ => Ok(()),
+        _ => Ok(known[0].2),
     }
 }

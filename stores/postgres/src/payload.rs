@@ -1,5 +1,6 @@
 //! Payloads that were not read with their rows, and how many rows fit into a batch.
 
+use std::collections::HashMap;
 use std::pin::pin;
 
 use bytes::{Bytes, BytesMut};
@@ -16,11 +17,12 @@ use crate::session::Session;
 /// small beside a payload of 16 MiB.
 const SLICE_BYTES: usize = 1024 * 1024;
 
-/// The payloads that were left out. Index: primary key of the log.
-const PAYLOAD_READ: &str = "SELECT seq, payload, payload_bytes FROM {log} WHERE seq {=} ANY ($1)";
+/// The payloads that were left out. By id, too: after a failover that lost commits, another event
+/// may have this `seq` by now. Index: primary key of the log.
+const PAYLOAD_READ: &str = "SELECT seq, id, payload, payload_bytes FROM {log} WHERE seq {=} ANY ($1)";
 
-/// A piece of one payload. Index: primary key of the log.
-const PAYLOAD_SLICE: &str = "SELECT pg_catalog.substr(coalesce(payload_bytes, pg_catalog.textsend(payload)), $2, $3) FROM {log} WHERE seq {=} $1";
+/// A piece of one payload, by id, too. Index: primary key of the log.
+const PAYLOAD_SLICE: &str = "SELECT pg_catalog.substr(coalesce(payload_bytes, pg_catalog.textsend(payload)), $2, $3) FROM {log} WHERE seq {=} $1 AND id {=} $4";
 
 /// Returns how many of the rows, in order, the caller can hold.
 pub(crate) fn fitting(rows: &[Stored], limit: BatchLimit) -> usize {
@@ -68,27 +70,29 @@ fn give_up(row: &mut Stored, error: Error) -> Result<()> {
 
 async fn fetch_whole(session: &Session, log: &LogName, rows: &mut [Stored], seqs: &[i64]) -> Result<()> {
     let (sql, seqs) = (session.log_sql(PAYLOAD_READ, log), seqs.to_vec());
+    // The rows come in the order of their caller, which need not be that of `seq`.
+    let mut rows: HashMap<_, _> = rows.iter_mut().map(|row| ((row.seq(), row.id()), row)).collect();
     let fetch = async {
         let mut found = pin!(session.client().query_typed_raw(&sql, params![seqs]).await?);
         while let Some(row) = found.try_next().await? {
-            let payload = row.get::<_, Option<Raw<'_>>>(1).or(row.get(2));
-            if let (Ok(index), Some(payload)) = (rows.binary_search_by_key(&row.get(0), Stored::seq), payload) {
-                rows[index].fill(Bytes::copy_from_slice(payload.0));
+            let payload = row.get::<_, Option<Raw<'_>>>(2).or(row.get(3));
+            if let (Some(stored), Some(payload)) = (rows.get_mut(&(row.get(0), row.get(1))), payload) {
+                stored.fill(Bytes::copy_from_slice(payload.0));
             }
         }
         Ok(())
     };
-    session.answer(fetch).await
+    session.alone_or_within(fetch).await
 }
 
 /// `None` if the row is gone, or its payload has become shorter.
 async fn fetch_sliced(session: &Session, log: &LogName, row: &Stored) -> Result<Option<Bytes>> {
     let sql = session.log_sql(PAYLOAD_SLICE, log);
-    let (seq, slice) = (row.seq(), SLICE_BYTES as i32);
+    let (seq, id, slice) = (row.seq(), row.id(), SLICE_BYTES as i32);
     let mut payload = BytesMut::with_capacity(row.behind);
     while payload.len() < row.behind {
         let start = i32::try_from(payload.len()).unwrap_or(i32::MAX - 1) + 1;
-        let found = session.rows(&sql, &params![seq, start, slice]).await?;
+        let found = session.rows(&sql, &params![seq, start, slice, id]).await?;
         let Some(piece) = found.first().map(|piece| piece.get::<_, &[u8]>(0)).filter(|it| !it.is_empty()) else {
             return Ok(None);
         };

@@ -23,17 +23,19 @@ const LOG_TABLE_LOCK: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 /// The first event that was appended in this cluster since the restore. Walks the log.
 ///
 /// Its `xid` may be in a snapshot of the other cluster, but nobody has passed it. It is known by
-/// its `xmin`, which is always of this cluster: it comes after that of the log's CHECK, which a
-/// restore adds once the rows are there. `pg_upgrade` keeps the `xmin` of rows and writes the CHECK
-/// anew. `xid` is compared too, because numbers of 32 bits come round.
+/// its `xmin`, which is always of this cluster: it comes after that of the log's primary key, which
+/// a restore adds once the rows are there. `pg_upgrade` keeps the `xmin` of rows and adds the key
+/// anew. Not the log's CHECK, which a person may have written since. `xid` is compared too, because
+/// numbers of 32 bits come round, and because this cluster has given out no number beyond the end
+/// of a snapshot that is taken when every writer is done.
 const LOG_NEW: &str = "
 CREATE TEMPORARY TABLE postbox_new ON COMMIT DROP AS
 SELECT coalesce(min(l.seq), 9223372036854775807) AS seq
 FROM {log} AS l
-JOIN pg_constraint AS c ON c.conrelid = l.tableoid AND c.conname = 'event_invalid'
-CROSS JOIN (SELECT pg_current_xact_id()::text::bigint AS xid) AS now
+JOIN pg_constraint AS c ON c.conrelid = l.tableoid AND c.contype = 'p'
+CROSS JOIN (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS xid) AS now
 WHERE (now.xid - l.xmin::text::bigint & 4294967295) < (now.xid - c.xmin::text::bigint & 4294967295)
-  AND l.xid::text::bigint >= now.xid - (now.xid - c.xmin::text::bigint & 4294967295)
+  AND l.xid::text::bigint BETWEEN now.xid - (now.xid - c.xmin::text::bigint & 4294967295) AND now.xid
   AND EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
     WHERE s.log = '{name}' AND n.cluster <> {s}.cluster_id())";
 

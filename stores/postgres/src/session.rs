@@ -112,7 +112,10 @@ impl Session {
 
     /// Waits for the answer of a statement. A statement outside of a transaction gets one that
     /// names the tenant first, if the store works for one.
-    async fn alone_or_within<T>(&self, answer: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T> {
+    pub(crate) async fn alone_or_within<T>(
+        &self,
+        answer: impl Future<Output = Result<T, tokio_postgres::Error>>,
+    ) -> Result<T> {
         match &self.store.inner.modes.alone {
             Some(begin) if !self.in_transaction.load(Ordering::Relaxed) => {
                 let (begun, answered, committed) =

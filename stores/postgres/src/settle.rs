@@ -49,7 +49,7 @@ WITH gone AS (
   DELETE FROM {s}.delivery AS d
   USING unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays) CROSS JOIN LATERAL {row_of_entry}
   WHERE d.ctid = found.place AND {is_as_read} RETURNING d.seq)
-UPDATE {s}.lane AS l SET delivered = l.delivered + (SELECT count(*) FROM gone)
+UPDATE {s}.lane AS l SET delivered = least(l.delivered, 1000000000000000) + (SELECT count(*) FROM gone)
 WHERE l.ctid = $6::tid AND l.subscription = $1 AND l.lane = $5 AND EXISTS (SELECT FROM gone) RETURNING l.ctid::text";
 
 /// The number of rows that still are as they were read. Index: primary key of `delivery`. The

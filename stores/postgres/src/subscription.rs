@@ -246,7 +246,7 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
 
 /// Checks that every log that is read, and every cursor, fits this cluster, and first that the
 /// schema is whole.
-pub(crate) async fn check_cursors(session: &Session) -> Result<()> {
+pub(crate) async fn check_integrity(session: &Session) -> Result<()> {
     check_parts(session).await?;
     for row in session.rows(&session.sql(LOGS_READ), &[]).await? {
         check_log_xids(session, &LogName::from_stored(row.get::<_, &str>(0))).await?;

@@ -1,5 +1,7 @@
 //! Classifies SQLite errors.
 
+use std::path::Path;
+
 use postbox_core::{Error, ErrorKind, Result};
 use rusqlite::ffi;
 
@@ -33,6 +35,14 @@ impl Fault {
         }
     }
 
+    /// As [`Self::into_error`], where the file is known: the cure of a missing table names it.
+    pub(crate) fn into_error_of_file(self, operation: &'static str, path: &Path) -> Error {
+        match self {
+            Self::Sqlite(error) if is_own_table_missing(&error.to_string()) => schema_missing(operation, Some(path)),
+            fault => fault.into_error(operation),
+        }
+    }
+
     /// Whether SQLite says that a table is missing.
     pub(crate) fn is_table_missing(&self) -> bool {
         matches!(self, Self::Sqlite(error) if error.to_string().contains("no such table"))
@@ -45,11 +55,15 @@ pub(crate) fn classify(operation: &'static str, error: rusqlite::Error) -> Error
     from_code(operation, code, &error.to_string()).with_source(error)
 }
 
+fn is_own_table_missing(text: &str) -> bool {
+    text.contains("no such table: postbox_") || text.contains("no such table: main.postbox_")
+}
+
 /// Maps SQLite's extended result code and text to kind, code and cure; shared by the drivers.
 ///
 /// Unknown codes become `Internal`, which callers retry with a limit, so nothing is lost.
 pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> Error {
-    if text.contains("no such table: postbox_") || text.contains("no such table: main.postbox_") {
+    if is_own_table_missing(text) {
         return schema_missing(operation, None);
     }
     let (kind, code, message) = match (extended & 0xff, extended) {
@@ -127,9 +141,19 @@ pub(crate) fn read_only(operation: &'static str) -> Error {
 }
 
 /// The error of a missing schema; `path` if we know the file.
-pub(crate) fn schema_missing(operation: &'static str, path: Option<&std::path::Path>) -> Error {
+pub(crate) fn schema_missing(operation: &'static str, path: Option<&Path>) -> Error {
     let store = path.map_or_else(|| "sqlite:FILE".into(), |path| format!("sqlite:{}", path.display()));
     let message = format!("{store} has no Postbox tables; run: postbox migrate up --store {store}");
+    Error::new(ErrorKind::Mismatch, operation, "schema_missing", message)
+}
+
+/// The error of a file that is not there, which may be a wrong path as well as a new store.
+pub(crate) fn file_missing(operation: &'static str, path: &Path) -> Error {
+    let path = path.display();
+    let message = format!(
+        "there is no file {path}; correct the path or the working folder, or create it: postbox migrate up --store \
+         sqlite:{path}"
+    );
     Error::new(ErrorKind::Mismatch, operation, "schema_missing", message)
 }
 

@@ -112,6 +112,11 @@ impl StoreOptions for SqliteTable {
         None
     }
 
+    fn describe(&self, url: &str) -> String {
+        let path = path(url).unwrap_or_default();
+        std::path::absolute(&path).unwrap_or(path).display().to_string()
+    }
+
     async fn open(&self, url: &str, _: bool) -> Result<Arc<dyn Store>> {
         Ok(Arc::new(SqliteStore::open(SqliteConfig::new(path(url).unwrap_or_default())).await?))
     }

@@ -326,7 +326,7 @@ pub(crate) fn check_cursors(tx: &Transaction<'_>) -> Work<()> {
     for (name, log) in all {
         let log = LogName::from_stored(log);
         let last: i64 = tx.prepare_cached(LOG_LAST)?.query_row([log_table(&log)], |row| row.get(0))?;
-        check_cursor("check_cursors", tx, &name, &log, last)?;
+        check_cursor("check_integrity", tx, &name, &log, last)?;
     }
     Ok(())
 }

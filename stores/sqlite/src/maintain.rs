@@ -7,7 +7,7 @@ use postbox_core::{Changed, LogName, Maintain, Prune, Result, Routed, Seq, State
 use rusqlite::{Transaction, params};
 
 use crate::classify::Work;
-use crate::clock::micros;
+use crate::clock::{micros, timestamp};
 use crate::decode::{HEAD_COLUMNS, Head, integer, is_meant, seq};
 use crate::inspect::Reader;
 use crate::lease::check_cursors;
@@ -51,12 +51,16 @@ impl Maintain for SqliteStore {
         .await
     }
 
+    async fn time(&self) -> Result<jiff::Timestamp> {
+        Ok(timestamp(self.now()))
+    }
+
     async fn check_receiving(&self) -> Result<()> {
         Ok(())
     }
 
-    async fn check_cursors(&self) -> Result<()> {
-        self.inspector().call("check_cursors", |session| check_cursors(&session.read()?)).await
+    async fn check_integrity(&self) -> Result<()> {
+        self.inspector().call("check_integrity", |session| check_cursors(&session.read()?)).await
     }
 
     async fn rebase(&self) -> Result<()> {
@@ -80,21 +84,18 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> W
     let log = require_log("prune", tx, log)?;
     let readers = readers_of("prune", tx, &log)?;
     let routed = routed(tx, &log)?;
-    let takes_everything = readers.iter().any(|reader| reader.takes_everything(routed));
-    let known = if takes_everything { i64::MAX } else { routed };
-    let Some(passed) = readers.iter().map(Reader::position_max).min().map(|passed| passed.min(known)) else {
-        return Ok(Changed::default());
-    };
-    if prune.limit == Some(0) {
+    if readers.is_empty() || prune.limit == Some(0) {
         return Ok(Changed::default());
     }
+    let takes_everything = readers.iter().any(|reader| reader.takes_everything(routed));
+    let known = if takes_everything { i64::MAX } else { routed };
     let (after, table) = (prune.after.map_or(i64::MIN, |after| after.0), log_table(&log));
     // Walks the primary key; no lock of its own.
     let log_old = format!("SELECT {HEAD_COLUMNS} FROM {table} l WHERE l.seq > ?1 AND l.seq <= ?2 ORDER BY l.seq");
     let (mut gone, mut looked, mut young, mut next) = (Vec::new(), 0, 0, None);
     {
         let mut statement = tx.prepare_cached(&log_old)?;
-        let mut rows = statement.query([after, passed])?;
+        let mut rows = statement.query([after, known])?;
         while young < PRUNE_YOUNG_MAX
             && let Some(row) = rows.next()?
         {
@@ -188,7 +189,7 @@ fn was_taken_out(tx: &Transaction<'_>, readers: &[Reader], code: Option<&str>, s
     Ok(false)
 }
 
-/// Whether every subscription has passed an event and needs it no more.
+/// Whether every subscription that wants an event has passed it and needs it no more.
 fn is_done_with(tx: &Transaction<'_>, readers: &[Reader], head: &Head<'_>, seq: i64) -> Work<bool> {
     let mut statement = tx.prepare_cached(DELIVERY_STATE)?;
     for reader in readers {

@@ -4,10 +4,12 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use jiff::Timestamp;
 use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered, kit};
 use rusqlite::{Connection, ErrorCode, OptionalExtension, Transaction};
 
 use crate::classify::{Fault, Work, schema_missing};
+use crate::clock::timestamp;
 use crate::inspect::undelivered;
 use crate::schema::{self, MIGRATION_TABLE, MIGRATIONS, TABLES, VERSION, log_ddl, log_table};
 use crate::store::SqliteStore;
@@ -20,6 +22,8 @@ const WAL_ATTEMPT_WAIT: Duration = Duration::from_millis(10);
 
 /// The highest applied migration. Primary key of a tiny table; no lock.
 const MIGRATION_LAST: &str = "SELECT coalesce(max(number), 0) FROM postbox_migration";
+/// When the first migration was applied. Primary key of a tiny table; no lock.
+const MIGRATION_FIRST: &str = "SELECT applied_at FROM postbox_migration ORDER BY number LIMIT 1";
 /// The names of all logs, by primary key; no lock.
 const LOG_NAMES: &str = "SELECT name FROM postbox_log ORDER BY name";
 /// Whether a log exists, by primary key; no lock.
@@ -48,8 +52,8 @@ impl Migrate for SqliteStore {
         Ok(removed)
     }
 
-    async fn validate(&self) -> Result<()> {
-        self.reader().call("validate", |session| validate(session.connection()?)).await
+    async fn validate(&self) -> Result<Timestamp> {
+        self.reader().call("validate", |session| created_at(session.connection()?)).await
     }
 
     fn script(&self) -> String {
@@ -158,6 +162,13 @@ pub(crate) fn validate(connection: &Connection) -> Work<()> {
         }
         newer => refuse_newer(newer),
     }
+}
+
+/// When the first migration was applied to a valid schema.
+fn created_at(connection: &Connection) -> Work<Timestamp> {
+    validate(connection)?;
+    let micros: i64 = connection.query_row(MIGRATION_FIRST, [], |row| row.get(0))?;
+    Ok(timestamp(micros))
 }
 
 fn refuse_newer(applied: Option<i64>) -> Work<()> {

@@ -16,7 +16,7 @@ use postbox_core::{Clock, Error, ErrorKind, Result};
 use rusqlite::{Connection, OpenFlags, Transaction, TransactionBehavior};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::classify::{Fault, Work, read_only, schema_missing};
+use crate::classify::{Fault, Work, file_missing, read_only};
 use crate::config::Synchronous;
 
 /// How many jobs may wait at one thread. Each lane has at most a few at once, and a full queue
@@ -120,7 +120,7 @@ impl Thread {
             }
             let done = catch_unwind(AssertUnwindSafe(|| work(session)))
                 .unwrap_or_else(|_| Err(Fault::Classified(panicked(operation))))
-                .map_err(|fault| fault.into_error(operation));
+                .map_err(|fault| fault.into_error_of_file(operation, &session.settings.path));
             if done.is_err() {
                 session.recover();
             }
@@ -194,7 +194,7 @@ impl Session {
         }
         if self.connection.is_none() {
             if file.is_none() {
-                return Err(schema_missing("open", Some(&self.settings.path)).into());
+                return Err(file_missing("open", &self.settings.path).into());
             }
             self.connection = Some(self.open(OpenFlags::empty())?);
         }

@@ -112,16 +112,16 @@ pub fn lanes_apart(name: &SubscriptionName) -> Error {
     Error::new(ErrorKind::Conflict, "set_lanes", "lanes_apart", message)
 }
 
-/// The most delivery rows that move to other lanes in one transaction: some seconds, in which the
-/// lanes are locked.
+/// The most delivery rows that change in one transaction, because they move to other lanes or get
+/// another name: some seconds, in which the lanes are locked, or in SQLite all writers wait.
 pub const ROWS_MOVED_MAX: i64 = 200_000;
 
-/// Too many rows would have to move to other lanes.
-pub fn rows_many(name: &SubscriptionName) -> Error {
+/// Too many rows would have to change in one transaction.
+pub fn rows_many(operation: &'static str, name: &SubscriptionName) -> Error {
     let message = format!(
         "{name} has more than {ROWS_MOVED_MAX} events that are dead, discarded, or wait for a retry or a time; let them go out, or prune them, and try again"
     );
-    Error::new(ErrorKind::Conflict, "set_lanes", "rows_many", message)
+    Error::new(ErrorKind::Conflict, operation, "rows_many", message)
 }
 
 /// Checks the id of a message from outside.

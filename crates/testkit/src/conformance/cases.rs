@@ -48,7 +48,7 @@ macro_rules! conformance_suite {
     (dead_letters, $fixture:expr) => {
         $crate::conformance_cases! { dead_letters, $fixture,
             a_dead_event_is_a_letter_until_it_is_handed_over only_dead_events_are_letters
-            letters_wait_for_their_lane_and_subscription a_letter_that_is_put_off_comes_again
+            letters_wait_for_their_lane_and_subscription a_letter_that_is_put_off_comes_again large_letters_come_whole_in_any_order
             a_replay_or_a_discard_takes_the_letter_back an_event_that_dies_again_is_a_letter_again
             a_lost_lease_hands_nothing_over letters_are_not_pruned
         }
@@ -90,7 +90,7 @@ macro_rules! conformance_suite {
             a_deep_backlog_is_near_the_truth several_share_what_is_looked_at every_state_lists_its_own
             lists_are_paged_in_seq_order without_a_state_the_newest_are_listed_first lists_narrow_by_topic_and_code
             a_list_is_bounded_by_its_payloads lists_narrow_by_key_tenant_and_time lists_narrow_by_conversation
-            an_unknown_event_is_none an_id_is_found_by_its_beginning
+            an_unknown_event_is_none an_id_is_found_by_its_beginning events_are_dated_by_the_time_of_the_store
         }
     };
     (late, $fixture:expr) => {
@@ -195,7 +195,7 @@ macro_rules! conformance_suite {
     (prune, $fixture:expr) => {
         $crate::conformance_cases! { prune, $fixture,
             old_dispatched_events_go_and_young_ones_stay nothing_undelivered_is_ever_pruned
-            every_subscription_must_have_passed discarded_events_go_once_they_are_passed
+            every_subscription_must_have_passed one_that_stands_still_keeps_only_what_it_wants discarded_events_go_once_they_are_passed
             events_that_one_does_not_want_go_with_the_others
             a_log_without_subscriptions_is_not_pruned another_logs_subscriptions_have_no_say
             pruning_an_unknown_log_is_not_found an_open_transaction_survives_pruning
@@ -220,6 +220,7 @@ macro_rules! conformance_suite {
     (reset, $fixture:expr) => {
         $crate::conformance_cases! { reset, $fixture,
             a_reset_to_the_beginning_sends_everything_again a_reset_to_now_skips_what_is_unread
+            what_is_retried_after_a_reset_skipped_it_is_dispatched
             a_reset_to_a_place_sends_again_and_skips a_reset_to_a_time_begins_with_the_first_since
             a_reset_waits_for_no_relay a_reset_moves_every_lane_at_once
             what_fails_after_a_reset_is_of_that_replay what_commits_late_is_not_skipped

@@ -90,6 +90,16 @@ pub async fn a_letter_that_is_put_off_comes_again(fixture: &dyn StoreFixture) {
     assert!(letters(&lane).await.is_empty());
 }
 
+/// A store may read large payloads apart from their rows.
+pub async fn large_letters_come_whole_in_any_order(fixture: &dyn StoreFixture) {
+    let (one, two) = ("1".repeat(50_000), "2".repeat(50_000));
+    let (lane, _) = Lane::settled(fixture, [(event(&one), dead()), (event(&two), dead())]).await;
+    let read = letters(&lane).await;
+    hand_over(&lane, &read[..1], Some(SHORT)).await;
+    fixture.pass(SHORT).await;
+    assert!(texts(&lane).await == [two, one]);
+}
+
 pub async fn a_replay_or_a_discard_takes_the_letter_back(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(fixture, [(event("1"), dead()), (event("2"), dead())]).await;
     let read = letters(&lane).await;

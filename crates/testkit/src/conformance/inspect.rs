@@ -42,7 +42,16 @@ pub async fn logs_are_made_listed_and_counted(fixture: &dyn StoreFixture) {
     assert_eq!(store.count(&third).await.expect("counted"), Count { events: 2, is_estimate: false });
     assert_eq!(store.count(&outbox).await.expect("counted"), Count::default());
     store.check_receiving().await.expect("nothing is in the way");
-    store.check_cursors().await.expect("they fit");
+    store.check_integrity().await.expect("they fit");
+}
+
+pub async fn events_are_dated_by_the_time_of_the_store(fixture: &dyn StoreFixture) {
+    let store = subscribed(fixture, &reader()).await;
+    let before = store.time().await.expect("asked");
+    append(&store, [event("1")]).await;
+    let after = store.time().await.expect("asked");
+    let at = store.list(&query(State::Pending)).await.expect("listed")[0].event.created_at;
+    assert!(before <= at && at <= after, "{before} {at} {after}");
 }
 
 pub async fn subscriptions_show_lanes_leases_and_pauses(fixture: &dyn StoreFixture) {
@@ -259,6 +268,7 @@ pub async fn lists_are_paged_in_seq_order(fixture: &dyn StoreFixture) {
 
 pub async fn without_a_state_the_newest_are_listed_first(fixture: &dyn StoreFixture) {
     let lane = in_every_state(fixture).await;
+    append(&lane.store, [event(&"1".repeat(50_000)), event(&"2".repeat(50_000))]).await;
     let newest = ListQuery { state: None, limit: 3, ..query(State::Dead) };
     let (mut after, mut all) = (None, Vec::new());
     loop {

@@ -7,9 +7,10 @@ use super::harness::*;
 
 pub async fn a_migrated_store_validates_and_up_does_nothing(fixture: &dyn StoreFixture) {
     let store = fixture.store();
-    store.validate().await.expect("the fixture is migrated");
+    let created_at = store.validate().await.expect("the fixture is migrated");
     append(&store, [event("1")]).await;
     assert!(store.up().await.expect("idempotent").is_empty());
+    assert_eq!(store.validate().await.expect("still migrated"), created_at, "it tells stores apart");
     assert_eq!(Lane::open(fixture).await.drain().await.len(), 1, "nothing was touched");
 }
 

@@ -59,6 +59,17 @@ pub async fn every_subscription_must_have_passed(fixture: &dyn StoreFixture) {
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 2);
 }
 
+/// A subscription without a relay must not keep a log from being pruned.
+pub async fn one_that_stands_still_keeps_only_what_it_wants(fixture: &dyn StoreFixture) {
+    let _still = Lane::open_as(fixture, &reader_of("wanted")).await;
+    let lane = Lane::open_as(fixture, &reader_named("other")).await;
+    lane.past([(event("noise"), Delivered), (NewEvent::json("wanted", "1"), Delivered), (event("noise"), Delivered)])
+        .await;
+    fixture.pass(SHORT).await;
+    assert_eq!(prune(&lane.store, Duration::ZERO).await, 2);
+    assert_eq!(listed(&lane.store, State::Pending).await, ["1"], "the one that stands still has yet to read it");
+}
+
 pub async fn discarded_events_go_once_they_are_passed(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(fixture, [(event("1"), dead())]).await;
     let unread = append(&lane.store, [event("2")]).await;

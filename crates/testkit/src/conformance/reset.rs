@@ -53,6 +53,20 @@ pub async fn a_reset_to_now_skips_what_is_unread(fixture: &dyn StoreFixture) {
     assert_eq!(listed(&store, State::Dead).await, ["2"]);
 }
 
+/// A person marked it dead before its lane passed it, and retries it after a reset skipped it.
+pub async fn what_is_retried_after_a_reset_skipped_it_is_dispatched(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::unread(fixture, numbered(3)).await;
+    assert_eq!(lane.mark_dead(these(&ids[..1])).await, 1);
+    let store = lane.release().await;
+    reset(&store, ResetTo::Now).await;
+    let lane = Lane::take(&store, "reader", "two").await;
+    assert_eq!(lane.replay(these(&ids[..1])).await, 1);
+    assert_eq!(payloads(&lane.drain_due().await), ["1"]);
+    assert_eq!(listed(&store, State::Dispatched).await, ["1"]);
+    assert_eq!(listed(&store, State::Skipped).await, ["2", "3"]);
+    assert_eq!(stats(&store).await.skipped, 2);
+}
+
 pub async fn a_reset_to_a_place_sends_again_and_skips(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::unread(fixture, numbered(6)).await;
     let batch = lane.next(3).await;

@@ -101,7 +101,7 @@ BEGIN
           s.tenant, nullif(s.kinds, '{}'), nullif(s.aggregates, '{}'), s.headers
         FROM {s}.subscription AS s WHERE s.name = ANY (subscription_names)
       LOOP
-        SELECT coalesce(sum(n.delivered), 0)::bigint, array_agg(n.from_snap ORDER BY of_lane), array_agg(n.to_snap ORDER BY of_lane),
+        SELECT coalesce(sum(greatest(0, least(n.delivered, 1000000000000000))), 0)::bigint, array_agg(n.from_snap ORDER BY of_lane), array_agg(n.to_snap ORDER BY of_lane),
             array_agg(n.last_seq ORDER BY of_lane), array_agg(n.revision ORDER BY of_lane),
             min(greatest(n.low, n.last_seq)) FILTER (WHERE n.last_seq < n.high), max(n.high) FILTER (WHERE n.last_seq < n.high),
             min(pg_snapshot_xmax(n.to_snap)), max(pg_snapshot_xmax(n.to_snap)), min(pg_snapshot_xmin(n.to_snap)), min(pg_snapshot_xmin(n.from_snap)),

@@ -38,7 +38,7 @@ DECLARE
 BEGIN
   -- Everything was delivered, the usual case: one update, without a lock that would be written
   -- before it.
-  UPDATE {s}.lane AS l SET last_seq = new_seq, delivered = l.delivered + now_delivered
+  UPDATE {s}.lane AS l SET last_seq = new_seq, delivered = least(l.delivered, 1000000000000000) + now_delivered
     WHERE l.ctid = spot AND {held}
       AND l.to_snap::text = last_snap AND l.last_seq >= last_settled AND l.last_seq < new_seq AND l.revision = last_revision
     RETURNING l.ctid::text INTO place;
@@ -72,7 +72,7 @@ BEGIN
   ELSE
     verdict := 'open';
     IF new_seq IS NOT NULL THEN
-      UPDATE {s}.lane AS l SET last_seq = new_seq, delivered = l.delivered + now_delivered WHERE l.ctid = at.ctid RETURNING l.ctid::text INTO place;
+      UPDATE {s}.lane AS l SET last_seq = new_seq, delivered = least(l.delivered, 1000000000000000) + now_delivered WHERE l.ctid = at.ctid RETURNING l.ctid::text INTO place;
     END IF;
   END IF;
 END

@@ -287,7 +287,7 @@ CREATE TABLE {s}.lane (
   last_seq bigint NOT NULL,
   -- The revision of the filter that it reads with.
   revision int NOT NULL DEFAULT 1,
-  -- How many events were ever delivered, counted in the updates that move the position.
+  -- Events ever delivered, as settled. One tenant's role may write it, so it is read up to a bound.
   delivered bigint NOT NULL DEFAULT 0,
   epoch bigint NOT NULL DEFAULT 0,
   owner text,

@@ -141,8 +141,8 @@ BEGIN
           CROSS JOIN LATERAL (
             SELECT x.seq FROM {s}."{tag}_log" AS x WHERE x.xid > gap.low AND x.xid < gap.high ORDER BY x.xid, x.seq OFFSET 0
           ) AS seen
-          LIMIT 100 * look_max + 1) AS seen;
-        IF window_rows > 100 * look_max THEN
+          LIMIT 25 * look_max + 1) AS seen;
+        IF window_rows > 25 * look_max THEN
           -- To read them all would take too long; a walk from the beginning needs no bounds.
           window_low := 0;
           window_high := 9223372036854775807;

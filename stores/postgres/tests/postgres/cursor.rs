@@ -99,7 +99,7 @@ async fn a_running_relay_notices_another_cluster() {
     client.batch_execute("UPDATE postbox.lane SET cluster = cluster - 1").await.expect("another cluster's");
     append(store, "t", "2").await;
     for error in [
-        store.check_cursors().await.expect_err("no fit"),
+        store.check_integrity().await.expect_err("no fit"),
         deliver(store, &lease).await.expect_err("no window"),
         store.acquire(&name(), &owner("two"), &[], TTL).await.expect_err("no grant"),
     ] {

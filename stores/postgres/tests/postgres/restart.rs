@@ -128,7 +128,7 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
         .await
         .expect("moved");
     for error in [
-        store.check_cursors().await.expect_err("no fit"),
+        store.check_integrity().await.expect_err("no fit"),
         store
             .subscribe(&Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) })
             .await

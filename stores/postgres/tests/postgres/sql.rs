@@ -300,7 +300,7 @@ async fn a_part_that_was_dropped_or_moved_is_named_with_its_cure() {
     let url = server.fresh_database().await;
     let client = support::client(&url).await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
-    store.check_cursors().await.expect("nothing is missing");
+    store.check_integrity().await.expect("nothing is missing");
     let indexes = "SELECT i.indexrelid::regclass::text FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indrelid
         WHERE c.relnamespace = 'postbox'::regnamespace AND NOT EXISTS (SELECT FROM pg_constraint WHERE conindid = i.indexrelid)";
     let indexes = client.query(indexes, &[]).await.expect("listed");
@@ -311,25 +311,25 @@ async fn a_part_that_was_dropped_or_moved_is_named_with_its_cure() {
     }
     for drop in &drops {
         client.batch_execute(drop).await.expect(drop);
-        let error = store.check_cursors().await.expect_err(drop);
+        let error = store.check_integrity().await.expect_err(drop);
         assert_eq!(error.code(), "schema_damaged", "{drop}: {error}");
         store.validate().await.expect("relays go on");
         let (_, cures) = error.message().split_once("run: ").expect("a cure");
         for cure in cures.split("; ") {
             client.batch_execute(cure).await.expect(cure);
         }
-        store.check_cursors().await.expect(drop);
+        store.check_integrity().await.expect(drop);
     }
     client.batch_execute("CREATE SCHEMA attic; ALTER TABLE postbox.outbox SET SCHEMA attic").await.expect("moved");
     let outbox = LogName::outbox();
     for error in [
-        store.check_cursors().await.expect_err("moved"),
+        store.check_integrity().await.expect_err("moved"),
         store.create_log(&outbox).await.expect_err("it exists, elsewhere"),
     ] {
         assert_eq!(error.code(), "schema_damaged", "{error}");
         assert!(error.message().contains("ALTER TABLE OTHER.outbox SET SCHEMA \"postbox\""), "{error}");
     }
     client.batch_execute("ALTER TABLE attic.outbox SET SCHEMA \"postbox\"").await.expect("moved back");
-    store.check_cursors().await.expect("it is back");
+    store.check_integrity().await.expect("it is back");
     store.create_log(&outbox).await.expect("idempotent");
 }

@@ -11,7 +11,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use postbox_core::{
-    Append, Error, ErrorKind, Log, LogName, Maintain as _, Migrate, NewEvent, Subscription, SubscriptionName,
+    Append, Error, ErrorKind, Inspect as _, Log, LogName, Maintain as _, Migrate, NewEvent, Subscription,
+    SubscriptionName,
 };
 use postbox_sqlite::{SqliteConfig, SqliteStore};
 
@@ -69,7 +70,7 @@ async fn only_up_makes_the_file() {
     let path = folder.path().join("shop.db");
     let store = SqliteStore::open(SqliteConfig::new(&path)).await.expect("nothing to complain of yet");
     for result in [
-        store.validate().await,
+        store.validate().await.map(drop),
         store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.map(drop),
         store
             .subscribe(&Subscription {
@@ -81,7 +82,8 @@ async fn only_up_makes_the_file() {
     ] {
         if let Err(error) = result {
             assert_eq!(error.code(), "schema_missing");
-            assert!(error.message().contains("postbox migrate up"), "{error}");
+            let cure = format!("postbox migrate up --store sqlite:{}", path.display());
+            assert!(error.message().contains("there is no file") && error.message().contains(&cure), "{error}");
         }
     }
     assert_eq!(fs::read_dir(folder.path()).expect("listed").count(), 0, "nothing was made");
@@ -112,6 +114,12 @@ async fn a_database_without_our_tables_is_left_as_it_is() {
     let before = fs::read(&path).expect("read");
     let error = refused(&path).await;
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "schema_missing"));
+    let store = SqliteStore::open(SqliteConfig::new(&path)).await.expect("opened");
+    let error = store.subscriptions().await.expect_err("no tables");
+    let store = format!("sqlite:{}", path.display());
+    let said = format!("{store} has no Postbox tables; run: postbox migrate up --store {store}");
+    assert_eq!((error.code(), error.message()), ("schema_missing", said.as_str()));
+    assert!(std::error::Error::source(&error).is_none(), "the driver's text says no more");
     assert_eq!(fs::read(&path).expect("read"), before, "nothing was changed");
 }
 
@@ -135,7 +143,7 @@ async fn a_newer_schema_is_refused_and_not_removed() {
     let subscription =
         Subscription { lanes: 1, ..Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox()) };
     for result in [
-        fixture.store.validate().await,
+        fixture.store.validate().await.map(drop),
         fixture.store.up().await.map(drop),
         fixture.store.down(true).await.map(drop),
         fixture.store.subscribe(&subscription).await,
@@ -177,7 +185,7 @@ async fn a_cursor_beyond_the_log_names_the_cure() {
     let lease = fixture.lane().await;
     fixture.connect().execute("UPDATE postbox_lane SET position = 900", []).expect("updated");
     let subscription = Subscription { lanes: 1, ..Subscription::new(lease.subscription.clone(), LogName::outbox()) };
-    let found = fixture.store.check_cursors().await.expect_err("no fit");
+    let found = fixture.store.check_integrity().await.expect_err("no fit");
     let error = fixture.store.subscribe(&subscription).await.expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "cursor_from_future"));
     assert_eq!((found.kind(), found.message()), (error.kind(), error.message()));

@@ -5,7 +5,7 @@ use std::time::Duration;
 use postbox_core::kit::{PRUNE_YOUNG_MAX, ROWS_MOVED_MAX};
 use postbox_core::{
     Admin as _, Append as _, Change, Disposition, Entry, ErrorKind, Log as _, LogName, Maintain as _, NewEvent, Prune,
-    Selection, Seq, Settlement,
+    Selection, Seq, Settlement, SubscriptionName,
 };
 use rusqlite::types::FromSql;
 
@@ -66,6 +66,9 @@ async fn more_rows_than_one_transaction_may_move_are_refused() {
     fill(&fixture, ROWS_MOVED_MAX + 1);
     let error = fixture.store.set_lanes(&lease.subscription, 2).await.expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Conflict, "rows_many"));
+    let to = SubscriptionName::new("writer").expect("valid");
+    let error = fixture.store.rename(&lease.subscription, 0, &to).await.expect_err("refused");
+    assert_eq!((error.kind(), error.code(), error.operation()), (ErrorKind::Conflict, "rows_many", "rename"));
     fixture.store.renew(&lease, LONG).await.expect("nothing was changed");
 }
 

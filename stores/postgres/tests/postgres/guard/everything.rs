@@ -167,7 +167,7 @@ async fn operate(relay: &PostgresStore, batch: &Batch) {
     assert_eq!(relay.count(&LogName::outbox()).await.expect("counted").events, 8);
     assert_eq!(relay.arrivals(&LogName::outbox(), 10).await.expect("looked").len(), 8);
     relay.blockers().await.expect("looked");
-    relay.check_cursors().await.expect("they fit");
+    relay.check_integrity().await.expect("they fit");
     relay.validate().await.expect("valid");
 }
 

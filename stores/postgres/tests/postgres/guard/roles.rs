@@ -84,7 +84,7 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
         looking.conflicts(1).await.expect("listed");
         looking.arrivals(&LogName::outbox(), 1).await.expect("looked");
         looking.blockers().await.expect("looked");
-        looking.check_cursors().await.expect("they fit");
+        looking.check_integrity().await.expect("they fit");
         let (all, log) = (Selection { dry_run: true, ..Selection::default() }, LogName::outbox());
         let (replay, prune) =
             (Replay { dry_run: true, ..Replay::default() }, Prune { dry_run: true, ..Prune::default() });

@@ -270,6 +270,7 @@ async fn looks(reader: &PostgresStore, others: &[EventId]) {
         assert!(
             records.iter().all(|record| record.event.tenant.as_ref().is_some_and(|tenant| tenant.as_str() == "acme"))
         );
+        assert!(records.iter().all(|record| record.event.payload.len() == 50_000), "large ones are whole");
         query.subscription = named("shared");
         assert_eq!(reader.list(&query).await.expect_err("unknown").code(), "subscription_unknown");
     }

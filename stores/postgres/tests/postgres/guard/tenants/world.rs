@@ -144,7 +144,8 @@ impl World {
     async fn append_for_both(&self) {
         for tenant in TENANTS {
             let writer = self.store(&self.writer, Some(tenant)).await;
-            let events = ["1", "2", "3", "4"].map(|payload| NewEvent::json("a", payload).key(payload).tenant(tenant));
+            let events = ["1", "2", "3", "4"]
+                .map(|payload| NewEvent::json("a", payload.repeat(50_000)).key(payload).tenant(tenant));
             postbox_core::Append::append(&writer, &LogName::outbox(), &events).await.expect("appended");
         }
     }
