@@ -116,7 +116,7 @@ pub(crate) fn tls_failure(error: &rustls::Error, text: String) -> Outcome {
 }
 
 /// Joins the causes into one line, without the URL, whose query may hold a token.
-fn chain(error: &reqwest::Error) -> String {
+pub(crate) fn chain(error: &reqwest::Error) -> String {
     let mut texts: Vec<String> = Vec::new();
     let mut source = std::error::Error::source(error);
     while let Some(error) = source {

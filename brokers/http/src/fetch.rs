@@ -7,7 +7,8 @@ use bytes::{Bytes, BytesMut};
 use postbox_core::{Error, ErrorKind, Result};
 use reqwest::{Client, redirect, retry};
 
-use crate::guard::{Guard, GuardedResolver, SystemLookup};
+use crate::classify::{cause, chain};
+use crate::guard::{Forbidden, Guard, GuardedResolver, SystemLookup};
 use crate::tls;
 
 /// The longest time for one request.
@@ -54,10 +55,9 @@ impl PublicClient {
 
     /// Fetches `url` with a GET. Never prints the URL: it may hold a token.
     pub async fn get(&self, url: String) -> Fetched {
-        let lost = |error: reqwest::Error| Fetched::Failed(error.without_url().to_string());
         let mut response = match self.0.get(url).send().await {
             Ok(response) => response,
-            Err(error) => return lost(error),
+            Err(error) => return lost(&error),
         };
         let status = response.status();
         if status.is_server_error() || status.as_u16() == 429 {
@@ -72,8 +72,35 @@ impl PublicClient {
                 Ok(Some(chunk)) if body.len() + chunk.len() <= BODY_BYTES_MAX => body.extend_from_slice(&chunk),
                 Ok(Some(_)) => return Fetched::Refused(format!("the answer has more than {BODY_BYTES_MAX} bytes")),
                 Ok(None) => return Fetched::Body(body.freeze()),
-                Err(error) => return lost(error),
+                Err(error) => return lost(&error),
             }
         }
+    }
+}
+
+/// Names the cause, without the URL.
+fn lost(error: &reqwest::Error) -> Fetched {
+    Fetched::Failed(match cause::<Forbidden>(error) {
+        // Not the text of the guard: here, no `allow` is a cure.
+        Some(Forbidden::NotPublic(addresses)) => format!(
+            "the host's name resolves to {addresses:?}, which is not public, and no other address is called; let it \
+             resolve to public addresses on this machine"
+        ),
+        _ => chain(error),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_private_address_is_named_and_the_url_is_not() {
+        let client = PublicClient::new(1).expect("a client");
+        let Fetched::Failed(why) = client.get("https://localhost/a.pem?Token=canary".into()).await else {
+            panic!("it called this machine");
+        };
+        assert!(why.contains("which is not public") && (why.contains("127.0.0.1") || why.contains("::1")), "{why}");
+        assert!(!why.contains("canary"), "{why}");
     }
 }

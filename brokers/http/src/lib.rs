@@ -29,11 +29,13 @@
 //! decompresses, and needs no process-wide TLS provider.
 
 mod classify;
+mod client;
 mod config;
 mod connect;
 mod fetch;
 mod guard;
 mod request;
+mod secrets;
 mod sink;
 mod tls;
 

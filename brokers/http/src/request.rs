@@ -8,9 +8,11 @@
 //! | `ce-…` | the attributes of the envelope, if they are not in the body: [`Binding::HTTP`] |
 //! | the event's own headers | as they are, unless reserved |
 //!
-//! An event's header is *reserved*, and left out, if HTTP itself, Postbox or a credential uses its
-//! name ([`is_reserved`]), or if the target's configuration sets it. So no event can pose as
-//! another, smuggle a request or send credentials to a target.
+//! An event's header is *reserved*, and left out, if HTTP itself, Postbox, a credential or a proxy
+//! uses its name ([`is_reserved`]), or if the target's configuration sets it. So no event can pose
+//! as another or as a proxy, smuggle a request or send credentials to a target.
+
+use std::borrow::Cow;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
@@ -45,20 +47,46 @@ pub const OF_ONE_REQUEST: [&str; 19] = [
     "via",
 ];
 
-/// Other names that events cannot set.
-const RESERVED: [&str; 5] =
-    ["http2-settings", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-http-method-override"];
+/// Prefixes of names that Postbox or HTTP itself sets: signatures, and what is meant for a proxy.
+const PREFIXES_OF_OURS: [&str; 3] = ["proxy-", "svix-", "webhook-"];
 
-/// Prefixes of names that events cannot set: what we sign and set ourselves.
-const RESERVED_PREFIXES: [&str; 3] = ["webhook-", "svix-", "proxy-"];
+/// Handlers believe that a proxy set these: who calls, and which method and path are meant. No
+/// event sets them. The configuration may, because the operator is trusted.
+const OF_PROXIES: [&str; 8] = [
+    "x-client-cert",
+    "x-http-method",
+    "x-http-method-override",
+    "x-method-override",
+    "x-original-url",
+    "x-real-ip",
+    "x-rewrite-url",
+    "x-ssl-client-cert",
+];
 
-/// Whether an event may not set a header of this name.
-pub(crate) fn is_reserved(name: &HeaderName) -> bool {
-    let name = name.as_str();
+/// The prefix of more such names.
+const PREFIX_OF_PROXIES: &str = "x-forwarded-";
+
+/// Whether Postbox or HTTP itself sets the header of this name, in lower case. Neither events nor
+/// the configuration set it.
+pub(crate) fn is_ours(name: &str) -> bool {
     OF_ONE_REQUEST.contains(&name)
-        || RESERVED.contains(&name)
-        || RESERVED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+        || name == "http2-settings"
+        || PREFIXES_OF_OURS.iter().any(|prefix| name.starts_with(prefix))
         || Binding::HTTP.is_reserved(name)
+}
+
+/// Whether an event may not set the header of this name, as [`hyphenated`] returns it.
+fn is_reserved(name: &str) -> bool {
+    is_ours(name) || OF_PROXIES.contains(&name) || name.starts_with(PREFIX_OF_PROXIES)
+}
+
+/// Returns the name with `-` for `_`. CGI, WSGI and PHP have one variable for both spellings, so
+/// that an event's `webhook_id` would replace our `webhook-id`.
+fn hyphenated(name: &HeaderName) -> Cow<'_, str> {
+    match name.as_str() {
+        name if name.contains('_') => name.replace('_', "-").into(),
+        name => name.into(),
+    }
 }
 
 /// What is the same in every request to a target.
@@ -78,7 +106,8 @@ impl Template {
         let mut own = Vec::with_capacity(event.headers.len());
         for (name, value) in delivery.headers() {
             let name = HeaderName::try_from(name).map_err(|_| invalid(name))?;
-            if is_reserved(&name) || self.fixed.contains_key(&name) {
+            let spelled = hyphenated(&name);
+            if is_reserved(&spelled) || self.fixed.keys().any(|fixed| hyphenated(fixed) == spelled) {
                 continue;
             }
             if own.contains(&name) {

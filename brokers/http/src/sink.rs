@@ -6,15 +6,16 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures::future::join_all;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
-use postbox_core::{Capabilities, Clock, Delivery, Error, ErrorKind, Outcome, Result, Sink};
-use reqwest::{Client, Response, redirect, retry};
+use postbox_core::{Capabilities, Clock, Delivery, Error, Outcome, Result, Sink};
+use reqwest::Response;
 use url::Url;
 
 use crate::classify::{classify_failure, classify_status, retry_after};
+use crate::client::SinkClient;
 use crate::config::HttpSinkConfig;
-use crate::guard::{GuardedResolver, Lookup, SystemLookup};
+use crate::guard::{Lookup, SystemLookup};
 use crate::request::Template;
-use crate::tls;
+use crate::secrets::Secrets;
 
 /// How many bytes of an answer are kept for an operator to read.
 const EXCERPT_BYTES_MAX: usize = 512;
@@ -24,17 +25,13 @@ const DRAIN_BYTES_MAX: usize = 64 * 1024;
 /// How long to wait for the rest of an answer once its status is known: the outcome is decided by
 /// then.
 const DRAIN_TIME_MAX: Duration = Duration::from_millis(500);
-/// How long an idle connection is kept: less than the minute after which servers and load balancers
-/// commonly hang up.
-const IDLE_TIME_MAX: Duration = Duration::from_secs(30);
-/// The most headers of an answer that are read, so that an endless list is cut off.
-const RESPONSE_HEADERS_MAX: usize = 100;
 
 /// Posts events to a URL. See the crate's README for headers, statuses and codes.
 pub struct HttpSink {
-    client: Client,
+    client: SinkClient,
     url: Url,
     template: Template,
+    secrets: Secrets,
     concurrency: usize,
     clock: Arc<dyn Clock>,
 }
@@ -63,10 +60,11 @@ impl HttpSink {
             })
             .collect();
         Ok(Self {
-            client: client(&config, &url, lookup)?,
-            url,
-            template: Template { envelope: config.envelope, signer, fixed, source: config.source },
+            secrets: Secrets::new(&url, &fixed),
+            template: Template { envelope: config.envelope, signer, fixed, source: config.source.clone() },
             concurrency: config.concurrency,
+            client: SinkClient::new(config, url.clone(), lookup, clock.monotonic())?,
+            url,
             clock,
         })
     }
@@ -76,7 +74,8 @@ impl HttpSink {
             Ok(parts) => parts,
             Err(outcome) => return outcome,
         };
-        let mut request = self.client.post(self.url.clone()).headers(headers);
+        let client = self.client.current(self.clock.monotonic());
+        let mut request = client.post(self.url.clone()).headers(headers);
         if body.is_empty() {
             // The client sends no length for an empty body, which some servers refuse.
             request = request.header(header::CONTENT_LENGTH, 0);
@@ -93,10 +92,15 @@ impl HttpSink {
         let header = |name| response.headers().get(name).and_then(|value: &HeaderValue| value.to_str().ok());
         let after = header(header::RETRY_AFTER).and_then(|value| retry_after(value, self.clock.now()));
         let mut text = format!("the target answered {status}");
-        if let Some(location) = header(header::LOCATION).filter(|_| status.is_redirection()) {
-            text.push_str(&format!(" to {}", escape(location.as_bytes())));
+        // Its path and query usually repeat ours, which may hold a token.
+        if status.is_redirection()
+            && let Some(location) = header(header::LOCATION)
+            && let Ok(to) = self.url.join(location)
+            && to.origin().is_tuple()
+        {
+            text.push_str(&format!(" to {}/…", to.origin().ascii_serialization()));
         }
-        let excerpt = excerpt(response).await;
+        let excerpt = self.secrets.conceal(&excerpt(response).await);
         if !excerpt.is_empty() {
             text.push_str(&format!(": {}", escape(&excerpt)));
         }
@@ -113,29 +117,6 @@ impl Sink for HttpSink {
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         join_all(deliveries.iter().map(|delivery| self.post(delivery))).await
     }
-}
-
-fn client(config: &HttpSinkConfig, url: &Url, lookup: Arc<dyn Lookup>) -> Result<Client> {
-    let tls = tls::client_config(url.scheme() == "https", config.ca_file.as_deref(), config.client_cert.as_ref())?;
-    let builder = Client::builder()
-        .tls_backend_preconfigured(tls)
-        .no_proxy()
-        .redirect(redirect::Policy::none())
-        .referer(false)
-        // The engine owns retry. A hidden second request would also hide a duplicate.
-        .retry(retry::never())
-        .connect_timeout(config.connect_timeout)
-        .timeout(config.timeout)
-        .pool_max_idle_per_host(config.concurrency)
-        .pool_idle_timeout(IDLE_TIME_MAX)
-        .http1_max_headers(RESPONSE_HEADERS_MAX)
-        .tcp_nodelay(true)
-        .user_agent(concat!("postbox/", env!("CARGO_PKG_VERSION")))
-        .dns_resolver(GuardedResolver { guard: config.guard(url), lookup });
-    builder.build().map_err(|error| {
-        Error::new(ErrorKind::Internal, "configure", "http_client_failed", "the HTTP client could not be built")
-            .with_source(error)
-    })
 }
 
 /// Returns the beginning of the answer's body. Reads a little further so that the connection can be

@@ -42,10 +42,13 @@ table! {
         /// `["10.20.0.0/16", "127.0.0.1"]`. Postbox's own `server.listen` is never called.
         allow: Vec<IpNet> = list(text(network)), unset("public addresses only", r#"["10.20.0.0/16"]"#);
         /// CA certificates (PEM) to trust in addition to the system's.
+        ///
+        /// A changed file is read within 10 seconds, without a restart.
         ca_file: Option<PathBuf> = path(), unset("none", r#""ca.pem""#);
         /// The client certificate (PEM), for targets that require one (mutual TLS).
         ///
-        /// Together with `client_key`; `check-config` reads these files too.
+        /// Together with `client_key`; `check-config` reads these files too. Changed files are read
+        /// within 10 seconds, without a restart.
         client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
         /// The key of `client_cert` (PEM).
         client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
@@ -162,7 +165,9 @@ impl HttpSinkTable {
         let mut config = with_keys(self.plain(), &secrets)
             .map_err(|text| Error::invalid("configure", "secret_invalid", format!("the http sink: {text}")))?;
         config.timeout = context.answer_timeout(Duration::MAX);
-        config.connect_timeout = config.connect_timeout.min(config.timeout);
+        // Clearly less than for the whole request, which costs an attempt: the target must be known
+        // as unreachable first.
+        config.connect_timeout = config.connect_timeout.min(config.timeout / 4 * 3);
         config.concurrency = context.concurrency.unwrap_or(config.concurrency);
         config.listening.clone_from(&context.listening);
         Ok(config)
@@ -190,4 +195,23 @@ fn unlike_a_key(secrets: &[LiveSecret]) -> Option<&'static str> {
     any(|text| !text.starts_with("wh")).then_some(
         "a sink signs with whsec_ and 24 to 64 random bytes in base64: echo \"whsec_$(openssl rand -base64 32)\"",
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_config::{ReadOptions, read};
+    use postbox_testkit::sending::context;
+
+    use super::*;
+
+    #[test]
+    fn connecting_is_given_up_before_the_whole_request() {
+        let (sink, _) = read::<HttpSinkTable>("url = \"https://h/\"", ReadOptions::none()).expect("no faults");
+        for (timeout_ms, connect_ms) in [(30_000, 5_000), (5_500, 3_750), (1_000, 375)] {
+            let config = sink.config(&context(Duration::from_millis(timeout_ms))).expect("a configuration");
+            assert_eq!(config.connect_timeout, Duration::from_millis(connect_ms), "{timeout_ms}");
+        }
+        let config = sink.config(&context(Duration::from_millis(1))).expect("a configuration");
+        assert!(!config.connect_timeout.is_zero() && config.connect_timeout < config.timeout);
+    }
 }

@@ -109,12 +109,40 @@ async fn a_named_wait_is_handed_on() {
 async fn redirects_are_not_followed_and_named() {
     let (target, url) = Target::start(|seen| match seen.path.as_str() {
         "/from" => Response::builder().status(307).header("location", "/to\u{a0}").body(Body::empty()).unwrap(),
+        "/away" => {
+            let location = "https://example.org:8443/to?token=canary";
+            Response::builder().status(308).header("location", location).body(Body::empty()).unwrap()
+        }
         _ => Response::new(Body::empty()),
     })
     .await;
     let outcome = send(&sink(config(format!("{url}/from"))), &plain(1)).await;
     assert_eq!(short(&outcome), ("dead", "http_redirect"));
-    assert_eq!(target.seen().len(), 1);
+    let outcome = send(&sink(config(format!("{url}/away"))), &plain(1)).await;
+    assert!(text(&outcome).contains("308 Permanent Redirect to https://example.org:8443/…; "), "{outcome:?}");
+    assert_eq!(target.seen().len(), 2);
+}
+
+#[tokio::test]
+async fn what_an_answer_repeats_of_our_secrets_is_not_kept() {
+    let (_, url) = Target::start(|seen| {
+        let (path, header) = (&seen.path, seen.headers["authorization"].to_str().unwrap());
+        let body = format!("Cannot POST {path}?key=canary-query, key canary-query, authorization {header}, sorry");
+        let location = format!("{path}/?key=canary-query");
+        let status = if path.ends_with("-moved") { 308 } else { 404 };
+        Response::builder().status(status).header("location", location).body(Body::from(body)).unwrap()
+    })
+    .await;
+    for path in ["canary-path", "canary-path-moved"] {
+        let config = HttpSinkConfig {
+            headers: vec![("authorization".into(), "Bearer canary-header".into())],
+            ..config(format!("{url}/{path}?key=canary-query"))
+        };
+        let outcome = send(&sink(config), &plain(1)).await;
+        assert_eq!(short(&outcome).0, "dead");
+        assert!(!text(&outcome).contains("canary"), "{outcome:?}");
+        assert!(text(&outcome).contains("Cannot POST …, key …, authorization …, sorry"), "{outcome:?}");
+    }
 }
 
 #[tokio::test]

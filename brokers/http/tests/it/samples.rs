@@ -35,11 +35,17 @@ impl Sample {
     async fn start(program: &str, file: &str, secrets: &str) -> Self {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/verify").join(file);
         let mut command = Command::new(program);
-        command.arg(path).arg("0").env("WEBHOOK_SECRETS", secrets).stdout(Stdio::piped()).kill_on_drop(true);
-        let mut child = command.spawn().unwrap_or_else(|error| panic!("{program} must be installed: {error}"));
+        command.arg(path).arg("0").env("WEBHOOK_SECRETS", secrets);
+        Self::run(command).await
+    }
+
+    async fn run(mut command: Command) -> Self {
+        command.stdout(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().unwrap_or_else(|error| panic!("{command:?} must be installed: {error}"));
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let line = timeout(DEADLINE, lines.next_line()).await.expect("it starts").unwrap().unwrap_or_default();
-        let port: u16 = line.trim_start_matches("listening on ").parse().unwrap_or_else(|_| panic!("{file}: {line:?}"));
+        let port: u16 =
+            line.trim_start_matches("listening on ").parse().unwrap_or_else(|_| panic!("{command:?}: {line:?}"));
         Self { address: format!("127.0.0.1:{port}"), lines, _child: child }
     }
 
@@ -130,5 +136,81 @@ async fn the_node_receiver_verifies_what_the_sink_posts() {
     let mut sample = Sample::start("node", "verify.mjs", &format!("{SECRET} {public}")).await;
     for key in [SECRET, SEED] {
         verifies(&mut sample, key).await;
+    }
+}
+
+/// The receiver of the guide answers each malformed event by itself: an event without an answer
+/// would count as an outage of the endpoint, and hold back all others.
+#[tokio::test]
+async fn the_guide_s_python_receiver_refuses_what_is_malformed_and_goes_on() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = std::fs::read_to_string(root.join("docs/guide/endpoint.md")).unwrap();
+    let (_, rest) = page.split_once("```python\n").expect("a receiver");
+    let (program, _) = rest.split_once("```").expect("its end");
+    let last = "ThreadingHTTPServer((\"127.0.0.1\", int(sys.argv[1])), Receiver).serve_forever()";
+    assert!(program.contains(last), "{program}");
+    let announced = "server = ThreadingHTTPServer((\"127.0.0.1\", 0), Receiver)\n\
+        print(f\"listening on {server.server_port}\", flush=True)\nserver.serve_forever()";
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("receiver.py"), program.replace(last, announced)).unwrap();
+    let mut command = Command::new("python3");
+    command.arg("receiver.py").current_dir(folder.path()).stderr(Stdio::null());
+    command.env("PYTHONPATH", root.join("examples/verify")).env("WEBHOOK_SECRETS", SECRET);
+    let sample = Sample::run(command).await;
+
+    let sink = signing(sample.url(), &[SECRET]);
+    let paid = |payload: &str| NewEvent::json("order.paid", payload.to_owned());
+    let nested = "[".repeat(100_000);
+    let malformed = [
+        "no JSON",
+        "{}",
+        "[]",
+        "5",
+        r#"{"order":"abc"}"#,
+        r#"{"order":{}}"#,
+        r#"{"order":99999999999999999999}"#,
+        nested.as_str(),
+    ];
+    for (number, payload) in (1..).zip(malformed) {
+        let outcome = send(&sink, &delivery(number, paid(payload))).await;
+        assert_eq!(short(&outcome), ("dead", "http_422"), "{payload:.40}: {outcome:?}");
+    }
+    let right = || delivery(99, paid(r#"{"order":17}"#));
+    assert_eq!(short(&send(&sink, &right()).await), ("delivered", ""));
+    assert_eq!(short(&send(&sink, &right()).await), ("duplicate", ""));
+}
+
+/// A full disk cuts a line of the guide's receiver. The next event must not be lost with it.
+#[tokio::test]
+async fn the_guide_s_node_receiver_keeps_what_it_accepts_after_a_cut_line() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = std::fs::read_to_string(root.join("docs/guide/endpoint.md")).unwrap();
+    let (_, rest) = page.split_once("```js\n").expect("a receiver");
+    let (program, _) = rest.split_once("```").expect("its end");
+    let last = "}).listen(Number(process.argv[2]), \"127.0.0.1\");";
+    assert!(program.contains(last), "{program}");
+    let announced = "}).listen(0, \"127.0.0.1\", function () { console.log(`listening on ${this.address().port}`); });";
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("receiver.mjs"), program.replace(last, announced)).unwrap();
+    std::fs::copy(root.join("examples/verify/verify.mjs"), folder.path().join("verify.mjs")).unwrap();
+    let start = || {
+        let mut command = Command::new("node");
+        command.arg("receiver.mjs").current_dir(folder.path()).env("WEBHOOK_SECRETS", SECRET);
+        Sample::run(command)
+    };
+    let event = |number| delivery(number, NewEvent::json("order.paid", r#"{"order":17}"#));
+
+    let sample = start().await;
+    let ledger = folder.path().join("ledger.jsonl");
+    std::fs::write(&ledger, format!("{{\"id\":\"{}\",\"top", event_id(1))).unwrap();
+    for number in [1, 2] {
+        let outcome = send(&signing(sample.url(), &[SECRET]), &event(number)).await;
+        assert_eq!(short(&outcome), ("delivered", ""), "{number}");
+    }
+    drop(sample);
+    let again = start().await;
+    for number in [1, 2] {
+        let outcome = send(&signing(again.url(), &[SECRET]), &event(number)).await;
+        assert_eq!(short(&outcome), ("duplicate", ""), "{number}: {:?}", std::fs::read_to_string(&ledger));
     }
 }

@@ -2,9 +2,10 @@
 
 use std::io::Write;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use postbox_http::{ClientCert, HttpSink, HttpSinkConfig};
+use postbox_testkit::clock::ManualClock;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
@@ -186,6 +187,33 @@ async fn a_target_that_asks_for_a_client_certificate_gets_ours() {
         assert!(named.iter().any(|file| error.message().contains(file)), "{}", error.message());
         assert!(!error.message().contains("PRIVATE KEY"));
     }
+}
+
+#[tokio::test]
+async fn renewed_files_are_used_without_a_restart() {
+    let (authority, of_clients) = (Authority::new(), Authority::new());
+    let port = raw_server(authority.server("localhost", Some(&of_clients))).await;
+    let (ours, files) = Authority::new().client_cert();
+    let (renewed, _renewed_files) = of_clients.client_cert();
+    let target = https("localhost", port, Some(&authority.file));
+    let clock = Arc::new(ManualClock::default());
+    let sink = HttpSink::new(HttpSinkConfig { client_cert: Some(ours), ..target }, clock.clone()).unwrap();
+    let refused = ("unavailable", "client_cert_refused");
+    let renew = |file: &tempfile::NamedTempFile, from: &std::path::Path| {
+        std::fs::copy(from, file.path()).unwrap();
+        // A fast machine writes both versions within one tick of the file system's clock.
+        file.as_file().set_modified(SystemTime::now() + Duration::from_secs(60)).unwrap();
+    };
+    assert_eq!(short(&send(&sink, &plain(1)).await), refused);
+    // A certificate without its key is unusable, and the old pair stays in use.
+    renew(&files[0], &renewed.cert_file);
+    clock.advance(Duration::from_secs(10));
+    assert_eq!(short(&send(&sink, &plain(1)).await), refused);
+    renew(&files[1], &renewed.key_file);
+    clock.advance(Duration::from_secs(9));
+    assert_eq!(short(&send(&sink, &plain(1)).await), refused, "too early to look again");
+    clock.advance(Duration::from_secs(1));
+    assert_eq!(short(&send(&sink, &plain(1)).await), ("delivered", ""));
 }
 
 /// Over HTTP/2 the connection would stay in use, and every later request would go to the same peer

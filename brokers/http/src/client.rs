@@ -1,0 +1,120 @@
+//! The HTTP client of a sink. It is built again when one of its certificate files has changed, so
+//! that a renewed certificate needs no restart.
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use postbox_core::{Error, ErrorKind, Result, lock};
+use reqwest::{Client, redirect, retry};
+use tracing::{info, warn};
+use url::Url;
+
+use crate::config::HttpSinkConfig;
+use crate::guard::{GuardedResolver, Lookup};
+use crate::tls;
+
+/// How often the files are looked at: rarely enough to cost nothing, and soon enough for a person
+/// who has just replaced one.
+const LOOK_EVERY: Duration = Duration::from_secs(10);
+/// How long an idle connection is kept: less than the minute after which servers and load balancers
+/// commonly hang up.
+const IDLE_TIME_MAX: Duration = Duration::from_secs(30);
+/// The most headers of an answer that are read, so that an endless list is cut off.
+const RESPONSE_HEADERS_MAX: usize = 100;
+
+/// The client for one target.
+pub(crate) struct SinkClient {
+    config: HttpSinkConfig,
+    url: Url,
+    lookup: Arc<dyn Lookup>,
+    built: Mutex<Built>,
+}
+
+/// A client, and the state of the files that it was built from.
+struct Built {
+    client: Client,
+    files: Vec<Stamp>,
+    looked: Duration,
+}
+
+/// When a file was changed, and its length. None if that cannot be read.
+type Stamp = Option<(SystemTime, u64)>;
+
+impl SinkClient {
+    /// `now` is a monotonic time.
+    pub(crate) fn new(config: HttpSinkConfig, url: Url, lookup: Arc<dyn Lookup>, now: Duration) -> Result<Self> {
+        let files = stamps(&config, &url);
+        let client = build(&config, &url, Arc::clone(&lookup))?;
+        Ok(Self { config, url, lookup, built: Mutex::new(Built { client, files, looked: now }) })
+    }
+
+    /// Returns the client for the next request. Does not wait for a failure, because some servers
+    /// answer an expired certificate with a status that makes the event dead.
+    pub(crate) fn current(&self, now: Duration) -> Client {
+        let mut built = lock(&self.built);
+        if now.saturating_sub(built.looked) >= LOOK_EVERY {
+            built.looked = now;
+            // Taken before the files are read: a change in between is seen at the next look.
+            let files = stamps(&self.config, &self.url);
+            if files != built.files {
+                self.renew(&mut built, files);
+            }
+        }
+        built.client.clone()
+    }
+
+    /// Requests in progress keep the old client. So do the next ones if the files are unusable, for
+    /// example because only the certificate is there yet and not its key.
+    fn renew(&self, built: &mut Built, files: Vec<Stamp>) {
+        let host = self.url.host_str().unwrap_or_default();
+        match build(&self.config, &self.url, Arc::clone(&self.lookup)) {
+            Ok(client) => {
+                info!(host, "changed certificate files read");
+                (built.client, built.files) = (client, files);
+            }
+            Err(error) => {
+                let cure = "the old ones stay in use; correct the files, they are read again within 10 seconds";
+                warn!(host, code = error.code(), why = error.message(), cure, "changed certificate files unusable");
+            }
+        }
+    }
+}
+
+/// The files of a plain target are never read.
+fn stamps(config: &HttpSinkConfig, url: &Url) -> Vec<Stamp> {
+    if url.scheme() != "https" {
+        return Vec::new();
+    }
+    let client_cert = config.client_cert.iter().flat_map(|files| [&files.cert_file, &files.key_file]);
+    config.ca_file.iter().chain(client_cert).map(|path| stamp(path)).collect()
+}
+
+fn stamp(path: &Path) -> Stamp {
+    let file = fs::metadata(path).ok()?;
+    Some((file.modified().ok()?, file.len()))
+}
+
+fn build(config: &HttpSinkConfig, url: &Url, lookup: Arc<dyn Lookup>) -> Result<Client> {
+    let tls = tls::client_config(url.scheme() == "https", config.ca_file.as_deref(), config.client_cert.as_ref())?;
+    let builder = Client::builder()
+        .tls_backend_preconfigured(tls)
+        .no_proxy()
+        .redirect(redirect::Policy::none())
+        .referer(false)
+        // The engine owns retry. A hidden second request would also hide a duplicate.
+        .retry(retry::never())
+        .connect_timeout(config.connect_timeout)
+        .timeout(config.timeout)
+        .pool_max_idle_per_host(config.concurrency)
+        .pool_idle_timeout(IDLE_TIME_MAX)
+        .http1_max_headers(RESPONSE_HEADERS_MAX)
+        .tcp_nodelay(true)
+        .user_agent(concat!("postbox/", env!("CARGO_PKG_VERSION")))
+        .dns_resolver(GuardedResolver { guard: config.guard(url), lookup });
+    builder.build().map_err(|error| {
+        Error::new(ErrorKind::Internal, "configure", "http_client_failed", "the HTTP client could not be built")
+            .with_source(error)
+    })
+}
