@@ -3,10 +3,11 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use postbox_core::SourceName;
-use postbox_webhook::Refusal;
+use postbox_webhook::{Refusal, Scheme};
 
 /// The result of one request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,7 +135,7 @@ impl Answer {
 
     /// Returns the answer to SNS, which repeats a message after 429 and 5xx only: a genuine message
     /// that is refused for now would be lost.
-    pub(crate) fn for_sns(self) -> Self {
+    fn for_sns(self) -> Self {
         match self {
             Self::Refused(refusal) if refusal.is_stale() || refusal == Refusal::CertificateExpired => {
                 Self::Later(UNVERIFIED)
@@ -143,6 +144,29 @@ impl Answer {
             Self::BodyTooLarge => Self::Later(self.code()),
             other => other,
         }
+    }
+
+    /// Returns the response as the scheme's sender reads it. Twilio and Slack show the body of a
+    /// success to a person: Twilio texts it to the sender of an SMS, Slack posts it below a slash
+    /// command.
+    pub(crate) fn into_response_to(self, scheme: Scheme) -> Response {
+        let is_challenge = matches!(self, Self::Challenge(_));
+        let answer = if scheme == Scheme::Sns { self.for_sns() } else { self };
+        let mut response = answer.into_response();
+        if is_challenge || !response.status().is_success() {
+            return response;
+        }
+        let (content_type, body) = match scheme {
+            // TwiML that does nothing. Twilio reports a body that is not TwiML as an error.
+            Scheme::Twilio => ("text/xml", "<Response/>"),
+            Scheme::Slack => ("text/plain; charset=utf-8", ""),
+            _ => return response,
+        };
+        // Slack asks for exactly this for commands and buttons; Twilio takes any success.
+        *response.status_mut() = StatusCode::OK;
+        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+        *response.body_mut() = Body::from(body);
+        response
     }
 
     /// When the sender should repeat: after a second if the ingress is busy, later after an outage.
@@ -233,6 +257,8 @@ impl Counters {
 
 #[cfg(test)]
 mod tests {
+    use http_body::Body as _;
+
     use super::*;
 
     #[test]
@@ -283,5 +309,22 @@ mod tests {
             assert_eq!(response.status(), StatusCode::UNAUTHORIZED);
             assert_eq!(response.headers().len(), 2);
         }
+    }
+
+    #[test]
+    fn no_person_is_shown_a_code() {
+        let answered = |answer: &Answer, scheme| {
+            let response = answer.clone().into_response_to(scheme);
+            let content_type = response.headers()[header::CONTENT_TYPE].to_str().expect("text").to_owned();
+            (response.status().as_u16(), content_type, response.body().size_hint().exact())
+        };
+        let plain = "text/plain; charset=utf-8";
+        for answer in [Answer::Accepted, Answer::Duplicate, Answer::Conflict, Answer::Ignored] {
+            assert_eq!(answered(&answer, Scheme::Twilio), (200, "text/xml".to_owned(), Some(11)));
+            assert_eq!(answered(&answer, Scheme::Slack), (200, plain.to_owned(), Some(0)));
+        }
+        assert_eq!(answered(&Answer::Accepted, Scheme::Stripe), (202, plain.to_owned(), Some(8)));
+        assert_eq!(answered(&Answer::StoreDown, Scheme::Twilio), (503, plain.to_owned(), Some(17)));
+        assert_eq!(answered(&Answer::Challenge("3eZ".into()), Scheme::Slack), (200, plain.to_owned(), Some(3)));
     }
 }

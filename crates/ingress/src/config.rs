@@ -12,7 +12,7 @@ use postbox_webhook::plain::{Encoding, Hash, Layout};
 use postbox_webhook::sns::{TOLERANCE, TopicArn, Verifier};
 use postbox_webhook::{Scheme, Settings, Tolerance, UnixSeconds, Verify};
 
-use crate::{Mapping, Origin, SourceLimits, WebhookSource};
+use crate::{Mapping, Origin, SnsClient, SourceLimits, WebhookSource};
 
 /// Upper limit of `concurrency`: more verified messages than any store commits at a time.
 const CONCURRENCY_MAX: usize = 10_000;
@@ -41,6 +41,9 @@ table! {
         /// An unsigned header gives a warning: with it, a captured message can be applied again.
         id: Option<Origin> = text(id), unset("depends on the scheme", "");
         /// The event's topic: a fixed text, `"header:NAME"` or `"json:/pointer"`.
+        ///
+        /// The default is a place that depends on the scheme, else the source's name. A place that
+        /// you set has no such fallback: a message with nothing there is refused (422).
         topic: Option<Origin> = text(|text| origin(text, from_core::<Topic>)), unset("depends on the scheme", r#""partner.event""#);
         /// The event's key, written as `topic`. Events of one key are applied in order.
         key: Option<Origin> = text(|text| origin(text, from_core::<Key>)), unset("depends on the scheme", r#""json:/data/id""#);
@@ -246,15 +249,16 @@ impl WebhookTable {
         self.retry_horizon.unwrap_or_else(|| self.scheme.map_or(HORIZON_UNKNOWN, retry_horizon))
     }
 
-    /// Builds the source. An error never repeats a key.
-    pub fn source(&self, name: SourceName) -> Result<WebhookSource> {
+    /// Builds the source. All SNS sources of a process share one `client`. An error never repeats a
+    /// key.
+    pub fn source(&self, name: SourceName, client: &SnsClient) -> Result<WebhookSource> {
         let invalid = |text| Error::invalid("configure", "secret_invalid", format!("source {name}: {text}"));
         let scheme = self.scheme.ok_or_else(|| invalid("it has no scheme".to_owned()))?;
         let log = self.log.clone();
         let mut source = if scheme == Scheme::Sns {
             let verifier = Verifier::new(self.topics.iter().cloned()).map_err(|error| invalid(error.to_string()))?;
             let verifier = verifier.tolerance(self.settings().tolerance);
-            WebhookSource::sns(name, log, verifier, self.confirm.unwrap_or(false))?
+            WebhookSource::sns(name, log, verifier, self.confirm.unwrap_or(false), client)?
         } else {
             let verifier = self.verifier(scheme).map_err(invalid)?;
             WebhookSource::new(name, log, verifier)

@@ -36,6 +36,9 @@
 //!
 //! Nothing of an unverified request is stored, not even its id. A conflict is answered with success
 //! because repeating it cannot change the result, and a sender that gets an error repeats for days.
+//!
+//! Every success of a Twilio or Slack source is a 200 with nothing that a person would be shown:
+//! `<Response/>` for Twilio, an empty body for Slack.
 
 mod answer;
 mod body;
@@ -56,4 +59,5 @@ pub use config::WebhookTable;
 pub use convert::Message;
 pub use ingress::{Ingress, router, router_below};
 pub use mapping::{Mapping, Origin};
+pub use sns::SnsClient;
 pub use source::{SourceLimits, WebhookSource};

@@ -262,7 +262,12 @@ impl VerifiedRequest<'_> {
         let mapping = &source.mapping;
         let topic =
             self.required(&mapping.topic, digest).map_err(|why| MappingFailure::new("topic_unmapped", "topic", why))?;
-        let mut event = NewEvent::new(topic, self.body.clone(), self.content_type());
+        let content_type = match source.check.scheme() {
+            // SNS sends its JSON as `text/plain`.
+            Scheme::Sns => "application/json".to_owned(),
+            _ => self.content_type(),
+        };
+        let mut event = NewEvent::new(topic, self.body.clone(), content_type);
         event.key = self.find(&mapping.key, digest).map_err(|why| MappingFailure::new("key_unmapped", "key", why))?;
         if source.check.scheme() == Scheme::StandardWebhooks {
             self.restore(&mut event);

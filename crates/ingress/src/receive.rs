@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{Path, Request, State};
+use axum::response::{IntoResponse, Response};
 use http::request::Parts;
 use postbox_core::{ErrorKind, Inbound, Received, lock};
 use postbox_receiver::Receiver;
@@ -24,10 +25,14 @@ const STALE_TIMEOUT: Duration = Duration::from_secs(1);
 ///
 /// Cancel-safety: if it is dropped because the sender closed the connection, the message may or may
 /// not be stored. If it was, its repetition is a duplicate.
-pub(crate) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Path<String>, request: Request) -> Answer {
+pub(crate) async fn receive(
+    State(ingress): State<Arc<Ingress>>,
+    Path(name): Path<String>,
+    request: Request,
+) -> Response {
     let Some(state) = ingress.sources.get(&name) else {
         ingress.unknown.count(&Answer::UnknownSource);
-        return Answer::UnknownSource;
+        return Answer::UnknownSource.into_response();
     };
     let (parts, body) = request.into_parts();
     let answer = match ingress.answer(state, &parts, body).await {
@@ -36,10 +41,7 @@ pub(crate) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Pat
     state.counters.count(&answer);
     ingress.observe(state, &answer);
     debug!(source = %state.source.name, answer = answer.code(), "webhook received");
-    match state.source.check {
-        Check::Sns(_) => answer.for_sns(),
-        Check::Keys(_) => answer,
-    }
+    answer.into_response_to(state.source.check.scheme())
 }
 
 impl Ingress {

@@ -10,7 +10,7 @@ mod certificates;
 mod tests;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures::future::BoxFuture;
@@ -38,22 +38,39 @@ impl Fetch for PublicClient {
     }
 }
 
+/// The certificates of AWS, and the client that fetches them: one for all SNS sources of a process.
+/// Clones share them. Its limits on requests and on waiting messages hold for all its sources
+/// together: strangers can send to all of them.
+#[derive(Clone, Default)]
+pub struct SnsClient(Arc<OnceLock<Arc<Certificates>>>);
+
+impl SnsClient {
+    /// Made for the first source: a process without one needs no trusted certificates.
+    fn certificates(&self) -> Result<Arc<Certificates>> {
+        if let Some(certificates) = self.0.get() {
+            return Ok(Arc::clone(certificates));
+        }
+        let certificates = Certificates::new(Arc::new(PublicClient::new(FETCHES_MAX)?));
+        Ok(Arc::clone(self.0.get_or_init(|| certificates)))
+    }
+}
+
+impl fmt::Debug for SnsClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SnsClient").finish_non_exhaustive()
+    }
+}
+
 /// The SNS state of one source.
 pub(crate) struct Sns {
     verifier: Verifier,
     confirm: bool,
-    fetch: Arc<dyn Fetch>,
     certificates: Arc<Certificates>,
 }
 
 impl Sns {
-    pub(crate) fn new(verifier: Verifier, confirm: bool) -> Result<Self> {
-        Ok(Self::with_fetch(verifier, confirm, Arc::new(PublicClient::new(FETCHES_MAX)?)))
-    }
-
-    fn with_fetch(verifier: Verifier, confirm: bool, fetch: Arc<dyn Fetch>) -> Self {
-        let certificates = Certificates::new(Arc::clone(&fetch));
-        Self { verifier, confirm, fetch, certificates }
+    pub(crate) fn new(verifier: Verifier, confirm: bool, client: &SnsClient) -> Result<Self> {
+        Ok(Self { verifier, confirm, certificates: client.certificates()? })
     }
 
     /// Returns a verified notification, or the answer for anything else.
@@ -82,7 +99,7 @@ impl Sns {
             return Answer::Unconfirmed;
         }
         let fetched = tokio::select! {
-            fetched = self.fetch.get(asked.subscribe_url.as_str().to_owned()) => fetched,
+            fetched = self.certificates.fetch.get(asked.subscribe_url.as_str().to_owned()) => fetched,
             () = clock.sleep(FETCH_TIMEOUT) => Fetched::Failed("no answer in time".into()),
         };
         match fetched {

@@ -8,7 +8,7 @@ use postbox_webhook::{Scheme, Verify};
 use crate::convert::{Convert, Message};
 use crate::headers::Dropped;
 use crate::mapping::Mapping;
-use crate::sns::Sns;
+use crate::sns::{Sns, SnsClient};
 
 /// Limits on what one source may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,13 +107,16 @@ impl WebhookSource {
     /// With `confirm`, the ingress confirms a verified request to subscribe to one of the
     /// verifier's topics by visiting its URL. Without it, the request is logged, and you confirm in
     /// AWS.
+    ///
+    /// All SNS sources of a process share one `client`.
     pub fn sns(
         name: SourceName,
         log: LogName,
         verifier: postbox_webhook::sns::Verifier,
         confirm: bool,
+        client: &SnsClient,
     ) -> Result<Self> {
-        Ok(Self::checked_by(name, log, Sns::new(verifier, confirm)?.into()))
+        Ok(Self::checked_by(name, log, Sns::new(verifier, confirm, client)?.into()))
     }
 
     pub(crate) fn checked_by(name: SourceName, log: LogName, check: Check) -> Self {

@@ -75,7 +75,8 @@ async fn a_message_of_each_provider_is_taken_and_a_forged_one_is_not() {
         };
         let post =
             async |headers: &[(String, String)]| webhooks.post(scheme.as_str(), headers, body).await.expect("answered");
-        assert_eq!(post(&signed(scheme, SECRET, body)).await, 202, "{scheme}");
+        let accepted = if matches!(scheme, Scheme::Slack | Scheme::Twilio) { 200 } else { 202 };
+        assert_eq!(post(&signed(scheme, SECRET, body)).await, accepted, "{scheme}");
         assert_eq!(post(&signed(scheme, OTHER, body)).await, 401, "{scheme}");
         assert_eq!(post(&[]).await, 401, "{scheme}");
     }

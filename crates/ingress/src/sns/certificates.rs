@@ -34,8 +34,9 @@ use tracing::warn;
 use super::{FETCH_TIMEOUT, Fetch};
 use crate::answer::Answer;
 
-/// Most cached certificates. AWS uses one per region and changes it about once a year.
-const CERTIFICATES_MAX: usize = 16;
+/// Most cached certificates, of all sources and stores. AWS uses one per region, some 40, and
+/// changes it about once a year.
+const CERTIFICATES_MAX: usize = 128;
 /// Most requests per second to AWS that strangers can cause: fewer than the forgeries that cause
 /// them, and negligible for AWS.
 pub(crate) const FETCHES_PER_SECOND: u32 = 50;
@@ -54,9 +55,9 @@ const COUNTS_MAX: usize = 32 * 1024;
 /// by default.
 const COUNTED_FOR: Duration = Duration::from_secs(120);
 
-/// The certificates of one source.
+/// The certificates of all SNS sources of a process.
 pub(crate) struct Certificates {
-    fetch: Arc<dyn Fetch>,
+    pub(super) fetch: Arc<dyn Fetch>,
     state: Mutex<State>,
 }
 
@@ -237,14 +238,15 @@ impl State {
         self.waiting.values().filter(wanted).max_by_key(|waiting| waiting.rank)
     }
 
+    /// Caches a certificate, unless all cached ones have verified a message: then it answers only
+    /// those who wait for it.
     fn keep(&mut self, url: &str, certificate: Certificate) {
         if self.known.len() >= CERTIFICATES_MAX {
-            // Evict one that has verified nothing yet, else the one that expires first. If it is
-            // still in use it is fetched again.
-            let first = self.known.iter().min_by_key(|(_, known)| (known.proven, known.certificate.validity().1.0));
-            if let Some(url) = first.map(|(url, _)| url.clone()) {
-                self.known.remove(&url);
-            }
+            // The unproven one that expires first. If it is still in use it is fetched again.
+            let unproven = self.known.iter().filter(|(_, known)| !known.proven);
+            let first = unproven.min_by_key(|(_, known)| known.certificate.validity().1.0);
+            let Some(url) = first.map(|(url, _)| url.clone()) else { return };
+            self.known.remove(&url);
         }
         self.known.insert(url.to_owned(), Known { certificate, proven: false });
     }

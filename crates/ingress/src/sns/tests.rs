@@ -1,7 +1,7 @@
 //! SNS from the request to the answer, against a scripted AWS.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use axum::Router;
@@ -12,13 +12,14 @@ use http::{Request, StatusCode};
 use jiff::Timestamp;
 use postbox_core::{Clock as _, LogName, SourceName};
 use postbox_http::Fetched;
-use postbox_memory::MemoryStore;
 use postbox_testkit::clock::ManualClock;
+use postbox_testkit::inbox::Inbox;
 use postbox_webhook::sns::{TopicArn, Verifier};
 use tokio::task::JoinHandle;
 use tower::ServiceExt;
 
-use super::{Fetch, Sns};
+use super::certificates::Certificates;
+use super::{Fetch, SnsClient};
 use crate::{Ingress, WebhookSource, router};
 
 /// Messages and their certificate, signed with openssl; see the generator in that folder.
@@ -69,6 +70,7 @@ impl Fetch for Aws {
 struct Stand {
     aws: Arc<Aws>,
     clock: Arc<ManualClock>,
+    inbox: Arc<Inbox>,
     ingress: Arc<Ingress>,
     router: Router,
 }
@@ -76,14 +78,16 @@ struct Stand {
 impl Stand {
     fn new(confirm: bool) -> Self {
         let aws = Arc::new(Aws { mode: Mutex::new(Mode::Works), asked: Mutex::default() });
-        let verifier = Verifier::new([TopicArn::parse(TOPIC).expect("a topic")]).expect("a verifier");
-        let name = SourceName::new("aws").expect("a name");
-        let sns = Sns::with_fetch(verifier, confirm, aws.clone());
-        let source = WebhookSource::checked_by(name, LogName::inbox(), sns.into());
+        let client = SnsClient(Arc::new(OnceLock::from(Certificates::new(aws.clone()))));
+        let sources = ["aws", "aws-2"].map(|name| {
+            let verifier = Verifier::new([TopicArn::parse(TOPIC).expect("a topic")]).expect("a verifier");
+            let name = SourceName::new(name).expect("a name");
+            WebhookSource::sns(name, LogName::inbox(), verifier, confirm, &client).expect("a source")
+        });
         let clock = Arc::new(ManualClock::new(Timestamp::from_second(NOW_S).expect("a time")));
-        let store = Arc::new(MemoryStore::new(clock.clone()));
-        let ingress = Ingress::new(vec![source], store, clock.clone()).expect("an ingress");
-        Self { aws, clock, router: router(Arc::clone(&ingress)), ingress }
+        let inbox = Arc::new(Inbox::default());
+        let ingress = Ingress::new(sources.into(), inbox.clone(), clock.clone()).expect("an ingress");
+        Self { aws, clock, inbox, router: router(Arc::clone(&ingress)), ingress }
     }
 
     fn set(&self, mode: Mode) {
@@ -95,16 +99,20 @@ impl Stand {
     }
 
     async fn post(&self, body: String) -> (u16, String) {
-        Self::post_to(self.router.clone(), body).await
+        Self::post_to(self.router.clone(), "aws", body).await
     }
 
     /// Posts in a separate task.
     fn spawn(&self, body: String) -> JoinHandle<(u16, String)> {
-        tokio::spawn(Self::post_to(self.router.clone(), body))
+        self.spawn_to("aws", body)
     }
 
-    async fn post_to(router: Router, body: String) -> (u16, String) {
-        let request = Request::post("/in/aws").header("content-type", "text/plain; charset=UTF-8");
+    fn spawn_to(&self, source: &'static str, body: String) -> JoinHandle<(u16, String)> {
+        tokio::spawn(Self::post_to(self.router.clone(), source, body))
+    }
+
+    async fn post_to(router: Router, source: &str, body: String) -> (u16, String) {
+        let request = Request::post(format!("/in/{source}")).header("content-type", "text/plain; charset=UTF-8");
         let answer = router.oneshot(request.body(Body::from(body)).expect("a request")).await;
         let answer = answer.expect("an answer");
         let status = answer.status();
@@ -135,6 +143,7 @@ async fn a_notification_is_stored_once_and_a_crowd_costs_one_certificate() {
     assert!(answers.iter().all(|(status, _)| *status == 202 || *status == 200), "{answers:?}");
     assert_eq!((stand.count("accepted"), stand.count("duplicate")), (1, 49));
     assert_eq!(stand.asked().len(), 1);
+    assert_eq!(stand.inbox.all()[0].event.content_type, None, "JSON, although it came as text/plain");
     // The same id with another text: a conflict, and as genuine as the first.
     is(&stand.post(fixture("notification of an empty text")).await, 200, "conflict");
     assert_eq!(stand.asked().len(), 1);
@@ -196,12 +205,15 @@ async fn what_may_be_right_later_comes_again() {
     assert_eq!(stand.count("timestamp_too_old"), 1);
 }
 
-/// They cannot be evicted while a certificate is fetched, so they must not take every connection.
+/// They cannot be evicted while a certificate is fetched, so they must not take every connection,
+/// however many sources they go to.
 #[tokio::test]
 async fn few_messages_wait_for_fetches_that_do_not_end() {
     let stand = Stand::new(false);
     stand.set(Mode::Hangs);
-    let posts: Vec<_> = (0..1_000).map(|number| stand.spawn(forged(&format!("Guess-{}", number % 16)))).collect();
+    let forge =
+        |number: usize| stand.spawn_to(["aws", "aws-2"][number / 16 % 2], forged(&format!("Guess-{}", number % 16)));
+    let posts: Vec<_> = (0..1_000).map(forge).collect();
     for _ in 0..100 {
         settle().await;
     }
@@ -296,14 +308,14 @@ async fn a_certificate_that_was_needed_is_not_given_up_for_others() {
     is(&stand.post(fixture("notification")).await, 202, "accepted");
     // Certificates that exist, such as those of other AWS regions, but verify nothing that a
     // stranger can send.
-    for number in 0..40 {
-        let region = format!("https://sns.eu-west-{number}.amazonaws.com/");
+    for number in 0..150 {
+        let region = format!("https://sns.{}-west-{}.amazonaws.com/", ["eu", "us"][number / 100], number % 100);
         let body = fixture("notification").replace("https://sns.eu-central-1.amazonaws.com/", &region);
         is(&stand.post(body.replace("Hello!", "Hello?")).await, 401, "unverified");
         stand.clock.advance(Duration::from_secs(1));
     }
     let asked = stand.asked().len();
-    assert_eq!(asked, 41);
+    assert_eq!(asked, 151);
     is(&stand.post(fixture("notification")).await, 200, "duplicate");
     assert_eq!(stand.asked().len(), asked);
 }

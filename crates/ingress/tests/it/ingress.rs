@@ -355,17 +355,21 @@ async fn a_replay_under_another_unsigned_id_is_a_duplicate() {
 async fn slack_s_question_is_answered_only_when_it_is_genuine() {
     let stand = Stand::new(vec![source("slack", Scheme::Slack)]);
     let body = r#"{"type":"url_verification","challenge":"3eZbrw1a"}"#;
-    let ask = |mac: String| {
+    let ask = |mac: String, body: &'static str| {
         Request::post("/in/slack")
             .header("x-slack-request-timestamp", NOW_S.to_string())
             .header("x-slack-signature", format!("v0={mac}"))
             .body(Body::from(body))
             .unwrap()
     };
-    let mac = hex_mac(format!("v0:{NOW_S}:{body}").as_bytes());
-    same(&stand.post(ask(mac)).await, (StatusCode::OK, "3eZbrw1a"));
-    same(&stand.post(ask(hex_mac(b""))).await, UNVERIFIED);
+    let mac = |body: &str| hex_mac(format!("v0:{NOW_S}:{body}").as_bytes());
+    same(&stand.post(ask(mac(body), body)).await, (StatusCode::OK, "3eZbrw1a"));
+    same(&stand.post(ask(hex_mac(b""), body)).await, UNVERIFIED);
     assert!(stand.inbox.all().is_empty());
+    // The user of a slash command would be shown a body.
+    let command = "command=%2Fdeploy";
+    same(&stand.post(ask(mac(command), command)).await, (StatusCode::OK, ""));
+    assert_eq!(stand.count("accepted"), 1);
 }
 
 #[tokio::test]
