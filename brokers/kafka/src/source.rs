@@ -22,7 +22,7 @@ use self::held::Held;
 use crate::classify::{self, Failure};
 use crate::client::Consumer;
 use crate::connection::{Cluster, TopicIds};
-use crate::group::{Membership, OPERATION, Partition, Rebalances};
+use crate::group::{Membership, OPERATION, OffsetReset, Partition, Rebalances};
 use crate::message::raw_message;
 
 /// The longest wait for a commit of offsets.
@@ -129,15 +129,26 @@ impl Member {
 
     /// Returns why the member has to join again: one of its topics is another by now, or gone. The
     /// client does not notice: it goes on asking for the former topic, or goes on in the new one
-    /// where it stood in the former. Asks the cluster only if the client's metadata is old.
-    async fn recreated(&self, consumer: &Consumer, topics: &TopicIds) -> Option<Error> {
+    /// where it stood in the former. Asks the cluster only if the client's metadata is old. The
+    /// error is that of asking.
+    async fn recreated(&self, consumer: &Consumer, topics: &TopicIds) -> Result<Option<Error>> {
         match consumer.topic_ids(&self.membership.topics, OPERATION).await {
-            Ok(now) => {
-                let (topic, _) = topics.iter().find(|(topic, id)| now.get(*topic) != Some(id))?;
+            Ok(now) => Ok(topics.iter().find(|(topic, id)| now.get(*topic) != Some(id)).map(|(topic, _)| {
                 let text = format!("the topic {topic} was deleted and created again; it is read anew");
-                Some(Error::new(ErrorKind::Unavailable, OPERATION, "kafka_topic_recreated", text))
-            }
-            Err(error) => (error.code() == classify::TOPIC_MISSING).then_some(error),
+                Error::new(ErrorKind::Unavailable, OPERATION, "kafka_topic_recreated", text)
+            })),
+            Err(error) if error.code() == classify::TOPIC_MISSING => Ok(Some(error)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns where the group stands in each partition, if it is to be committed before any
+    /// message was received: the next member would otherwise start at the end that the partition
+    /// has then.
+    async fn positions(&self, consumer: &Consumer) -> Vec<(Partition, i64)> {
+        match self.membership.offset_reset {
+            OffsetReset::Earliest => Vec::new(),
+            OffsetReset::Latest => consumer.positions().await,
         }
     }
 
@@ -150,7 +161,8 @@ impl Member {
                     false => consumer.poll(POLL).await?,
                     true => self.poll_paused(consumer).await?,
                 };
-                Ok::<_, Failure>((records, self.recreated(consumer, topics).await))
+                let recreated = self.recreated(consumer, topics).await;
+                Ok::<_, Failure>((records, recreated, self.positions(consumer).await))
             };
             let polled = tokio::select! {
                 biased;
@@ -158,8 +170,16 @@ impl Member {
                 polled = polled => polled,
             };
             match polled {
-                Ok((records, None)) => self.keep(records),
-                Ok((_, Some(recreated))) => return self.fail(recreated),
+                Ok((_, Ok(Some(recreated)), _)) => return self.fail(recreated),
+                Ok((records, recreated, positions)) => {
+                    self.keep(records);
+                    lock(&self.state.held).begin(positions);
+                    // The client's polls only return nothing while no broker answers.
+                    if let Err(failure) = recreated {
+                        self.fail(failure);
+                        tokio::time::sleep(RETRY_WAIT).await;
+                    }
+                }
                 Err(failure) => {
                     self.fail(classify::error(OPERATION, &failure));
                     if failure.is_final {

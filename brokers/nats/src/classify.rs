@@ -98,6 +98,9 @@ pub(crate) const NO_STREAM: &str = "nats_no_stream";
 /// The code of a missing consumer.
 pub(crate) const NO_CONSUMER: &str = "nats_no_consumer";
 
+/// The code if a server, or all of them, did not answer in time.
+pub(crate) const CONNECT_TOO_SLOW: &str = "connect_timeout";
+
 /// No stream takes subjects of this pattern.
 pub(crate) fn no_stream(name: Option<&str>, pattern: &str) -> Down {
     let name = name.unwrap_or("NAME");
@@ -111,7 +114,7 @@ pub(crate) fn no_stream(name: Option<&str>, pattern: &str) -> Down {
 pub(crate) fn connect_too_slow() -> Down {
     let text =
         "no server answered within the subscription's timeout; is one of them behind a firewall that drops packets?";
-    Down::new(ErrorKind::Unavailable, "connect_timeout", text)
+    Down::new(ErrorKind::Unavailable, CONNECT_TOO_SLOW, text)
 }
 
 /// The server refused the publish, and reported it only on the connection.
@@ -145,7 +148,7 @@ pub(crate) fn connecting(server: &str, error: &ConnectError) -> Down {
             (ErrorKind::Unauthorized, "nats_unauthorized")
         }
         ConnectErrorKind::Dns => (ErrorKind::Unavailable, "dns_failed"),
-        ConnectErrorKind::TimedOut => (ErrorKind::Unavailable, "connect_timeout"),
+        ConnectErrorKind::TimedOut => (ErrorKind::Unavailable, CONNECT_TOO_SLOW),
         ConnectErrorKind::Tls => (ErrorKind::Unavailable, "tls_failed"),
         _ if refused => (ErrorKind::Unavailable, "connect_refused"),
         _ => (ErrorKind::Unavailable, "connect_failed"),

@@ -15,8 +15,8 @@ use postbox_core::{Down, Envelope, Inbound, LogName, RawMessage, Result, Sink, S
 
 use crate::classify::{NO_CONSUMER, no_stream};
 use crate::connection::{Auth, Link, Servers};
-use crate::jetstream::{ConsumerSpec, NewStream, ensure_consumer, settings, streams_of};
-use crate::sink::{NatsSink, Publishing, Target};
+use crate::jetstream::{ConsumerSpec, NewStream, Settings, ensure_consumer, settings, streams_of};
+use crate::sink::{DISCARDS, NatsSink, Publishing, Target};
 use crate::source::NatsSource;
 use crate::subject;
 
@@ -109,7 +109,7 @@ table! {
         consumer: String = text(name), default("postbox");
         /// Whether a missing consumer is created.
         create: bool = boolean(), default(true);
-        /// The subjects of a consumer that is created, e.g. `"orders.*.paid"`.
+        /// The subjects of the consumer, e.g. `"orders.*.paid"`; one that exists must have them.
         filter: Option<String> = text(plain), unset("all", r#""orders.>""#);
         /// How long a consumer that is created waits for an ack before a message comes again.
         ///
@@ -185,6 +185,18 @@ impl NatsSinkTable {
     fn check(&self, section: &Section<'_>) {
         if self.create.is_some() && !section.has("stream") {
             section.fault("create", format!("{} has create but no stream; name the stream to create", section.path));
+        }
+        // JetStream's own subjects begin with a token too, so it takes no stream of these.
+        let pattern = subject::pattern(&self.subject);
+        if self.create.as_ref().is_some_and(|create| create.subjects.is_empty())
+            && (pattern == ">" || pattern.starts_with("*."))
+        {
+            let path = &section.path;
+            let text = format!(
+                "{path} has create, but no stream can take all that its subject can become, because that begins with \
+                 a field; begin it with a word, as in \"orders.{{topic}}\", or name create.subjects"
+            );
+            section.fault("create", text);
         }
     }
 }
@@ -263,7 +275,12 @@ async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
     let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
     let pattern = subject::pattern(&table.subject);
     let streams = match &table.stream {
-        Some(stream) => settings(&client, stream).await?.map(|_| stream.clone()).into_iter().collect(),
+        Some(stream) => match settings(&client, stream).await? {
+            Some(Settings { discards: true, .. }) => {
+                return Ok(format!("answers; the stream {stream} exists; {DISCARDS}"));
+            }
+            found => found.map(|_| stream.clone()).into_iter().collect(),
+        },
         None => streams_of(&client, &pattern).await?,
     };
     match (&streams[..], &table.stream, &table.create) {
@@ -277,11 +294,33 @@ async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
 async fn look_at_consumer(table: &NatsSourceTable) -> Result<String, Down> {
     let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
     let (stream, name) = (&table.stream, &table.consumer);
-    match ensure_consumer(&client, &ConsumerSpec { create: false, ..table.consumer() }).await {
+    match ensure_consumer(&client, &ConsumerSpec { create: false, ..table.consumer() }, None).await {
         Ok(_) => Ok(format!("answers; the consumer {name} of {stream} exists")),
         Err(down) if down.code() == NO_CONSUMER && table.create => {
             Ok(format!("answers; the consumer {name} of {stream} will be created"))
         }
         Err(down) => Err(down),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_config::{ReadOptions, read};
+
+    use super::*;
+
+    #[test]
+    fn a_stream_of_every_subject_is_not_created() {
+        let fault = |subject: &str, create: &str| {
+            let keys = format!("url = \"nats://h:1\"\nsubject = {subject:?}\nstream = \"S\"\ncreate = {create}");
+            read::<NatsSinkTable>(&keys, ReadOptions::none()).err().map(|faults| faults.to_string())
+        };
+        for subject in ["{topic}", "{tenant}.{topic}", "{tenant}.x"] {
+            assert!(fault(subject, "{}").is_some_and(|fault| fault.contains("create.subjects")), "{subject}");
+            assert_eq!(fault(subject, "{ subjects = [\"a.>\"] }"), None, "{subject}");
+        }
+        for subject in ["a.{topic}", "{tenant}", "orders"] {
+            assert_eq!(fault(subject, "{}"), None, "{subject}");
+        }
     }
 }

@@ -17,7 +17,8 @@ use postbox_config::{Secret, TlsTable};
 use postbox_core::{Down, ErrorKind, lock};
 use tokio::sync::Mutex;
 
-use crate::classify::connecting;
+use crate::classify::{CONNECT_TOO_SLOW, connecting};
+use crate::jetstream::API_TOO_SLOW;
 
 /// The longest wait for one server, TLS and credentials included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -104,7 +105,16 @@ impl Link {
 
     /// Connects to any server that answers, without preparing the connection: for a check.
     pub(crate) async fn look(servers: Servers) -> Result<Client, Down> {
-        Self::new(servers, Box::new(|_, _| Box::pin(async { Ok(()) }))).client().await
+        let attempts = servers.urls.len();
+        let link = Self::new(servers, Box::new(|_, _| Box::pin(async { Ok(()) })));
+        let mut looked = link.client().await;
+        for _ in 1..attempts {
+            if looked.is_ok() {
+                break;
+            }
+            looked = link.client().await;
+        }
+        looked
     }
 
     /// Returns the connection, and makes one if there is none. Callers that waited for an attempt
@@ -141,6 +151,11 @@ impl Link {
         lock(&self.refused.0).contains(subject)
     }
 
+    /// Returns the subjects that the server has refused.
+    pub(crate) fn refused(&self) -> &Refused {
+        &self.refused
+    }
+
     /// Whether the server has refused to let us read single messages of a stream.
     pub(crate) fn has_refused_looks(&self, stream: &str) -> bool {
         self.has_refused(&format!("$JS.API.STREAM.MSG.GET.{stream}"))
@@ -166,7 +181,9 @@ impl Link {
         }
     }
 
-    /// Tries each server once.
+    /// Tries each server once, until one does not answer in time: then the next attempt begins with
+    /// the one after it. An attempt that waited for several would outlast the time for which a
+    /// source counts as failing.
     async fn connect(&self) -> Result<Client, Down> {
         let mut down = Down::new(ErrorKind::Mismatch, "connect_failed", "there is no server to connect to");
         let (urls, first) = (&self.servers.urls, self.first.load(Ordering::Relaxed));
@@ -182,6 +199,9 @@ impl Link {
                 },
                 Err(down) => down,
             };
+            if matches!(down.code(), CONNECT_TOO_SLOW | API_TOO_SLOW) {
+                break;
+            }
         }
         Err(down)
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use async_nats::{Client, Request, RequestErrorKind};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
+use jiff::Timestamp;
 use postbox_core::{Down, ErrorKind};
 use serde_json::{Value, json};
 
@@ -16,10 +17,15 @@ const API_TIMEOUT: Duration = Duration::from_secs(5);
 /// Error numbers of missing things.
 const NO_CONSUMER: u32 = 10_014;
 const NO_STREAM: u32 = 10_059;
+/// A consumer of a work queue cannot begin at a time.
+const FROM_FIRST_ONLY: u32 = 10_101;
 pub(crate) const NO_MESSAGE: u32 = 10_037;
 
 /// The code if nobody answers the API: JetStream is off, or out of reach, e.g. in another domain.
 pub(crate) const NO_JETSTREAM: &str = "nats_no_jetstream";
+
+/// The code if the API did not answer in time.
+pub(crate) const API_TOO_SLOW: &str = "nats_api_timeout";
 
 /// Calls the API. `Ok(Err(…))` means that the server refused.
 pub(crate) async fn call(client: &Client, name: &str, body: &Value) -> Result<Result<Value, Refusal>, Down> {
@@ -34,7 +40,7 @@ pub(crate) async fn call(client: &Client, name: &str, body: &Value) -> Result<Re
         }
         RequestErrorKind::TimedOut => {
             let text = format!("JetStream did not answer {name} in {API_TIMEOUT:?}; may the user call $JS.API.{name}?");
-            Down::new(ErrorKind::Unavailable, "nats_api_timeout", text)
+            Down::new(ErrorKind::Unavailable, API_TOO_SLOW, text)
         }
         _ => classify::lost(),
     })?;
@@ -61,6 +67,8 @@ pub(crate) struct Settings {
     pub(crate) duplicate_window: Duration,
     /// Whether it deletes a message once its consumers acknowledged it.
     pub(crate) deletes_acked: bool,
+    /// Whether it now throws away what is published, because no consumer wants it.
+    pub(crate) discards: bool,
 }
 
 /// Returns a stream's settings; `None` if there is no such stream.
@@ -68,6 +76,7 @@ pub(crate) async fn settings(client: &Client, stream: &str) -> Result<Option<Set
     let settings = |info: Value| Settings {
         duplicate_window: Duration::from_nanos(info["config"]["duplicate_window"].as_u64().unwrap_or_default()),
         deletes_acked: matches!(info["config"]["retention"].as_str(), Some("workqueue" | "interest")),
+        discards: info["config"]["retention"] == "interest" && info["state"]["consumer_count"] == 0,
     };
     Ok(stream_info(client, stream).await?.map(settings))
 }
@@ -137,13 +146,32 @@ pub(crate) struct ConsumerSpec {
     pub(crate) create: bool,
 }
 
-/// Makes sure that the consumer exists. Returns how long it waits for an acknowledgement.
-pub(crate) async fn ensure_consumer(client: &Client, spec: &ConsumerSpec) -> Result<Duration, Down> {
+/// What is known of a consumer that exists.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Consumer {
+    /// How long it waits for an acknowledgement.
+    pub(crate) ack_wait: Duration,
+    /// The most messages of a request.
+    pub(crate) batch_max: usize,
+    /// The longest time that a request stays open.
+    pub(crate) expires_max: Duration,
+    /// Whether this call created it.
+    pub(crate) is_made: bool,
+    /// Whether nothing is pending and nothing awaits an acknowledgement.
+    pub(crate) is_done: bool,
+}
+
+/// Makes sure that the consumer exists. If it is missing, it begins at the time `since`, or else
+/// with the first message.
+pub(crate) async fn ensure_consumer(
+    client: &Client,
+    spec: &ConsumerSpec,
+    since: Option<Timestamp>,
+) -> Result<Consumer, Down> {
     let ConsumerSpec { stream, name, .. } = spec;
-    let wait = |info: &Value| Duration::from_nanos(info["config"]["ack_wait"].as_u64().unwrap_or_default());
-    let info = match call(client, &format!("CONSUMER.INFO.{stream}.{name}"), &Value::Null).await? {
-        Ok(info) => info,
-        Err(refusal) if refusal.err_code == NO_CONSUMER && spec.create => create_consumer(client, spec).await?,
+    let (info, is_made) = match consumer_info(client, spec).await? {
+        Ok(info) => (info, false),
+        Err(refusal) if refusal.err_code == NO_CONSUMER && spec.create => create_consumer(client, spec, since).await?,
         Err(refusal) if refusal.err_code == NO_CONSUMER => {
             let text = format!(
                 "the stream {stream} has no consumer {name}; set create = true, or create it with: nats consumer add {stream} {name} --pull --ack explicit --deliver all"
@@ -171,10 +199,62 @@ pub(crate) async fn ensure_consumer(client: &Client, spec: &ConsumerSpec) -> Res
         );
         return Err(Down::new(ErrorKind::Mismatch, "nats_consumer_gives_up", text));
     }
-    Ok(wait(&info))
+    if let Some(fault) = fault(config, spec) {
+        let text = format!("the consumer {name} of {stream} {fault}, or name another");
+        return Err(Down::new(ErrorKind::Mismatch, "nats_consumer_other", text));
+    }
+    let limit = |key: &str| config[key].as_u64().filter(|limit| *limit > 0).unwrap_or(u64::MAX);
+    Ok(Consumer {
+        ack_wait: Duration::from_nanos(config["ack_wait"].as_u64().unwrap_or_default()),
+        batch_max: usize::try_from(limit("max_batch")).unwrap_or(usize::MAX),
+        expires_max: Duration::from_nanos(limit("max_expires")),
+        is_made,
+        is_done: !is_made && info["num_pending"] == 0 && info["num_ack_pending"] == 0,
+    })
 }
 
-async fn create_consumer(client: &Client, spec: &ConsumerSpec) -> Result<Value, Down> {
+async fn consumer_info(client: &Client, spec: &ConsumerSpec) -> Result<Result<Value, Refusal>, Down> {
+    call(client, &format!("CONSUMER.INFO.{}.{}", spec.stream, spec.name), &Value::Null).await
+}
+
+/// Returns why the messages of a consumer would not be those that are configured, and the cure.
+fn fault(config: &Value, spec: &ConsumerSpec) -> Option<String> {
+    let ConsumerSpec { stream, name, .. } = spec;
+    if config["headers_only"] == true {
+        return Some(format!(
+            "gives every message without its payload (headers_only); edit it: \
+             nats consumer edit {stream} {name} --no-headers-only"
+        ));
+    }
+    if config["priority_groups"].as_array().is_some_and(|groups| !groups.is_empty()) {
+        return Some("has priority groups, which a source cannot ask in; create it without them".to_owned());
+    }
+    // A consumer with several filters can be used by not configuring one.
+    let wanted = spec.filter.as_deref()?;
+    let its = filters(config);
+    (its != [wanted]).then(|| {
+        let its = its.join(", ");
+        format!(
+            "takes {its}, but the source's filter is {wanted}; correct the filter, or edit the consumer: \
+             nats consumer edit {stream} {name} --filter '{wanted}'"
+        )
+    })
+}
+
+/// Returns the subjects that a consumer delivers.
+pub(crate) fn filters(config: &Value) -> Vec<String> {
+    let several = config["filter_subjects"].as_array().cloned().unwrap_or_default();
+    let all = several.iter().chain([&config["filter_subject"]]).filter_map(Value::as_str);
+    let all: Vec<String> = all.filter(|filter| !filter.is_empty()).map(str::to_owned).collect();
+    if all.is_empty() { vec![">".to_owned()] } else { all }
+}
+
+/// Returns the consumer, and whether it was created here.
+async fn create_consumer(
+    client: &Client,
+    spec: &ConsumerSpec,
+    since: Option<Timestamp>,
+) -> Result<(Value, bool), Down> {
     let ConsumerSpec { stream, name, .. } = spec;
     let mut config = json!({
         "durable_name": name,
@@ -188,10 +268,27 @@ async fn create_consumer(client: &Client, spec: &ConsumerSpec) -> Result<Value, 
     if let Some(filter) = &spec.filter {
         config["filter_subject"] = filter.as_str().into();
     }
-    let body = json!({ "stream_name": stream, "config": config });
-    let created = call(client, &format!("CONSUMER.DURABLE.CREATE.{stream}.{name}"), &body).await?;
-    created
-        .map_err(|refusal| classify::not_done(&format!("the consumer {name} of {stream} cannot be created"), &refusal))
+    if let Some(since) = since {
+        config["deliver_policy"] = "by_start_time".into();
+        config["opt_start_time"] = since.to_string().into();
+    }
+    let api = format!("CONSUMER.DURABLE.CREATE.{stream}.{name}");
+    let mut body = json!({ "stream_name": stream, "config": config });
+    let mut created = call(client, &api, &body).await?;
+    // A work queue has only what is not acknowledged.
+    if since.is_some() && created.as_ref().is_err_and(|refusal| refusal.err_code == FROM_FIRST_ONLY) {
+        body["config"]["deliver_policy"] = "all".into();
+        body["config"]["opt_start_time"] = Value::Null;
+        created = call(client, &api, &body).await?;
+    }
+    let refusal = match created {
+        Ok(created) => return Ok((created, true)),
+        Err(refusal) => refusal,
+    };
+    // Another replica may have been faster. The server does not move a consumer that exists.
+    let info = consumer_info(client, spec).await?;
+    info.map(|info| (info, false))
+        .map_err(|_| classify::not_done(&format!("the consumer {name} of {stream} cannot be created"), &refusal))
 }
 
 pub(crate) fn nanos(time: Duration) -> u64 {

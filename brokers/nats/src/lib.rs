@@ -28,6 +28,7 @@
 mod classify;
 mod config;
 mod connection;
+mod consumer;
 mod jetstream;
 mod message;
 mod sink;

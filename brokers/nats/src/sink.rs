@@ -60,6 +60,8 @@ struct Known {
     deletes_acked: AtomicBool,
     /// Set once a short duplicate window was reported, or we cannot ask.
     is_checked: AtomicBool,
+    /// Set once one without a consumer was reported.
+    discards: AtomicBool,
 }
 
 /// Publishes events to JetStream.
@@ -382,8 +384,12 @@ impl NatsSink {
     }
 }
 
-/// Creates the stream if configured, notes whether it deletes messages, and compares its duplicate
-/// window with the time in which events can repeat.
+/// What a stream with retention `interest` and no consumer does, and the cure.
+pub(crate) const DISCARDS: &str = "its retention is interest, so it throws away every event that no consumer wants; \
+                                   create the consumers first, or a stream with retention limits";
+
+/// Creates the stream if configured, notes whether it deletes messages, warns if it discards them,
+/// and compares its duplicate window with the time in which events can repeat.
 async fn prepare(client: &Client, target: &Target, known: &Known) -> Result<(), Down> {
     let streams = match &target.stream {
         Some(stream) => vec![stream.clone()],
@@ -395,14 +401,17 @@ async fn prepare(client: &Client, target: &Target, known: &Known) -> Result<(), 
             (Ok(None), Some(new)) => {
                 create_stream(client, stream, new).await?;
                 info!(stream, "stream made");
-                Some(Settings { duplicate_window: new.duplicate_window, deletes_acked: false })
+                Some(Settings { duplicate_window: new.duplicate_window, deletes_acked: false, discards: false })
             }
             (Err(down), Some(_)) => return Err(down),
             (found, _) => found.unwrap_or_default(),
         };
-        let Some(Settings { duplicate_window: window, deletes_acked }) = found else { continue };
+        let Some(Settings { duplicate_window: window, deletes_acked, discards }) = found else { continue };
         known.is_found.store(true, Ordering::Relaxed);
         known.deletes_acked.fetch_or(deletes_acked, Ordering::Relaxed);
+        if discards && !known.discards.swap(true, Ordering::Relaxed) {
+            warn!(code = "nats_interest_none", stream, "stream without a consumer: {DISCARDS}");
+        }
         if window < target.repeats_within && !known.is_checked.swap(true, Ordering::Relaxed) {
             warn!(
                 code = "dedupe_window_short", stream, ?window, repeats_within = ?target.repeats_within,

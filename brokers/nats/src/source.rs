@@ -4,7 +4,7 @@
 //! present connection. While they are handed out, the server is notified that they are in progress.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::future::join_all;
 use futures::{FutureExt as _, StreamExt as _};
-use postbox_core::{AckToken, Clock, Down, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage, lock};
+use postbox_core::{AckToken, Clock, Down, ErrorKind, Result, Source, SourceCapabilities, SourceMessage, lock};
 use serde_json::json;
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio_util::sync::CancellationToken;
@@ -22,7 +22,8 @@ use tracing::warn;
 
 use crate::classify;
 use crate::connection::{Link, Servers, is_alive};
-use crate::jetstream::{ConsumerSpec, ensure_consumer, nanos};
+use crate::consumer::{ConsumerState, inspect};
+use crate::jetstream::{Consumer, ConsumerSpec, nanos};
 use crate::message::{is_ack, raw_message};
 use crate::unreadable::unreadable;
 
@@ -36,6 +37,9 @@ const HEARTBEAT: Duration = Duration::from_secs(5);
 const SILENCE_MAX: Duration = Duration::from_secs(12);
 /// The longest wait for the server to confirm a settlement.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The shortest time that a consumer is taken to wait for an acknowledgement.
+const ACK_WAIT_MIN: Duration = Duration::from_millis(300);
 
 const OPERATION: &str = "receive";
 
@@ -55,8 +59,7 @@ pub struct NatsSource {
     may_not_look: AtomicBool,
     settled: Notify,
     closed: CancellationToken,
-    /// How long the consumer waits for an acknowledgement, known once connected.
-    ack_wait_ms: Arc<AtomicU64>,
+    consumer: Arc<Mutex<ConsumerState>>,
     clock: Arc<dyn Clock>,
 }
 
@@ -89,15 +92,11 @@ struct Given {
 impl NatsSource {
     /// Returns a source that connects when it is asked for messages.
     pub(crate) fn new(servers: Servers, spec: ConsumerSpec, content_type: String, clock: Arc<dyn Clock>) -> Self {
-        let ack_wait_ms = Arc::new(AtomicU64::new(0));
-        let (wanted, found) = (spec.clone(), Arc::clone(&ack_wait_ms));
+        let consumer = Arc::<Mutex<ConsumerState>>::default();
+        let known = (spec.clone(), Arc::clone(&consumer), Arc::clone(&clock));
         let prepare = move |client, _| {
-            let (wanted, found) = (wanted.clone(), Arc::clone(&found));
-            Box::pin(async move {
-                let wait = ensure_consumer(&client, &wanted).await?;
-                found.store(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX), Ordering::Relaxed);
-                Ok(())
-            }) as _
+            let (spec, consumer, clock) = known.clone();
+            Box::pin(async move { inspect(&client, &spec, &consumer, &*clock).await }) as _
         };
         Self {
             link: Link::new(servers, Box::new(prepare)),
@@ -109,7 +108,7 @@ impl NatsSource {
             may_not_look: AtomicBool::new(false),
             settled: Notify::new(),
             closed: CancellationToken::new(),
-            ack_wait_ms,
+            consumer,
             clock,
         }
     }
@@ -132,7 +131,7 @@ impl NatsSource {
             client.publish(reply, NAK).await.map_err(|_| classify::lost())?;
         }
         let (given, clock) = (Arc::clone(&self.given), Arc::clone(&self.clock));
-        let every = Duration::from_millis(self.ack_wait_ms.load(Ordering::Relaxed).max(300) / 3);
+        let every = lock(&self.consumer).settings().ack_wait.max(ACK_WAIT_MIN) / 3;
         let progress = AbortOnDropHandle::new(tokio::spawn(report_progress(client.clone(), given, clock, every)));
         let found = self.look_for_unreadable(&client).await;
         let singly = if found.is_none() { self.spec.in_flight_max } else { 0 };
@@ -204,9 +203,19 @@ impl NatsSource {
             // The inbox ends with its connection.
             let message = tokio::select! {
                 message = session.messages.next() => message.ok_or_else(classify::lost)?,
-                () = self.clock.sleep(SILENCE_MAX) => return Err(classify::lost()),
+                () = self.clock.sleep(SILENCE_MAX) => {
+                    let asked = self.next_subject();
+                    let may_ask = !self.link.has_refused(&asked);
+                    return Err(if may_ask { classify::lost() } else { classify::no_right(&asked) });
+                }
             };
-            let Some(first) = self.take(session, message)? else { continue };
+            let expired = message.status == Some(StatusCode::TIMEOUT);
+            let Some(first) = self.take(session, message)? else {
+                if expired && lock(&self.consumer).may_ask(self.clock.monotonic()) {
+                    inspect(&session.client, &self.spec, &self.consumer, &*self.clock).await?;
+                }
+                continue;
+            };
             let mut messages = vec![first];
             while messages.len() < max
                 && let Some(Some(message)) = session.messages.next().now_or_never()
@@ -218,14 +227,22 @@ impl NatsSource {
     }
 
     async fn ask(&self, session: &mut Session, count: usize) -> Result<(), Down> {
-        let ConsumerSpec { stream, name, .. } = &self.spec;
-        let request = json!({ "batch": count, "expires": nanos(EXPIRES), "idle_heartbeat": nanos(HEARTBEAT) });
-        let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}");
-        let asked = session.client.publish_with_reply(subject, session.inbox.clone(), request.to_string().into());
+        let Consumer { batch_max, expires_max, .. } = lock(&self.consumer).settings();
+        let (count, expires) = (count.min(batch_max), EXPIRES.min(expires_max));
+        // The server refuses a heartbeat longer than half of the request's time.
+        let heartbeat = HEARTBEAT.min(expires / 2);
+        let request = json!({ "batch": count, "expires": nanos(expires), "idle_heartbeat": nanos(heartbeat) });
+        let (subject, inbox) = (self.next_subject(), session.inbox.clone());
+        let asked = session.client.publish_with_reply(subject, inbox, request.to_string().into());
         // Counted only after the request was sent: if dropped before that, nothing was requested.
         asked.await.map_err(|_| classify::lost())?;
         session.asked = count;
         Ok(())
+    }
+
+    /// The subject on which messages are requested.
+    fn next_subject(&self) -> String {
+        format!("$JS.API.CONSUMER.MSG.NEXT.{}.{}", self.spec.stream, self.spec.name)
     }
 
     fn give(&self, message: Message) -> SourceMessage {
@@ -283,8 +300,15 @@ impl NatsSource {
         let settled = match confirmed {
             Ok(_) if sent.iter().all(|sent| sent.is_ok()) => Ok(()),
             Err(error) if matches!(error.kind(), RequestErrorKind::TimedOut | RequestErrorKind::NoResponders) => {
-                let text = "the server did not confirm the acks; the messages may come again";
-                Err(Error::new(ErrorKind::Unavailable, "settle", "nats_settle_timeout", text))
+                let ConsumerSpec { stream, name, .. } = &self.spec;
+                let down = match self.link.refused().any("$JS.ACK.") {
+                    true => classify::no_right(&format!("$JS.ACK.{stream}.{name}.>")),
+                    false => {
+                        let text = "the server did not confirm the acks; the messages may come again";
+                        Down::new(ErrorKind::Unavailable, "nats_settle_timeout", text)
+                    }
+                };
+                Err(down.error("settle"))
             }
             // The connection is lost. The tokens belong to it, and the messages are given back on
             // the next one.

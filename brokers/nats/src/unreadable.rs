@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use tracing::warn;
 
 use crate::classify;
-use crate::jetstream::{ConsumerSpec, NO_MESSAGE, call};
+use crate::jetstream::{ConsumerSpec, NO_MESSAGE, call, filters};
 
 /// The most messages to look at: about twice what is in flight by default. Later ones are found
 /// once those before them are acknowledged.
@@ -53,14 +53,6 @@ pub(crate) async fn unreadable(client: &Client, spec: &ConsumerSpec) -> Result<V
         }
     }
     Ok(found)
-}
-
-/// Returns the subjects that the consumer delivers.
-fn filters(config: &Value) -> Vec<String> {
-    let several = config["filter_subjects"].as_array().cloned().unwrap_or_default();
-    let all = several.iter().chain([&config["filter_subject"]]).filter_map(Value::as_str);
-    let all: Vec<String> = all.filter(|filter| !filter.is_empty()).map(str::to_owned).collect();
-    if all.is_empty() { vec![">".to_owned()] } else { all }
 }
 
 /// Returns the readable part of a message; `None` if the client can read it.

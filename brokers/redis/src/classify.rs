@@ -2,7 +2,7 @@
 //! what they cost.
 
 use postbox_core::{Error, ErrorKind, Outcome, excerpt};
-use redis::RedisError;
+use redis::{ConnectionAddr, RedisError};
 
 /// What an error of the server is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,7 +74,12 @@ pub(crate) fn timed_out() -> Outcome {
 /// Classifies a failure of the client in any operation but the delivery of events.
 pub(crate) fn failure(operation: &'static str, error: RedisError) -> Error {
     let text = excerpt(&error.to_string());
-    let (kind, code, text) = match error.code() {
+    let code = match error.code() {
+        // The client replaces the code with which a server refuses SELECT.
+        Some(_) if text.contains("no permissions to run") => Some("NOPERM"),
+        code => code,
+    };
+    let (kind, code, text) = match code {
         Some(code) => {
             let (scope, code, cure) = answer(code);
             let kind = match (scope, code) {
@@ -98,6 +103,13 @@ pub(crate) fn failure(operation: &'static str, error: RedisError) -> Error {
         },
     };
     Error::new(kind, operation, code, text)
+}
+
+/// Connecting to the server at this address failed. A URL holds no user and no password.
+pub(crate) fn connecting(address: &ConnectionAddr, error: RedisError) -> Error {
+    let error = failure("connect", error);
+    let text = format!("no connection to {address}: {}", error.message());
+    Error::new(error.kind(), "connect", error.code().to_owned(), text)
 }
 
 #[cfg(test)]
@@ -144,8 +156,13 @@ mod tests {
         assert_eq!(kind("NOPERM"), ErrorKind::Unauthorized);
         assert_eq!(kind("WRONGTYPE"), ErrorKind::Mismatch);
         assert_eq!(kind("LOADING"), ErrorKind::Unavailable);
+        let select = "User u has no permissions to run the 'select' command".to_owned();
+        let refused = failure("connect", make_extension_error("ERR".into(), Some(select)));
+        assert_eq!((refused.kind(), refused.code()), (ErrorKind::Unauthorized, "redis_not_permitted"));
         let lost = std::io::Error::from(std::io::ErrorKind::ConnectionReset);
-        assert_eq!(failure("connect", lost.into()).code(), "redis_connect_failed");
+        let failed = connecting(&ConnectionAddr::Tcp("redis.example".into(), 6379), lost.into());
+        assert_eq!((failed.kind(), failed.code()), (ErrorKind::Unavailable, "redis_connect_failed"));
+        assert!(failed.message().starts_with("no connection to redis.example:6379: "), "{failed}");
     }
 
     #[test]

@@ -8,7 +8,10 @@ use postbox_config::{
     LeaseConfig, Leases, Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, boolean,
     duration, envelope, event_source, from_core, integer, nested, plain, secret, size, table, text,
 };
-use postbox_core::{Envelope, Error, ErrorKind, LogName, Result, Sink, Source, Template};
+use postbox_core::envelope::Binding;
+use postbox_core::{
+    Envelope, Error, ErrorKind, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template,
+};
 use redis::Value;
 use tokio::time::timeout;
 
@@ -215,6 +218,11 @@ impl SourceConfig for RedisSourceConfig {
 
     async fn connect(&self, _: &SourceContext) -> Result<String> {
         look(&self.server()?, Some(&self.stream), true).await
+    }
+
+    /// A CloudEvent in binary mode becomes the original event.
+    fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
+        Binding::FIELDS.read(message, name).map(Some)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Connections to the server: opening them, checking the server, and noticing when they are lost.
 
 use std::path::Path;
+use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -84,7 +85,7 @@ impl Server {
 
     /// Opens a connection to a server that accepts writes.
     pub(crate) async fn connect(&self) -> Result<Connection> {
-        in_time(self.timeout, self.try_connect()).await
+        in_time(self.timeout, &self.clients, self.try_connect()).await
     }
 
     /// Asks the Sentinels one after the other, until one names a server that is a primary. A
@@ -94,7 +95,8 @@ impl Server {
         for client in &self.clients {
             let Some(primary) = &self.primary else { return self.connect_to(client).await };
             let via = async { self.connect_to(&self.settings.named(client, primary).await?).await };
-            match in_time(self.timeout / (self.clients.len() as u32 + 1), via).await {
+            let limit = self.timeout / (self.clients.len() as u32 + 1);
+            match in_time(limit, slice::from_ref(client), via).await {
                 Ok(connection) => return Ok(connection),
                 Err(error) => failed = error,
             }
@@ -111,8 +113,9 @@ impl Server {
         };
         let connection =
             client.get_multiplexed_async_connection_with_config(&one_deadline().set_push_sender(note)).await;
-        let mut connection = connection.map_err(|error| classify::failure("connect", error))?;
-        let asked = Asked::of(&mut connection).await.map_err(|error| classify::failure("connect", error))?;
+        let failed = |error| classify::connecting(client.get_connection_info().addr(), error);
+        let mut connection = connection.map_err(failed)?;
+        let asked = Asked::of(&mut connection).await.map_err(failed)?;
         let refused = match asked.role.as_str() {
             "" | "master" => None,
             "sentinel" => {
@@ -139,9 +142,13 @@ fn one_deadline() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None)
 }
 
-async fn in_time<T>(limit: Duration, connecting: impl Future<Output = Result<T>>) -> Result<T> {
-    let late = || Err(Error::new(ErrorKind::Unavailable, "connect", "redis_connect_timeout", classify::SILENT));
-    timeout(limit, connecting).await.unwrap_or_else(|_| late())
+async fn in_time<T>(limit: Duration, asked: &[Client], connecting: impl Future<Output = Result<T>>) -> Result<T> {
+    timeout(limit, connecting).await.unwrap_or_else(|_| {
+        let addresses = asked.iter().map(|client| client.get_connection_info().addr().to_string());
+        let addresses = addresses.collect::<Vec<_>>().join(", ");
+        let text = format!("no connection to {addresses}: {}", classify::SILENT);
+        Err(Error::new(ErrorKind::Unavailable, "connect", "redis_connect_timeout", text))
+    })
 }
 
 fn invalid(text: String) -> Error {
@@ -166,7 +173,7 @@ impl Settings {
     /// Asks a Sentinel for the address of the primary.
     async fn named(&self, sentinel: &Client, primary: &str) -> Result<Client> {
         let failed = |error| {
-            let error = classify::failure("connect", error);
+            let error = classify::connecting(sentinel.get_connection_info().addr(), error);
             Error::new(error.kind(), "connect", error.code().to_owned(), format!("a Sentinel: {}", error.message()))
         };
         let connection = sentinel.get_multiplexed_async_connection_with_config(&one_deadline()).await;

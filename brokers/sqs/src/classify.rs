@@ -101,6 +101,11 @@ impl Refusal {
         Self::new(Concerns::Everybody, "aws_request_invalid", error.to_string())
     }
 
+    /// Names the server that was asked.
+    pub(crate) fn at(self, server: &str) -> Self {
+        Self { text: format!("{server}: {}", self.text), ..self }
+    }
+
     /// Classifies a request that failed as a whole.
     pub(crate) fn of<E>(error: &SdkError<E, HttpResponse>) -> Self
     where
@@ -236,6 +241,12 @@ mod tests {
         assert_eq!(kind("QueueDoesNotExist"), ErrorKind::Mismatch);
         assert_eq!(kind("RequestThrottled"), ErrorKind::RateLimited);
         assert_eq!(kind("InternalError"), ErrorKind::Unavailable);
+    }
+
+    #[test]
+    fn an_error_names_the_server_that_was_asked() {
+        let error = Refusal::timed_out().at("https://sqs.example").error("connect");
+        assert_eq!((error.code(), error.message()), ("aws_timeout", "https://sqs.example: no answer in time"));
     }
 
     #[test]

@@ -159,8 +159,9 @@ async fn look_at_queue(queue: &QueueUrl, aws: &Option<AwsTable>) -> Result<Strin
     let client = queue_client(queue, aws).await?;
     let request = client.get_queue_attributes().queue_url(&queue.url);
     let request = request.attribute_names(QueueAttributeName::MaximumMessageSize).send();
-    let answer = timeout(LOOK_TIMEOUT, request).await.map_err(|_| Refusal::timed_out().error("connect"))?;
-    let answer = answer.map_err(|error| Refusal::of(&error).error("connect"))?;
+    let server = aws.as_ref().and_then(|aws| aws.endpoint.as_deref()).unwrap_or(&queue.origin);
+    let answer = timeout(LOOK_TIMEOUT, request).await.map_err(|_| Refusal::timed_out().at(server).error("connect"))?;
+    let answer = answer.map_err(|error| Refusal::of(&error).at(server).error("connect"))?;
     let size = answer.attributes.and_then(|mut all| all.remove(&QueueAttributeName::MaximumMessageSize));
     let size = size.map(|bytes| format!(" and takes messages of up to {bytes} bytes")).unwrap_or_default();
     Ok(format!("answers; the queue {} exists{size}", queue.name))
@@ -194,8 +195,11 @@ impl SinkConfig for SnsSinkTable {
     async fn connect(&self, _: &SinkContext) -> Result<String> {
         let client = topic_client(&self.topic_arn, &self.aws).await?;
         let request = client.get_topic_attributes().topic_arn(&self.topic_arn.arn).send();
-        let answer = timeout(LOOK_TIMEOUT, request).await.map_err(|_| Refusal::timed_out().error("connect"))?;
-        answer.map_err(|error| Refusal::of(&error).error("connect"))?;
+        let endpoint = self.aws.as_ref().and_then(|aws| aws.endpoint.clone());
+        let server = endpoint.unwrap_or_else(|| format!("SNS in {}", self.topic_arn.region));
+        let answer = timeout(LOOK_TIMEOUT, request).await;
+        let answer = answer.map_err(|_| Refusal::timed_out().at(&server).error("connect"))?;
+        answer.map_err(|error| Refusal::of(&error).at(&server).error("connect"))?;
         Ok(format!("answers; the topic {} exists", self.topic_arn.name))
     }
 }

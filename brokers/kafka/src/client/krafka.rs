@@ -37,7 +37,8 @@ impl From<KrafkaError> for Failure {
             _ => Cause::Client,
         };
         let is_final = error.is_fatal() || matches!(error, K::IllegalState { .. });
-        Self { is_final, ..Self::new(cause, error) }
+        // After a semicolon, a reader of our errors finds the cure.
+        Self { is_final, ..Self::new(cause, error.to_string().replace("; last error: ", ": ")) }
     }
 }
 
@@ -170,6 +171,20 @@ pub(super) async fn join(
     let ids = topic_ids(&consumer, topics, OPERATION).await?;
     consumer.subscribe(topics).await.map_err(failed)?;
     Ok((consumer, ids))
+}
+
+/// Returns the offset of the next message in each of our partitions, as far as it is known.
+pub(super) async fn positions(consumer: &Consumer) -> Vec<(Partition, i64)> {
+    let mut positions = Vec::new();
+    for (topic, partitions) in consumer.assignment().await {
+        let topic: Arc<str> = topic.into();
+        for partition in partitions {
+            if let Some(offset) = consumer.position(&topic, partition).await {
+                positions.push(((Arc::clone(&topic), partition), offset));
+            }
+        }
+    }
+    positions
 }
 
 pub(super) async fn poll_paused(consumer: &Consumer, wait: Duration) -> Result<Vec<ConsumerRecord>, Failure> {

@@ -191,6 +191,16 @@ impl Consumer {
         }
     }
 
+    /// Returns the offset of the next message in each of our partitions, as far as it is known.
+    /// librdkafka knows it only once a message was read.
+    pub(crate) async fn positions(&self) -> Vec<(Partition, i64)> {
+        match self {
+            Self::Krafka(consumer) => krafka::positions(consumer).await,
+            #[cfg(feature = "rdkafka")]
+            Self::Librdkafka(_) => Vec::new(),
+        }
+    }
+
     pub(crate) async fn commit(&self, offsets: &[(Partition, i64)]) -> Result<(), Failure> {
         match self {
             Self::Krafka(consumer) => krafka::commit(consumer, offsets).await,

@@ -29,6 +29,13 @@ struct PartitionState {
 }
 
 impl PartitionState {
+    /// The first offset is the group's committed offset, or where a group without one starts. It
+    /// counts as not committed, so that it is committed next: a group that starts at the end of a
+    /// topic would otherwise skip messages after a restart.
+    fn at(offset: i64) -> Self {
+        Self { end: offset, committed: -1, ..Self::default() }
+    }
+
     /// Returns the offset to commit: that of the first unsettled message, or the end.
     fn settled_to(&self) -> i64 {
         let first = self.waiting.keys().next().into_iter().chain(self.given.keys().next());
@@ -44,18 +51,20 @@ impl Held {
 
     /// Keeps a message, which may be handed out from `now` on.
     pub(super) fn keep(&mut self, partition: &Partition, offset: i64, now: Duration, message: RawMessage) {
-        let state = self.partitions.entry(partition.clone()).or_insert_with(|| {
-            // The first fetched offset is the group's committed offset, or where a group without
-            // one starts. It counts as not committed, so that it is committed next: a group that
-            // starts at the end of a topic would otherwise skip fetched messages after a restart.
-            PartitionState { end: offset, committed: -1, ..PartitionState::default() }
-        });
+        let state = self.partitions.entry(partition.clone()).or_insert_with(|| PartitionState::at(offset));
         if offset < state.end {
             // The log was truncated or created anew, so the committed offset does not belong to it.
             state.committed = -1;
         }
         state.end = offset + 1;
         state.waiting.insert(offset, (now, message));
+    }
+
+    /// Notes where the group stands in partitions without messages so far.
+    pub(super) fn begin(&mut self, positions: Vec<(Partition, i64)>) {
+        for (partition, offset) in positions {
+            self.partitions.entry(partition).or_insert_with(|| PartitionState::at(offset));
+        }
     }
 
     /// Hands out the next due messages: at most `max`, and so that at most `given_max` in all are
@@ -188,6 +197,18 @@ mod tests {
         assert_eq!(held.uncommitted(), [], "a token is of one time");
         held.settle(&again[0].token);
         assert_eq!(held.uncommitted(), [(partition(0), 11)]);
+    }
+
+    #[test]
+    fn where_a_group_begins_is_committed_without_any_message() {
+        let mut held = held(7..9);
+        held.begin(vec![(partition(0), 9), (partition(1), 3)]);
+        assert_eq!(held.uncommitted(), [(partition(0), 7), (partition(1), 3)]);
+        held.committed(&held.uncommitted());
+        held.begin(vec![(partition(1), 3)]);
+        assert_eq!(held.uncommitted(), [], "they have begun");
+        held.keep(&partition(1), 5, NOW, message(5));
+        assert_eq!(held.uncommitted(), [(partition(1), 5)], "there is no message before");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Tests of what is specific to Kafka.
 
 mod hostile;
+mod krafka_alone;
 mod receiving;
 mod sink_faults;
 mod source_faults;

@@ -1,5 +1,5 @@
 //! Runs the suites, and the tests of what is specific to Kafka, with librdkafka: all but
-//! `topics_made_anew.rs`, which says why.
+//! `krafka_alone.rs` and `topics_made_anew.rs`, which say why.
 #![cfg(feature = "rdkafka")]
 
 #[path = "../conformance.rs"]

@@ -1,6 +1,10 @@
 //! Authentication and TLS.
 
+use std::time::Duration;
+
+use postbox_config::SourceConfig as _;
 use postbox_core::{ErrorKind, NewEvent, Outcome};
+use postbox_testkit::receiving::source_context;
 use postbox_testkit::sending::{PATIENCE, context, deliver, deliveries, said, send};
 use postbox_testkit::servers::{NatsVersion, PrivateNats};
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
@@ -8,8 +12,8 @@ use serde_json::json;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::time::timeout;
 
-use crate::broker::Broker;
-use crate::stand::{AS_LIMITED, LIMITED, SHORT, sink, sink_with, source};
+use crate::broker::{Broker, publish};
+use crate::stand::{AS_LIMITED, LIMITED, SHORT, sink, sink_with, source, table};
 
 /// The seed from the documentation of NATS, and its public key.
 const SEED: &str = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY";
@@ -113,6 +117,52 @@ async fn a_publish_that_we_have_no_right_to_is_named() {
         let outcomes: Vec<String> = deliver(&sink, &two).await.iter().map(said).collect();
         assert_eq!(outcomes, ["delivered", "ambiguous nats_publish_denied"], "{version:?}");
     }
+}
+
+/// A request and an ack that are refused get no answer either.
+#[tokio::test]
+async fn a_right_that_a_source_lacks_is_named() {
+    let broker = Broker::launch(NatsVersion::V2_15, LIMITED).await;
+    broker.stream("EVENTS", &["in.>"], json!({})).await;
+    publish(&broker.client, "in.a", &[], b"{}").await;
+    let of = async |user: &str| {
+        let keys = format!("stream = \"EVENTS\"\nauth = {{ user = {user:?}, password = \"d\" }}");
+        source(&broker.server.url(), &keys).await
+    };
+    let (mute, deaf) = (of("mute").await, of("deaf").await);
+    let came = mute.next(1).await.expect("it comes");
+    let acked = mute.ack(&[came[0].token]).await.expect_err("no right");
+    let asked = deaf.next(1).await.expect_err("no right");
+    let next = "$JS.API.CONSUMER.MSG.NEXT.EVENTS.postbox";
+    for (refused, subject) in [(acked, "$JS.ACK.EVENTS.postbox.>"), (asked, next)] {
+        assert_eq!((refused.kind(), refused.code()), (ErrorKind::Unauthorized, "nats_publish_denied"), "{refused}");
+        assert!(refused.message().contains(&format!("publishing to {subject}; grant")), "{refused}");
+    }
+}
+
+/// A source counts as failing for 15 s after an attempt, and the next one ends within that.
+#[tokio::test]
+async fn servers_that_say_nothing_cost_an_attempt_each() {
+    let broker = Broker::launch(NatsVersion::V2_15, "").await;
+    broker.stream("EVENTS", &["in.>"], json!({})).await;
+    let silent = [TcpListener::bind("127.0.0.1:0").await, TcpListener::bind("127.0.0.1:0").await];
+    let silent = silent.map(|listener| listener.expect("a port"));
+    let urls = silent.iter().map(|silent| format!("nats://{}, ", silent.local_addr().expect("an address")));
+    let urls = urls.collect::<String>() + &broker.server.url();
+    let table = table(&urls, "stream = \"EVENTS\"");
+    let attempts = async {
+        let source = source(&urls, "stream = \"EVENTS\"").await;
+        for _ in 0..2 {
+            let attempt = timeout(Duration::from_secs(9), source.next(1)).await.expect("one server an attempt");
+            assert_eq!(attempt.expect_err("it says nothing").code(), "connect_timeout");
+        }
+        publish(&broker.client, "in.a", &[], b"{}").await;
+        assert_eq!(source.next(1).await.expect("the third answers").len(), 1);
+    };
+    // A check tries all of them.
+    let context = source_context();
+    let ((), looked) = tokio::join!(attempts, table.connect(&context));
+    assert!(looked.is_ok(), "{looked:?}");
 }
 
 /// If TLS is required, the sink does not talk to a server without it.

@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
+use futures::StreamExt as _;
 use postbox_core::ErrorKind;
 use postbox_testkit::inbox::Mode;
 use postbox_testkit::receiving::{Receiving, events};
 use postbox_testkit::sending::{PATIENCE, deliver, said};
 use postbox_testkit::servers::NatsVersion;
+use postbox_testkit::warnings::Warnings;
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
@@ -174,6 +176,51 @@ async fn what_is_missing_is_named_with_the_command_that_makes_it() {
     assert_eq!(came.expect("it gives messages").len(), 1);
 }
 
+/// Creates a pull consumer of `EVENTS`, with changes to its configuration.
+async fn consumer(broker: &Broker, name: &str, change: Value) {
+    let mut config = json!({ "durable_name": name, "ack_policy": "explicit", "max_deliver": -1 });
+    for (key, value) in change.as_object().into_iter().flatten() {
+        config[key] = value.clone();
+    }
+    let body = json!({ "stream_name": "EVENTS", "config": config });
+    api(&broker.client, &format!("CONSUMER.DURABLE.CREATE.EVENTS.{name}"), body).await.expect("made");
+}
+
+#[tokio::test]
+async fn a_consumer_that_gives_other_messages_than_configured_is_refused() {
+    let broker = Broker::launch(NatsVersion::V2_15, "").await;
+    broker.stream("EVENTS", &["in.>"], json!({})).await;
+    let priority = json!({ "priority_groups": ["a"], "priority_policy": "overflow" });
+    for (name, change, keys, cure) in [
+        ("bare", json!({ "headers_only": true }), "", "nats consumer edit EVENTS bare --no-headers-only"),
+        ("groups", priority, "", "priority groups"),
+        ("less", json!({ "filter_subject": "in.b" }), "filter = \"in.a\"", "edit EVENTS less --filter 'in.a'"),
+        ("more", json!({}), "filter = \"in.a\"", "takes >, but the source's filter is in.a"),
+    ] {
+        consumer(&broker, name, change).await;
+        let keys = format!("stream = \"EVENTS\"\nconsumer = {name:?}\n{keys}");
+        let refused = source(&broker.server.url(), &keys).await.next(1).await.expect_err("refused");
+        assert_eq!((refused.kind(), refused.code()), (ErrorKind::Mismatch, "nats_consumer_other"), "{refused}");
+        assert!(refused.message().contains(cure), "{refused}");
+    }
+}
+
+#[tokio::test]
+async fn a_consumer_s_limits_on_requests_are_kept() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, "").await;
+        broker.stream("EVENTS", &["in.>"], json!({})).await;
+        consumer(&broker, "c", json!({ "max_batch": 2, "max_expires": 1_000_000_000 })).await;
+        let receiving = receiving(&broker, "stream = \"EVENTS\"\nconsumer = \"c\"").await;
+        for n in 0..5 {
+            publish(&broker.client, "in.a", &[], n.to_string().as_bytes()).await;
+        }
+        receiving.until(|it| it.bodies().len() == 5).await;
+        assert_eq!(receiving.receiver.metrics().snapshot().source_errors, 0, "{version:?}");
+        receiving.stop().await;
+    }
+}
+
 /// A publisher may write anything into a message, even a status of the server.
 #[tokio::test]
 async fn a_status_in_a_message_is_not_the_server_s_word() {
@@ -198,6 +245,7 @@ async fn a_consumer_that_is_made_has_what_is_configured() {
     for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
         let broker = Broker::launch(version, "").await;
         broker.stream("EVENTS", &["in.>"], json!({})).await;
+        let (warnings, _guard) = Warnings::hear();
         publish(&broker.client, "in.b", &[], b"no").await;
         publish(&broker.client, "in.a", &[], b"yes").await;
         let keys = "stream = \"EVENTS\"\nconsumer = \"c\"\nfilter = \"in.a\"\nack_wait = \"7s\"\nin_flight = 9";
@@ -210,10 +258,91 @@ async fn a_consumer_that_is_made_has_what_is_configured() {
             (&info["config"]["max_ack_pending"], &info["config"]["filter_subject"]),
             (&json!(9), &json!("in.a"))
         );
-        // Deleted while the source waits: it notices that and creates the consumer again.
-        api(&broker.client, "CONSUMER.DELETE.EVENTS.c", Value::Null).await.expect("deleted");
-        publish(&broker.client, "in.a", &[("Nats-Msg-Id", "2")], b"again").await;
-        receiving.until(|it| it.inbox.all().iter().any(|it| it.message_id == "2")).await;
+        assert_eq!(info["config"]["deliver_policy"], "all", "it was never there");
+        // The server never said that all was acknowledged.
+        let receiving = [receiving];
+        assert_eq!(lost(&broker, &receiving, "again").await, "all", "{version:?}");
+        let warned = created_again(&warnings);
+        assert!(warned.len() == 1 && warned[0].contains("the first message"), "{:?}", warnings.all());
+        let [receiving] = receiving;
         receiving.stop().await;
     }
+}
+
+/// Deletes the consumer `c` while sources wait. Returns where it begins, once they go on.
+async fn lost(broker: &Broker, replicas: &[Receiving], body: &str) -> Value {
+    api(&broker.client, "CONSUMER.DELETE.EVENTS.c", Value::Null).await.expect("deleted");
+    publish(&broker.client, "in.a", &[], body.as_bytes()).await;
+    let stored = |_: &Receiving| replicas.iter().any(|it| it.bodies().contains(body.as_bytes()));
+    replicas[0].until(stored).await;
+    wait_for(broker, replicas.len()).await["config"]["deliver_policy"].clone()
+}
+
+/// Waits until that many sources wait for messages of the consumer `c`, and all are acknowledged.
+async fn wait_for(broker: &Broker, sources: usize) -> Value {
+    let waiting = async {
+        loop {
+            match api(&broker.client, "CONSUMER.INFO.EVENTS.c", Value::Null).await {
+                Ok(info)
+                    if info["num_waiting"] == sources && info["num_pending"] == 0 && info["num_ack_pending"] == 0 =>
+                {
+                    return info;
+                }
+                _ => tokio::time::sleep(Duration::from_millis(20)).await,
+            }
+        }
+    };
+    timeout(PATIENCE, waiting).await.expect("they wait for messages")
+}
+
+/// Returns the warnings of lost consumers.
+fn created_again(warnings: &Warnings) -> Vec<String> {
+    warnings.all().into_iter().filter(|line| line.contains("lost consumer created again")).collect()
+}
+
+#[tokio::test]
+async fn replicas_go_on_with_a_lost_consumer() {
+    for (version, retention, policy) in [
+        (NatsVersion::V2_9, "limits", "by_start_time"),
+        (NatsVersion::V2_15, "limits", "by_start_time"),
+        (NatsVersion::V2_9, "workqueue", "all"),
+        (NatsVersion::V2_15, "workqueue", "all"),
+    ] {
+        let broker = Broker::launch(version, "").await;
+        broker.stream("EVENTS", &["in.>"], json!({ "retention": retention })).await;
+        consumer(&broker, "c", json!({})).await;
+        let (warnings, _guard) = Warnings::hear();
+        let keys = "stream = \"EVENTS\"\nconsumer = \"c\"";
+        let replicas = [receiving(&broker, keys).await, receiving(&broker, keys).await];
+        wait_for(&broker, 2).await;
+        for round in 1..=3_u64 {
+            assert_eq!(lost(&broker, &replicas, &round.to_string()).await, policy, "{version:?}");
+            // Each noticed the loss, and none was refused when it created the consumer.
+            let errors = replicas.each_ref().map(|it| it.receiver.metrics().snapshot().source_errors);
+            assert_eq!(errors, [round; 2], "{version:?}: {:?}", warnings.all());
+        }
+        let warned = created_again(&warnings);
+        assert!(warned.len() >= 3 && !warned[0].contains("the first message"), "{:?}", warnings.all());
+        for replica in replicas {
+            replica.stop().await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_idle_source_notes_that_all_is_acknowledged() {
+    let broker = Broker::launch(NatsVersion::V2_15, "").await;
+    broker.stream("EVENTS", &["in.>"], json!({})).await;
+    // Requests end after two seconds.
+    consumer(&broker, "c", json!({ "max_expires": 2_000_000_000_u64 })).await;
+    let mut asked = broker.client.subscribe("$JS.API.CONSUMER.INFO.EVENTS.c").await.expect("subscribed");
+    publish(&broker.client, "in.a", &[], b"first").await;
+    let receiving = [receiving(&broker, "stream = \"EVENTS\"\nconsumer = \"c\"").await];
+    // When it connected, the message was pending.
+    for _ in 0..2 {
+        timeout(PATIENCE, asked.next()).await.expect("in time").expect("it asks");
+    }
+    assert_eq!(lost(&broker, &receiving, "again").await, "by_start_time");
+    let [receiving] = receiving;
+    receiving.stop().await;
 }

@@ -12,13 +12,16 @@ use postbox_testkit::{receiving, sending};
 pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
 /// Settings of a server where clients without credentials may do everything, and others less:
-/// `limited` may not look at messages, `blind` not at streams.
+/// `limited` may not look at messages, `blind` not at streams, `deaf` may not request messages, and
+/// `mute` not acknowledge them.
 pub(crate) const LIMITED: &str = r#"
 no_auth_user: all
 authorization { users: [
     { user: all, password: a }
     { user: limited, password: b, permissions: { publish: { deny: ["in.forbidden", "$JS.API.STREAM.MSG.GET.>"] } } }
     { user: blind, password: c, permissions: { publish: { deny: ["$JS.API.STREAM.NAMES", "$JS.API.STREAM.INFO.>"] } } }
+    { user: deaf, password: d, permissions: { publish: { deny: ["$JS.API.CONSUMER.MSG.NEXT.>"] } } }
+    { user: mute, password: d, permissions: { publish: { deny: ["$JS.ACK.>"] } } }
 ] }
 "#;
 /// The credentials of `limited`.

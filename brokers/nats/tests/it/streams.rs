@@ -188,6 +188,34 @@ async fn on_a_stream_that_nobody_may_look_at_an_event_is_rather_stored_twice_tha
 }
 
 #[tokio::test]
+async fn a_stream_that_throws_away_what_nobody_wants_is_warned_of_once() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, "").await;
+        let url = broker.server.url();
+        broker.stream("EVENTS", &["in.>"], json!({ "retention": "interest" })).await;
+        let keys = "subject = \"in.{topic}\"\nstream = \"EVENTS\"";
+        let look = async || {
+            let table: NatsSinkTable = table(&format!("url = {url:?}\n{keys}"));
+            table.connect(&context(PATIENCE)).await.expect("it answers").contains("throws away")
+        };
+        let sink = sink(&url, keys).await;
+        let (warnings, _guard) = Warnings::hear();
+        for _ in 0..2 {
+            assert_eq!(said(&send(&sink, event("t")).await), "delivered");
+            sink.close().await;
+        }
+        assert!(broker.stored("EVENTS").await.is_empty());
+        let warned = warnings.all().into_iter().filter(|line| line.contains("nats_interest_none")).count();
+        assert_eq!(warned, 1, "{version:?}");
+        assert!(look().await, "{version:?}");
+        let config = json!({ "durable_name": "c", "ack_policy": "explicit" });
+        let consumer = json!({ "stream_name": "EVENTS", "config": config });
+        api(&broker.client, "CONSUMER.DURABLE.CREATE.EVENTS.c", consumer).await.expect("made");
+        assert!(!look().await, "{version:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_stream_that_forgets_ids_too_soon_is_warned_of_once() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
     broker.stream("EVENTS", &["in.>"], json!({ "duplicate_window": 60_000_000_000_u64 })).await;

@@ -1,11 +1,14 @@
 //! The entries that a consumer reads, in every envelope.
 
-use postbox_core::{Envelope, NewEvent};
+use postbox_config::SourceConfig as _;
+use postbox_core::{Envelope, NewEvent, Source as _};
+use postbox_redis::RedisSourceConfig;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use tokio::time::timeout;
 
 use super::support::{Broker, field, text};
-use super::{PATIENCE, SERVERS, codes, deliver, deliveries, sink_with};
+use super::{PATIENCE, SERVERS, codes, deliver, deliveries, sink_with, source_with};
 
 /// The replica envelope as declared by a consumer that keeps copies of entities: these names and no
 /// others.
@@ -67,4 +70,24 @@ async fn every_other_envelope_has_id_topic_and_key_beside_it() {
         assert_eq!(text(&fields, "content-type").as_deref(), Some(wrapped.content_type.as_ref()));
         assert_eq!(field(&fields, "payload").expect("a payload"), wrapped.body);
     }
+}
+
+/// From our sink to our source.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cloud_event_is_itself_again() {
+    let broker = Broker::start(SERVERS[0]).await;
+    let sink = sink_with(&broker, PATIENCE, |config| config.envelope = Envelope::CloudEventsBinary);
+    let event = NewEvent::new("order.paid", &b"\xff"[..], "a/b").key("42").kind("fact").aggregate("order").version(7);
+    let sent = deliveries([event.header("a", "1")]);
+    assert_eq!(codes(&deliver(&sink, &sent).await), ["delivered"]);
+    let source = source_with(&broker, |_| ());
+    let given = timeout(PATIENCE, source.next(1)).await.expect("in time").expect("a message").remove(0);
+    let name = "orders".parse().expect("a name");
+    let inbound = RedisSourceConfig::default().decode(&name, &given.message).expect("an event").expect("one");
+    let (event, sent, id) = (&inbound.event, &sent[0].event, sent[0].dedupe_id());
+    assert_eq!(inbound.message_id, id);
+    assert_eq!((event.topic.as_str(), event.key.as_deref()), ("order.paid", Some("42")));
+    assert_eq!((&event.kind, &event.aggregate, event.version), (&sent.kind, &sent.aggregate, Some(7)));
+    assert_eq!((event.occurred_at, &event.payload), (Some(sent.occurred_at), &sent.payload));
+    assert_eq!((event.content_type.as_deref(), event.headers["a"].as_str()), (Some("a/b"), "1"));
 }

@@ -171,7 +171,7 @@ async fn what_a_person_must_mend_is_said_and_nothing_secret() {
     for kind in SERVERS {
         let (broker, bed) = (Broker::start(kind).await, Bed::new().await);
         // The rights that the guide lists.
-        let rights = "+eval +get +set +del +incr +pttl +pexpire +hello +client";
+        let rights = "+eval +get +set +del +incr +pttl +pexpire +hello +client +select";
         let () = broker.ask(&format!("ACL SETUSER relay on >secret ~postbox:lease:* {rights}")).await;
         let with = |password: &'static str, prefix: &'static str| {
             bed.leased(&broker, |config| {

@@ -175,6 +175,17 @@ async fn users_need_their_password_and_their_rights() {
         assert!(!format!("{wrong:?}").contains("\"wrong\""), "{wrong:?}");
         assert_eq!(codes(&deliver(&with("secret", "events"), &numbered(1)).await), ["delivered"]);
         assert_eq!(codes(&deliver(&with("secret", "other"), &numbered(1)).await), ["ambiguous redis_not_permitted"]);
+        let in_database_1 = || {
+            sink_with(&broker, PATIENCE, |config| {
+                config.url.push_str("/1");
+                config.user = Some("writer".into());
+                config.password = Some(postbox_config::Secret::new("secret"));
+            })
+        };
+        let refused = deliver(&in_database_1(), &numbered(1)).await;
+        assert_eq!(codes(&refused), ["unavailable redis_not_permitted"], "no right to SELECT");
+        let () = broker.ask("ACL SETUSER writer +select").await;
+        assert_eq!(codes(&deliver(&in_database_1(), &numbered(1)).await), ["delivered"]);
         let () = broker.ask("CONFIG SET requirepass needed").await;
         assert_eq!(codes(&deliver(&sink(&broker), &numbered(1)).await), ["unavailable redis_unauthorized"]);
     }

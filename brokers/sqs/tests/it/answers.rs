@@ -118,6 +118,7 @@ async fn check_config_says_what_is_there_and_what_is_not() {
     assert!(missing.message().contains("aws sqs create-queue"), "{missing}");
     let nobody = connect("http://127.0.0.1:1/1/q", "http://127.0.0.1:1").await.expect_err("nobody there");
     assert_eq!(nobody.code(), "connect_refused");
+    assert!(nobody.message().starts_with("http://127.0.0.1:1: "), "{nobody}");
     let keys = topic_keys("missing", &broker.server.url());
     let missing = table::<postbox_sqs::SnsSinkTable>(&keys).connect(&context(PATIENCE)).await;
     assert_eq!(missing.expect_err("not there").code(), "sns_topic_missing");
