@@ -1,5 +1,6 @@
 //! The command line arguments.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use postbox_core::{
 };
 
 use crate::commands::migration_files::Tool;
+use crate::failure::Failure;
 use crate::selectors::{Meant, Selectors};
 
 /// A database commit and the messages about it, as one fact: transactional outbox, verified inbox,
@@ -32,13 +34,16 @@ const EVERYWHERE: &str = "Global options";
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Global {
-    /// The configuration file [default: postbox.toml, if it exists]
-    #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_CONFIG", value_name = "FILE")]
+    /// The configuration file [default: postbox.toml, if it exists] [env: POSTBOX_CONFIG]
+    #[arg(long, global = true, help_heading = EVERYWHERE, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// The store to use instead of the configured one: postgres://…, sqlite:PATH or memory:; or the
-    /// NAME of one of the configured [stores.NAME]
-    #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = postbox_server::STORE_VARIABLE, value_name = "URL|NAME")]
+    /// The store to use instead of the configured one: postgres://…, sqlite:PATH or, to try `run`,
+    /// memory:; or the NAME of one of the configured [stores.NAME] [env: POSTBOX_STORE]
+    #[arg(long, global = true, help_heading = EVERYWHERE, value_name = "URL|NAME")]
     pub(crate) store: Option<String>,
+    /// Whether `store` is the value of the variable.
+    #[arg(skip)]
+    pub(crate) is_store_of_environment: bool,
     /// Only this subscription [default: all]
     #[arg(long = "subscription", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]
     pub(crate) only: Option<SubscriptionName>,
@@ -49,11 +54,35 @@ pub(crate) struct Global {
     #[arg(long, global = true, help_heading = EVERYWHERE)]
     pub(crate) json: bool,
     /// The log level, on standard error: error, warn, info, debug, trace, or a filter
-    #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_LOG", value_name = "LEVEL")]
+    /// [env: POSTBOX_LOG]
+    #[arg(long, global = true, help_heading = EVERYWHERE, value_name = "LEVEL")]
     pub(crate) log_level: Option<String>,
     /// Log JSON lines
     #[arg(long, global = true, help_heading = EVERYWHERE)]
     pub(crate) log_json: bool,
+}
+
+impl Global {
+    /// Takes what was not given from the environment; an empty variable is not set. The parser
+    /// would show a variable as a part of the command line in every usage error.
+    pub(crate) fn or_environment(
+        &mut self,
+        variable: impl Fn(&'static str) -> Option<OsString>,
+    ) -> Result<(), Failure> {
+        let set = |name| variable(name).filter(|value| !value.is_empty());
+        // With other characters in place of those, a path would name another file.
+        let refused = |name: &str| Failure::usage(format!("{name} is not UTF-8; set it to text in UTF-8, or unset it"));
+        let text = |name| set(name).map(|value| value.into_string().map_err(|_| refused(name))).transpose();
+        self.config = self.config.take().or_else(|| set("POSTBOX_CONFIG").map(PathBuf::from));
+        if self.store.is_none() {
+            self.store = text(postbox_server::STORE_VARIABLE)?;
+            self.is_store_of_environment = self.store.is_some();
+        }
+        if self.log_level.is_none() {
+            self.log_level = text("POSTBOX_LOG")?;
+        }
+        Ok(())
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -496,5 +525,29 @@ mod tests {
     #[test]
     fn the_arguments_are_well_formed() {
         Args::command().debug_assert();
+    }
+
+    #[test]
+    fn an_argument_precedes_its_variable_and_an_empty_variable_is_not_set() {
+        let of = |args: &[&str], value: &str| {
+            let mut args = Args::try_parse_from([&["postbox", "stats"], args].concat()).expect("arguments");
+            args.global.or_environment(|_| Some(value.into())).expect("UTF-8");
+            (args.global.store, args.global.config, args.global.log_level)
+        };
+        assert_eq!(of(&[], ""), (None, None, None));
+        assert_eq!(of(&[], "debug"), (Some("debug".into()), Some("debug".into()), Some("debug".into())));
+        assert_eq!(of(&["--store", "memory:"], "x").0.as_deref(), Some("memory:"));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_variable_that_is_not_utf_8_is_refused_by_its_name() {
+        use std::os::unix::ffi::OsStringExt as _;
+        for name in [postbox_server::STORE_VARIABLE, "POSTBOX_LOG"] {
+            let mut args = Args::try_parse_from(["postbox", "stats"]).expect("arguments");
+            let set = |it: &'static str| (it == name).then(|| OsString::from_vec(b"sqlite:\xff.db".to_vec()));
+            let refused = args.global.or_environment(set).expect_err("refused");
+            assert!(matches!(&refused, Failure::Usage(text) if text.starts_with(name)), "{refused:?}");
+        }
     }
 }

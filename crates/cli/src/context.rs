@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use postbox_core::{Count, EventId, IdPrefix, LogName, Store, StoreName, SubscriptionInfo, SubscriptionName};
-use postbox_server::{Config, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store};
+use postbox_server::{Config, Fault, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store};
 use tracing::warn;
 
 use crate::args::Global;
@@ -61,6 +61,12 @@ impl Context {
     /// The same for commands about all stores.
     pub(crate) fn load_each(global: &Global, purpose: Purpose) -> Result<Vec<Self>, Failure> {
         let config = load(global, purpose)?;
+        if config.per_store().iter().any(|(_, share)| share.store.is_in_memory()) {
+            return Err(Failure::usage(
+                "the store is in memory: it begins empty and is gone when its program ends, so only `postbox run` can \
+                 use it; name a lasting one, e.g. --store sqlite:PATH",
+            ));
+        }
         let context = |(name, config)| Self { name, config, log: global.log.clone(), only: global.only.clone() };
         let mut all: Vec<Self> = config.per_store().into_iter().map(context).collect();
         // A subscription that only some stores have is looked for in those.
@@ -306,7 +312,7 @@ fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {
 
 /// Loads the configuration, applies the arguments, and starts the logging that they ask for.
 pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
-    let mut config = load_config(global, purpose)?;
+    let (mut config, _) = read_config(global, purpose != Purpose::Inspect)?;
     choose_store(global, &mut config)?;
     if let Some(level) = &global.log_level {
         config.log.level.clone_from(level);
@@ -349,7 +355,10 @@ pub(crate) fn choose_store(global: &Global, config: &mut Config) -> Result<(), F
         );
         return Err(Failure::usage(text));
     }
-    check_store_url(chosen).map_err(|text| Failure::usage(format!("--store: {text}")))?;
+    check_store_url(chosen).map_err(|text| Failure::usage(format!("--store, or POSTBOX_STORE: {text}")))?;
+    // An exported variable is easily forgotten.
+    let is_forgotten = global.is_store_of_environment && config.store.url.expose() != chosen;
+    config.store.url_from = is_forgotten.then_some(postbox_server::STORE_VARIABLE);
     config.store.url = Secret::new(chosen.as_str());
     Ok(())
 }
@@ -376,12 +385,17 @@ pub(crate) fn require_store(global: &Global) -> Result<(), Failure> {
     ))
 }
 
-/// Loads the named file; else `postbox.toml` if it exists; else the defaults and the sinks in the
-/// environment.
-fn load_config(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
+/// The named file; else `postbox.toml` if it exists.
+pub(crate) fn config_file(global: &Global) -> Option<&Path> {
     let usual = Path::new(postbox_server::FILE_DEFAULT);
-    match global.config.as_deref().or_else(|| usual.exists().then_some(usual)) {
-        Some(path) => Ok(Config::load(path, global.store.as_deref(), purpose != Purpose::Inspect)?.0),
-        None => Ok(Config::without_file(|name| std::env::var(name).ok())?),
+    global.config.as_deref().or_else(|| usual.exists().then_some(usual))
+}
+
+/// Reads the file, if there is one; else the defaults and the sinks in the environment. Also
+/// returns warnings.
+pub(crate) fn read_config(global: &Global, secrets_needed: bool) -> Result<(Config, Vec<Fault>), Failure> {
+    match config_file(global) {
+        Some(path) => Ok(Config::load(path, global.store.as_deref(), secrets_needed)?),
+        None => Ok((Config::without_file(|name| std::env::var(name).ok())?, Vec::new())),
     }
 }

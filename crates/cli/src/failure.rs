@@ -29,6 +29,15 @@ impl Failure {
         Self::Usage(text.into())
     }
 
+    /// Adds what was done, though it could not be printed. A person who sees only a failure would
+    /// do it again.
+    pub(crate) fn nevertheless(self, what: &str) -> Self {
+        match self {
+            Self::Failed(text) => Self::Failed(format!("{text}; nevertheless: {what}")),
+            other => other,
+        }
+    }
+
     /// The message.
     pub(crate) fn text(&self) -> &str {
         match self {

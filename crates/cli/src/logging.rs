@@ -32,8 +32,11 @@ static LINES: OnceLock<Lines> = OnceLock::new();
 /// Returns the filter of a log level, or why it is none.
 pub(crate) fn filter(level: &str) -> Result<EnvFilter, Failure> {
     // These clients' own log lines would repeat an outcome or error at a higher level, or contain
-    // whole messages. Their spans do not belong in a log.
-    let quiet = "async_nats=off,aws=off,deadpool=off,krafka=off,lapin=off";
+    // whole messages. Their spans do not belong in a log. krafka's fetcher is heard: nothing else
+    // tells of messages that were deleted unread, or of a partition that a broker refuses. It waits
+    // up to 30 s between two failures, except those to decode, which the source reports.
+    let quiet = "async_nats=off,aws=off,deadpool=off,krafka=off,krafka::consumer::fetcher=warn,\
+        krafka::consumer::fetcher::decode=off,lapin=off";
     let no_level = |part: &&str| !part.contains('=') && part.trim().parse::<LevelFilter>().is_err();
     if let Some(part) = level.split(',').find(no_level) {
         return Err(Failure::usage(format!(
@@ -120,6 +123,20 @@ fn neutralise(line: &[u8]) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_a_kafka_client_only_its_fetcher_is_heard() {
+        let (sender, queue) = sync_channel(LINES_MAX);
+        let written = fmt::layer().with_writer(move || Lines(sender.clone()));
+        let log = Registry::default().with(written.with_filter(filter("debug").expect("a filter")));
+        tracing::subscriber::with_default(log, || {
+            tracing::warn!(target: "krafka::consumer::fetcher", "Offset 3 out of range for orders-0; resetting");
+            tracing::info!(target: "krafka::consumer::fetcher", "no");
+            tracing::error!(target: "krafka::consumer::fetcher::decode", "no");
+            tracing::error!(target: "krafka::consumer", "no");
+        });
+        assert_eq!(queue.try_iter().count(), 1);
+    }
 
     #[test]
     fn a_line_reads_from_left_to_right() {

@@ -40,7 +40,10 @@ fn main() -> ExitCode {
     // Before anything else: with no provider (or two), the first TLS handshake would panic. An
     // error means that one is installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let args = Args::parse();
+    let mut args = Args::parse();
+    if let Err(failure) = args.global.or_environment(std::env::var_os) {
+        return failure.report();
+    }
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return Failure::failed(format!("cannot start the runtime: {error}")).report(),

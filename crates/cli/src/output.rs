@@ -33,9 +33,14 @@ pub(crate) fn json(value: &impl Serialize) -> Result<(), Failure> {
     print(&format!("{}\n", safe_json(&text)))
 }
 
-/// Prints what a command did, as a line or as JSON.
-pub(crate) fn done(as_json: bool, what: &impl Serialize, text: &str) -> Result<(), Failure> {
+/// Prints a result, as a line or as JSON.
+pub(crate) fn result(as_json: bool, what: &impl Serialize, text: &str) -> Result<(), Failure> {
     if as_json { json(what) } else { line(text) }
+}
+
+/// Prints what a command did. If that fails, the error says it.
+pub(crate) fn done(as_json: bool, what: &impl Serialize, text: &str) -> Result<(), Failure> {
+    result(as_json, what, text).map_err(|failure| failure.nevertheless(text))
 }
 
 /// Prints one of several JSON values as a line.

@@ -7,6 +7,7 @@ use jiff::Timestamp;
 use postbox_core::{Criteria, IdPrefix, Key, Tenant, TopicPattern};
 
 use crate::args::{count, duration, pattern, plain, time};
+use crate::context::Context;
 use crate::failure::Failure;
 
 /// By what never changes of an event.
@@ -40,12 +41,14 @@ impl Selectors {
         of_event && since.is_none() && until.is_none() && older_than.is_none()
     }
 
-    /// Converts them to the criteria of the stores.
-    pub(crate) fn criteria(self) -> Result<Criteria, Failure> {
-        let age = self.older_than;
-        let (mut which, _) = self.criteria_and_age()?;
+    /// Converts them to the criteria of the stores. `now` is asked if an age was given.
+    pub(crate) async fn criteria(
+        self,
+        now: impl AsyncFnOnce() -> Result<Timestamp, Failure>,
+    ) -> Result<Criteria, Failure> {
+        let (mut which, age) = self.criteria_and_age()?;
         if let Some(age) = age {
-            let before = Timestamp::now().checked_sub(age);
+            let before = now().await?.checked_sub(age);
             which.until = Some(before.map_err(|_| Failure::usage("--older-than: that is too long an age"))?);
             check_times(&which)?;
         }
@@ -104,18 +107,25 @@ pub(crate) struct Chosen {
 }
 
 impl Meant {
-    pub(crate) fn chosen(self) -> Result<Chosen, Failure> {
+    /// Measures an age by the clock of the store, which dated the events.
+    pub(crate) async fn chosen(self, context: &Context) -> Result<Chosen, Failure> {
         let Self { ids, all: _, which, limit, dry_run } = self;
         let ids = (!ids.is_empty()).then_some(ids);
-        Ok(Chosen { ids, which: which.criteria()?, limit, dry_run })
+        let which = which.criteria(async || Ok(context.store().await?.time().await?)).await?;
+        Ok(Chosen { ids, which, limit, dry_run })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser as _;
+    use std::time::Duration;
 
+    use clap::Parser as _;
+    use jiff::Timestamp;
+
+    use super::Selectors;
     use crate::args::Args;
+    use crate::failure::Failure;
 
     fn parses(args: &[&str]) -> bool {
         Args::try_parse_from([&["postbox"], args].concat()).is_ok()
@@ -151,6 +161,17 @@ mod tests {
             assert!(parses(&[command, "--code", "http_500"]), "{command}");
             assert!(!parses(&[command, ID, "--code", "http_500"]), "{command}");
         }
+    }
+
+    /// The machine of the operator may have another clock than the store.
+    #[tokio::test]
+    async fn an_age_is_measured_by_the_clock_that_is_asked() {
+        let of = |older_than| Selectors { topic: None, key: None, tenant: None, since: None, until: None, older_than };
+        let now = Timestamp::UNIX_EPOCH + Duration::from_secs(3_600);
+        let which = of(Some(Duration::from_secs(600))).criteria(async || Ok(now)).await.expect("an age");
+        assert_eq!(which.until, Some(Timestamp::UNIX_EPOCH + Duration::from_secs(3_000)));
+        let nothing = of(None).criteria(async || Err(Failure::usage("no age"))).await.expect("not asked");
+        assert_eq!(nothing.until, None);
     }
 
     #[test]

@@ -1,17 +1,20 @@
 //! The signals that stop the program.
 
-use tokio::signal::unix::{SignalKind, signal};
+use std::io::Result;
 
-/// Resolves at the first SIGTERM or SIGINT. The handlers are installed by this call, not when the
-/// future is first polled.
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// Resolves at the first SIGTERM, SIGINT, or SIGHUP of a closed terminal. The handlers are
+/// installed by this call, not when the future is first polled.
 pub(crate) fn stopped() -> impl Future<Output = ()> {
-    let signals = signal(SignalKind::terminate()).and_then(|term| Ok((term, signal(SignalKind::interrupt())?)));
+    let signals = signals();
     async move {
         match signals {
-            Ok((mut term, mut interrupt)) => {
+            Ok((mut term, mut interrupt, mut hangup)) => {
                 tokio::select! {
                     _ = term.recv() => {}
                     _ = interrupt.recv() => {}
+                    Some(()) = async { hangup.as_mut()?.recv().await } => {}
                 }
             }
             Err(error) => {
@@ -20,4 +23,18 @@ pub(crate) fn stopped() -> impl Future<Output = ()> {
             }
         }
     }
+}
+
+fn signals() -> Result<(Signal, Signal, Option<Signal>)> {
+    // A handler would undo `nohup`, which ignores SIGHUP. Where that cannot be seen, SIGHUP keeps
+    // its default.
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let hangup = heeds_hangup(&status).then(|| signal(SignalKind::hangup())).transpose()?;
+    Ok((signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?, hangup))
+}
+
+/// Whether a process of this status does not ignore SIGHUP, the first bit of the mask.
+fn heeds_hangup(status: &str) -> bool {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 0)
 }

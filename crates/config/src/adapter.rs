@@ -94,6 +94,8 @@ pub trait StoreOptions: Any + fmt::Debug + Send + Sync {
     fn check(&self, url: &str) -> Result<(), String>;
     /// Returns what is allowed in the URL but risky.
     fn risk(&self, url: &str) -> Option<&'static str>;
+    /// Says in a few words which store it is. Never contains a password.
+    fn describe(&self, url: &str) -> String;
     /// Opens the store. Creates nothing: a missing file is created by the migration. If it
     /// `is_one_of_many`, it opens few connections unless its options set a number.
     async fn open(&self, url: &str, is_one_of_many: bool) -> Result<Arc<dyn Store>>;

@@ -68,7 +68,7 @@ impl SinkConfig for BusTable {
             let known: Vec<String> = logs.iter().map(LogName::to_string).collect();
             return Err(log_unknown("connect", log, &known));
         }
-        Ok("is reached, its schema is valid".to_owned())
+        Ok(format!("{} is reached, its schema is valid", self.store.describe()))
     }
 }
 

@@ -11,6 +11,7 @@ use postbox_engine::TokioClock;
 use tokio::time::timeout;
 
 use crate::config::Config;
+use crate::status::is_unreachable;
 use crate::stores::open_store;
 use crate::wiring;
 
@@ -59,7 +60,17 @@ async fn one(name: &str, trying: impl Future<Output = Result<String>>) -> Tried 
         let text = format!("no answer within {TRY_TIME_MAX:?}; look for a firewall in between, or correct the address");
         Err(Error::new(ErrorKind::Unavailable, "connect", "connect_timeout", text))
     });
-    Tried { name: name.to_owned(), found }
+    Tried { name: name.to_owned(), found: found.map_err(with_cure) }
+}
+
+/// Adds what to look at if a server cannot be reached, unless the text names a cure: after a
+/// semicolon.
+fn with_cure(error: Error) -> Error {
+    if !is_unreachable(error.code()) || error.message().contains("; ") {
+        return error;
+    }
+    let text = format!("{}; is the server up, and can this machine reach its host and port?", error.message());
+    Error::new(error.kind(), error.operation(), error.code().to_owned(), text).with_source(error)
 }
 
 /// Opens the store, validates its schema, and checks its cursors and that it has every log that is
@@ -67,12 +78,12 @@ async fn one(name: &str, trying: impl Future<Output = Result<String>>) -> Tried 
 async fn store(config: &Config) -> Result<String> {
     let store = open_store(&config.store).await?;
     store.validate().await?;
-    store.check_cursors().await?;
+    store.check_integrity().await?;
     let has = store.logs().await?;
     let of_subscriptions = config.subscriptions.iter().map(|it| &it.subscription.log);
     check_logs("connect", of_subscriptions.chain(config.sources.iter().map(|it| &it.log)), &has)?;
     if !config.sources.is_empty() {
         store.check_receiving().await?;
     }
-    Ok("is reached, its schema is valid".to_owned())
+    Ok(format!("{} is reached, its schema is valid", config.store.describe()))
 }

@@ -8,7 +8,8 @@ use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use postbox_engine::Schedule as _;
 
-/// A recurring time: `second minute hour day month weekday`, in UTC.
+/// A recurring time: `second minute hour day month weekday`, in UTC. Five fields are those of a
+/// crontab, which has no second.
 ///
 /// Always UTC, so that no run is skipped or doubled when a region changes its clocks.
 #[derive(Clone)]
@@ -79,8 +80,11 @@ mod tests {
     }
 
     #[test]
-    fn five_fields_mean_minutes() {
+    fn five_fields_are_those_of_a_crontab() {
         assert_eq!(next("0 3 * * *", "2026-11-21T09:00:00Z"), "2026-11-22T03:00:00Z");
+        assert_eq!(next("0 0 3 * *", "2026-11-21T09:00:00Z"), "2026-12-03T00:00:00Z");
+        // Either the day or the weekday: the 23rd is a Monday.
+        assert_eq!(next("30 4 1 * 1", "2026-11-21T09:00:00Z"), "2026-11-23T04:30:00Z");
     }
 
     #[test]

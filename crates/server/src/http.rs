@@ -18,7 +18,7 @@ use subtle::ConstantTimeEq as _;
 
 use crate::metrics::{self, Exporter};
 use crate::served_store::ServedStore;
-use crate::status::{Fault, ServiceStatus, StormJson, WorkJson};
+use crate::status::{Fault, ServiceStatus, StoreJson, StormJson, WorkJson};
 use crate::text::{safe_json, safe_line};
 
 /// State shared by the handlers.
@@ -62,7 +62,11 @@ impl Api {
             let storms = of.sources().storms().into_iter();
             storms.map(|storm| StormJson::of(of.name.as_ref(), storm))
         });
-        let (work, storms) = (work.collect(), storms.collect());
+        let stores = self
+            .stores
+            .iter()
+            .filter_map(|of| Some(StoreJson { store: of.name.clone(), created_at: of.created_at()?.to_string() }));
+        let (work, storms, stores) = (work.collect(), storms.collect(), stores.collect());
         ServiceStatus {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             address: self.address,
@@ -70,6 +74,7 @@ impl Api {
             faults,
             work,
             storms,
+            stores,
         }
     }
 }

@@ -7,12 +7,14 @@ use async_trait::async_trait;
 use axum::Router;
 use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
+use jiff::Timestamp;
 use postbox_core::kit::check_logs;
 use postbox_core::{
     Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName, Subscription,
     SubscriptionInfo, lock,
 };
-use postbox_engine::{Schedule, SupervisedRelay, Sweeper, UnroutedFinder, wait_for_store};
+use postbox_engine::{Schedule, SupervisedRelay, Sweeper, UnroutedFinder, keep_up, wait_for_store};
+use postbox_ingress::SnsClient;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -54,6 +56,8 @@ pub(crate) struct ServedStore {
     taken_up: Arc<TakenUp>,
     /// Why the store is not taken up yet.
     missing: Mutex<Option<Fault>>,
+    /// When the store was created; `None`: not known yet.
+    created_at: Mutex<Option<Timestamp>>,
     clock: Arc<dyn Clock>,
     faults: Cached<Vec<Fault>>,
     measured: Cached<Measured>,
@@ -71,7 +75,7 @@ impl ServedStore {
     pub(crate) async fn new(
         (name, mut config): (Option<StoreName>, Config),
         given: Option<Arc<dyn Store>>,
-        (sinks, leases): (Arc<Sinks>, LaneLeases),
+        (sinks, leases, sns): (Arc<Sinks>, LaneLeases, SnsClient),
         (connections, drain_timeout): (usize, Duration),
         clock: &Arc<dyn Clock>,
     ) -> Result<Arc<Self>> {
@@ -79,7 +83,7 @@ impl ServedStore {
         let taken_up = Arc::<TakenUp>::default();
         let receive: Arc<dyn Receive> = taken_up.clone();
         let sources =
-            Sources::build(&config.sources, name.as_ref(), (connections, drain_timeout), &receive, clock).await?;
+            Sources::build(&config.sources, name.as_ref(), (connections, drain_timeout), &sns, &receive, clock).await?;
         Ok(Arc::new(Self {
             name,
             config,
@@ -89,6 +93,7 @@ impl ServedStore {
             sources,
             taken_up,
             missing: Mutex::default(),
+            created_at: Mutex::default(),
             clock: Arc::clone(clock),
             faults: Cached::new(Arc::clone(clock), READY_TTL),
             measured: Cached::new(Arc::clone(clock), MEASURED_TTL),
@@ -181,12 +186,17 @@ impl ServedStore {
             begin(&mut tasks, receiver.supervise(Arc::clone(&self.clock), stop.clone()));
         }
         let finder = UnroutedFinder::new(Arc::clone(&store) as _, logs(&self.config), Arc::clone(&self.clock));
-        let (sweeper, finder_stop, sweeper_stop) = (self.sweeper(&store)?, stop.clone(), stop.clone());
-        begin(&mut tasks, async move { finder.run(finder_stop).await });
-        begin(&mut tasks, async move {
-            sweeper.run(sweeper_stop.clone()).await;
-            sweeper_stop.cancelled().await;
-        });
+        let (finder, sweeper) = (Arc::new(finder), Arc::new(self.sweeper(&store)?));
+        let find = move |stop| {
+            let finder = Arc::clone(&finder);
+            async move { finder.run(stop).await }
+        };
+        let sweep = move |stop| {
+            let sweeper = Arc::clone(&sweeper);
+            async move { sweeper.run(stop).await }
+        };
+        begin(&mut tasks, keep_up("finder", find, Arc::clone(&self.clock), stop.clone()));
+        begin(&mut tasks, keep_up("sweeper", sweep, Arc::clone(&self.clock), stop.clone()));
         join(&mut tasks, &stop).await
     }
 
@@ -205,7 +215,8 @@ impl ServedStore {
             Some(store) => Arc::clone(store),
             None => open_store(&self.config.store).await?,
         };
-        store.validate().await?;
+        let created_at = store.validate().await?;
+        *lock(&self.created_at) = Some(created_at);
         if !self.config.sources.is_empty() {
             let has = store.logs().await?;
             match (check_logs("open", self.config.sources.iter().map(|it| &it.log), &has), &self.name) {
@@ -239,6 +250,11 @@ impl ServedStore {
         self.taken_up.0.get().map(|(store, _)| store)
     }
 
+    /// When the store was created, as far as it was last known.
+    pub(crate) fn created_at(&self) -> Option<Timestamp> {
+        *lock(&self.created_at)
+    }
+
     /// Its relays, once it is taken up.
     pub(crate) fn relays(&self) -> &[Arc<SupervisedRelay>] {
         self.taken_up.0.get().map_or(&[], |(_, relays)| relays)
@@ -270,7 +286,11 @@ impl ServedStore {
             return vec![missing.unwrap_or_else(|| not_taken_up().into())];
         };
         let of_the_store = match timeout(ANSWER_WAIT, store.validate()).await {
-            Ok(Ok(())) => None,
+            Ok(Ok(created_at)) => {
+                // Somebody may have migrated it down and up again.
+                *lock(&self.created_at) = Some(created_at);
+                None
+            }
             Ok(Err(error)) => Some(error.into()),
             Err(_) => Some(Fault::of_store("store_timeout", format!("no answer within {ANSWER_WAIT:?}"))),
         };

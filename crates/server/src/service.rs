@@ -8,6 +8,7 @@ use std::time::Duration;
 use axum::Router;
 use postbox_core::{Clock, Error, ErrorKind, Result, Store};
 use postbox_engine::TokioClock;
+use postbox_ingress::SnsClient;
 use postbox_listen::serve;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -60,13 +61,15 @@ impl Service {
         let address = listener.local_addr().unwrap_or(config.server.listen);
         let drain_timeout = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
         let sinks = Arc::new(Sinks::build(&config.subscriptions, config.stores.len(), address, &clock).await?);
-        let leases = config.lease.build()?;
+        let (leases, sns) = (config.lease.build()?, SnsClient::default());
+        // Several are named by what is logged of each.
+        let of_one = (config.stores.is_empty() && store.is_none()).then(|| config.store.describe());
         let (mut stores, shares) = (Vec::new(), config.per_store());
         // Requests that wait for a store that does not answer must leave connections for the other
         // stores, and for probes and scrapers.
         let connections = config.server.connections / (shares.len() + 1);
         for share in shares {
-            let built = (Arc::clone(&sinks), leases.clone());
+            let built = (Arc::clone(&sinks), leases.clone(), sns.clone());
             stores.push(ServedStore::new(share, store.clone(), built, (connections, drain_timeout), &clock).await?);
         }
         // Several are taken up while the service runs.
@@ -76,7 +79,7 @@ impl Service {
             only.try_once().await?;
         }
         let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
-        info!(%address, stores = stores.len(), subscriptions, sources, "postbox serves");
+        info!(%address, store = of_one.as_deref(), stores = stores.len(), subscriptions, sources, "postbox serves");
         if subscriptions + sources == 0 {
             let cure = "add [subscriptions.NAME] with a sink to the configuration";
             warn!(code = "no_subscription", cure, "no event is delivered");

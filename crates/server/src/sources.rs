@@ -8,7 +8,7 @@ use postbox_config::{
     Adapter, Key, Kind, Section, SourceConfig, SourceContext, Table, adapter, entries, from_core, table,
 };
 use postbox_core::{Clock, LogName, RawMessage, Receive, Result, SourceName, StoreName};
-use postbox_ingress::{Count, Ingress, WebhookTable};
+use postbox_ingress::{Count, Ingress, SnsClient, WebhookTable};
 use postbox_receiver::{Receiver, ReceiverSettings, Storm};
 
 use crate::config::store_names;
@@ -179,7 +179,7 @@ impl NamedSource {
     pub(crate) async fn connect(&self, clock: &Arc<dyn Clock>) -> Result<String> {
         match &self.table.kind {
             SourceKind::Webhook(table) => {
-                table.source(self.name.clone())?;
+                table.source(self.name.clone(), &SnsClient::default())?;
                 Ok(format!("waits for senders at POST {}/{}", below(self.of_store.as_ref()), self.name))
             }
             SourceKind::Pulled(table) => {
@@ -229,18 +229,20 @@ pub(crate) struct Sources {
 
 impl Sources {
     /// `connections` is how many requests of all webhooks together may wait for the store,
-    /// `drain_timeout` how long a stop waits for messages that are being stored.
+    /// `drain_timeout` how long a stop waits for messages that are being stored. All stores share
+    /// `sns`.
     pub(crate) async fn build(
         configs: &[NamedSource],
         of_store: Option<&StoreName>,
         (connections, drain_timeout): (usize, Duration),
+        sns: &SnsClient,
         receive: &Arc<dyn Receive>,
         clock: &Arc<dyn Clock>,
     ) -> Result<Self> {
         let (mut webhooks, mut receivers) = (Vec::new(), Vec::new());
         for NamedSource { name, log, table, .. } in configs {
             match &table.kind {
-                SourceKind::Webhook(table) => webhooks.push(table.source(name.clone())?),
+                SourceKind::Webhook(table) => webhooks.push(table.source(name.clone(), sns)?),
                 SourceKind::Pulled(table) => {
                     let context = SourceContext { name: name.clone(), clock: Arc::clone(clock) };
                     let source = table.build(&context).await?;

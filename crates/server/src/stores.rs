@@ -13,11 +13,14 @@ use postbox_memory::MemoryStore;
 use postbox_postgres::{PostgresStore, PostgresTable, Roles, ToolScripts};
 use postbox_sqlite::SqliteTable;
 
+/// The URL of a store in memory.
+const MEMORY: &str = "memory:";
+
 /// Every type of store, by the prefix of its URLs. A new one is one row here.
 const STORES: &[Adapter<dyn StoreOptions>] = &[
     Adapter::new::<PostgresTable>("postgres", "postgres://user@host/db", |keys| Arc::new(PostgresTable::read(keys))),
     Adapter::new::<SqliteTable>("sqlite:", "sqlite:PATH", |keys| Arc::new(SqliteTable::read(keys))),
-    Adapter::new::<MemoryTable>("memory:", "memory:", |keys| Arc::new(MemoryTable::read(keys))),
+    Adapter::new::<MemoryTable>(MEMORY, MEMORY, |keys| Arc::new(MemoryTable::read(keys))),
 ];
 
 table! {
@@ -77,6 +80,8 @@ pub struct NamedStore {
 pub struct StoreConfig {
     /// `postgres://…`, `sqlite:PATH` or `memory:`.
     pub url: Secret,
+    /// The variable that gave another URL than the configuration.
+    pub url_from: Option<&'static str>,
     /// The options of each of [`STORES`], read from the section.
     options: Vec<Arc<dyn StoreOptions>>,
     /// Whether it is one of several stores.
@@ -106,7 +111,7 @@ impl StoreConfig {
     /// The store at a URL, with the options of a section.
     pub(crate) fn read_with(section: &Section<'_>, url: Secret) -> Self {
         let options = STORES.iter().map(|store| (store.read)(section)).collect();
-        let config = Self { url, options, is_one_of_many: false };
+        let config = Self { url, url_from: None, options, is_one_of_many: false };
         let is_postgres = config.chosen().is_ok_and(|store| (store as &dyn Any).is::<PostgresTable>());
         // Without a URL here, --store names the store; a secret that is not needed is empty.
         if section.has("url") && !config.url.expose().is_empty() && section.has("tenant") && !is_postgres {
@@ -132,12 +137,25 @@ impl StoreConfig {
         self.chosen().ok()?.risk(self.url.expose())
     }
 
+    /// Whether it is gone when the program ends, so that no other program can look at it.
+    pub fn is_in_memory(&self) -> bool {
+        self.url.expose() == MEMORY
+    }
+
+    /// Says in a few words which store it is, as errors do, and which variable chose it. Never
+    /// contains a password.
+    pub fn describe(&self) -> String {
+        let at = self.chosen().map_or_else(|wrong| wrong, |store| store.describe(self.url.expose()));
+        match self.url_from {
+            Some(variable) => format!("{at} (from {variable})"),
+            None => at,
+        }
+    }
+
     /// Whether both are the same store, as far as the configuration shows. Every memory store is
     /// its own.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        self.url == other.url
-            && self.url.expose() != "memory:"
-            && format!("{:?}", self.options) == format!("{:?}", other.options)
+        self.url == other.url && !self.is_in_memory() && format!("{:?}", self.options) == format!("{:?}", other.options)
     }
 
     fn chosen(&self) -> Result<&dyn StoreOptions, String> {
@@ -160,7 +178,9 @@ impl Default for StoreConfig {
 /// Returns the row for a URL. The message never repeats the URL, which may hold a password.
 fn find(url: &str) -> Result<usize, String> {
     STORES.iter().position(|store| url.starts_with(store.name)).ok_or_else(|| {
-        let examples: Vec<_> = STORES.iter().map(|store| format!("{:?}", store.example)).collect();
+        // Nobody who mistyped a URL wants to lose what is in the store.
+        let lasting = STORES.iter().filter(|store| store.name != MEMORY);
+        let examples: Vec<_> = lasting.map(|store| format!("{:?}", store.example)).collect();
         format!("no such kind of store; write {}", examples.join(" or "))
     })
 }
@@ -179,11 +199,15 @@ table! {
 #[async_trait]
 impl StoreOptions for MemoryTable {
     fn check(&self, url: &str) -> Result<(), String> {
-        if url == "memory:" { Ok(()) } else { Err("a store in memory has no path; write \"memory:\"".into()) }
+        if url == MEMORY { Ok(()) } else { Err("a store in memory has no path; write \"memory:\"".into()) }
     }
 
     fn risk(&self, _: &str) -> Option<&'static str> {
         None
+    }
+
+    fn describe(&self, _: &str) -> String {
+        "the memory of this process".to_owned()
     }
 
     async fn open(&self, _: &str, _: bool) -> Result<Arc<dyn Store>> {
@@ -232,5 +256,6 @@ mod tests {
             assert!(check_store_url(url).is_err(), "{url}");
         }
         assert!(check_store_url("mysql://u:hunter2@h").is_err_and(|text| !text.contains("hunter2")));
+        assert!(check_store_url("shop.db").is_err_and(|text| text.contains("sqlite:PATH") && !text.contains(MEMORY)));
     }
 }

@@ -2,12 +2,13 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use async_trait::async_trait;
 use postbox_config::{SourceConfig, SourceContext};
-use postbox_core::{Append as _, Count, Inspect as _, LogName, NewEvent, RawMessage, Source, Store};
+use postbox_core::{Append as _, Count, Inspect as _, LogName, Migrate as _, NewEvent, RawMessage, Source, Store};
 use postbox_engine::TokioClock;
 use postbox_memory::{Call, MemorySource, MemoryStore, Wire};
 use postbox_server::status::{ServiceStatus, StatsJson, add_marks, fetch};
@@ -91,6 +92,8 @@ async fn it_delivers_and_says_so() -> Result<()> {
     ensure!(get(service.address(), "/nowhere").await?.0 == 404);
     let status = asked(&service).await?;
     ensure!(status.ready && status.faults.is_empty() && status.address == service.address(), "{status:?}");
+    ensure!(status.of_another(None, store.validate().await?).is_none(), "{status:?}");
+    ensure!(status.of_another(None, jiff::Timestamp::UNIX_EPOCH).is_some(), "{status:?}");
     until("counted", async || {
         let (status, page) = get(service.address(), "/metrics").await?;
         ensure!(status == 200);
@@ -304,6 +307,30 @@ async fn one_source_may_use_all_that_the_connections_leave_and_no_more() -> Resu
     while let Some(answer) = posts.join_next().await {
         ensure!(answer??.0 == 202);
     }
+    stop(service).await
+}
+
+/// Its first search for unrouted events panics.
+struct PanicsOnce(AtomicUsize);
+
+#[async_trait]
+impl Wire for PanicsOnce {
+    async fn carry(&self, call: Arc<Call>) -> postbox_core::Result<()> {
+        if call.operation == "note_unrouted" {
+            assert!(self.0.fetch_add(1, Ordering::SeqCst) > 0, "planted");
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_panic_in_the_search_for_unrouted_events_ends_neither_it_nor_the_service() -> Result<()> {
+    let wire = Arc::new(PanicsOnce(AtomicUsize::default()));
+    let store = memory().client(Some(Arc::clone(&wire) as Arc<dyn Wire>));
+    let service = Service::start_on(config("")?, Arc::new(store)).await?;
+    until("it goes on", async || Ok(wire.0.load(Ordering::SeqCst) > 1)).await?;
+    ensure!(get(service.address(), "/healthz").await?.0 == 200);
     stop(service).await
 }
 

@@ -1,20 +1,19 @@
 //! `postbox check-config`: reports every fault with its line; with `--connect` also checks that
 //! everything can be reached.
 
-use std::path::PathBuf;
-
 use postbox_core::{Filter, StoreName, Subscription};
 use postbox_server::{Config, Fault, Tried};
 use serde_json::json;
 
 use crate::args::Global;
-use crate::context::choose_store;
+use crate::context::{choose_store, config_file, read_config, require_store};
 use crate::failure::Failure;
 use crate::{logging, output, telemetry};
 
 pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
-    let path = global.config.clone().unwrap_or_else(|| PathBuf::from(postbox_server::FILE_DEFAULT));
-    let (mut config, warnings) = Config::load(&path, global.store.as_deref(), true)?;
+    require_store(global)?;
+    let file = config_file(global).map_or_else(|| "environment".to_owned(), |path| path.display().to_string());
+    let (mut config, warnings) = read_config(global, true)?;
     telemetry::check(&config.telemetry)?;
     logging::filter(&config.log.level)?;
     let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
@@ -23,11 +22,11 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
         stores => format!("{stores} store(s), "),
     };
     if global.json {
-        return check_as_json(global, config, &path.display().to_string(), &warnings, connect).await;
+        return check_as_json(global, config, &file, &warnings, connect).await;
     }
-    output::line(&format!("{}: valid. {stores}{subscriptions} subscription(s), {sources} source(s)", path.display()))?;
+    output::line(&format!("{file}: valid. {stores}{subscriptions} subscription(s), {sources} source(s)"))?;
     for warning in warnings {
-        output::line(&format!("{}:{}: warning: {}", path.display(), warning.line, warning.text))?;
+        output::line(&format!("{file}:{}: warning: {}", warning.line, warning.text))?;
     }
     for one in &config.subscriptions {
         let subscription = &one.subscription;

@@ -1,10 +1,10 @@
 //! `postbox dispatch`: delivers what is pending, once, or in a loop until nothing is pending.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Clock, Store, SubscriptionName};
+use postbox_core::{Clock, LogName, Store, SubscriptionName};
 use postbox_engine::{Drained, MetricsSnapshot, Relay, TokioClock, UnroutedFinder};
 use postbox_server::{LaneLeases, ServerConfig, Sinks, SubscriptionConfig};
 use tokio_util::sync::CancellationToken;
@@ -100,12 +100,15 @@ impl Drain<'_> {
         for config in &configs {
             store.subscribe(&config.subscription).await?;
         }
-        let logs = configs.into_iter().map(|config| config.subscription.log).collect();
-        let finder = UnroutedFinder::new(Arc::clone(store) as _, logs, Arc::clone(self.clock));
+        let logs: BTreeSet<LogName> = configs.into_iter().map(|config| config.subscription.log).collect();
+        let all = logs.iter().cloned().collect();
+        let finder = UnroutedFinder::new(Arc::clone(store) as _, all, Arc::clone(self.clock));
         let (mut limit, mut stuck) = (self.limit, None);
         let lanes_lost = loop {
-            // Before the round, which then sends what was handed over.
-            finder.find(stop).await?;
+            // One step, which hands over what a changed filter wants, so that this round sends it.
+            for log in &logs {
+                _ = store.note_unrouted(log).await?;
+            }
             let mut round = Drained::default();
             for relay in relays {
                 if limit == Some(0) || stop.is_cancelled() {
@@ -115,6 +118,8 @@ impl Drain<'_> {
                 limit = limit.map(|limit| limit.saturating_sub(drained.fetched as usize));
                 round += drained;
             }
+            // Only now: a log that nobody has looked at yet may take minutes.
+            finder.find(stop).await?;
             // In a loop, the next round takes lost lanes again.
             if !until_empty || limit == Some(0) || stop.is_cancelled() {
                 break round.lanes_lost;

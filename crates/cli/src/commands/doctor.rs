@@ -38,14 +38,21 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
 async fn examine(context: &Context, service: Option<&ServiceStatus>) -> Result<Vec<Finding>, Failure> {
     let opened = async {
         let store = open_store(&context.config.store).await?;
-        store.validate().await?;
+        let created_at = store.validate().await?;
         store.subscriptions().await?;
-        Ok::<_, Error>(store)
+        Ok::<_, Error>((store, created_at))
     };
-    let service = service.map(|service| service.clone().of_store(context.name.as_ref()));
+    let narrowed = service.map(|service| service.clone().of_store(context.name.as_ref()));
     match opened.await {
-        Ok(store) => look(context, store.as_ref(), service).await,
-        Err(error) => Ok(status::unopened(error, service.as_ref())),
+        Ok((store, created_at)) => match service.and_then(|it| it.of_another(context.name.as_ref(), created_at)) {
+            None => look(context, store.as_ref(), narrowed).await,
+            Some(another) => {
+                let mut findings = look(context, store.as_ref(), None).await?;
+                findings.insert(0, another);
+                Ok(findings)
+            }
+        },
+        Err(error) => Ok(status::unopened(error, &context.config, narrowed)),
     }
 }
 
@@ -100,7 +107,7 @@ async fn look(
     }
     // Another failure is one of reading, which what follows reports.
     let is_misfit = |error: &Error| error.kind() == ErrorKind::Mismatch;
-    findings.extend(store.check_cursors().await.err().filter(is_misfit).map(Finding::from));
+    findings.extend(store.check_integrity().await.err().filter(is_misfit).map(Finding::from));
     findings.extend(status::diagnose(store, &infos, &context.config.subscriptions, service.as_ref()).await);
     // After the subscriptions that should read it.
     findings.extend(unread.iter().map(|(log, count)| Finding::unread(log, *count, context.reader_wanted(log))));

@@ -19,7 +19,7 @@ pub(super) async fn up(contexts: &[Context], json: bool) -> Result<(), Failure> 
             applied.push(format!("log {log}"));
         }
         // Migrations bring nothing back, so "up to date" would be wrong.
-        match store.check_cursors().await {
+        match store.check_integrity().await {
             Err(error) if error.code() == "schema_damaged" => Err(error.into()),
             _ => Ok(applied),
         }
@@ -65,7 +65,7 @@ pub(super) async fn validate(contexts: &[Context], json: bool) -> Result<(), Fai
     let validate = async |context: &Context| {
         let store = context.any_store().await?;
         store.validate().await?;
-        Ok(store.check_cursors().await?)
+        Ok(store.check_integrity().await?)
     };
     let asked = ask_each(contexts, validate).await;
     if json {

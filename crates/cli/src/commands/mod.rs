@@ -1,5 +1,6 @@
 //! One file per command.
 
+use jiff::Timestamp;
 use postbox_core::{Change, Criteria, EventId, IdPrefix, Prune, Replay, Selection, Seq};
 use postbox_server::Roles;
 
@@ -91,7 +92,9 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         )),
         Command::List { state, limit, which, code, correlation } => {
             let state = state.and_then(Listed::state);
-            let wanted = list::Wanted { state, limit: limit as usize, which: which.criteria()?, code, correlation };
+            // There may be several stores, each with a clock of its own.
+            let which = which.criteria(async || Ok(Timestamp::now())).await?;
+            let wanted = list::Wanted { state, limit: limit as usize, which, code, correlation };
             list::run(&inspect_each()?, &wanted, json).await
         }
         Command::Show { id } => {
@@ -121,7 +124,8 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             Err(Failure::usage("no seq is after --after and up to --through; give the larger one to --through"))
         }
         Command::Replay { meant, after, through, rate } => {
-            let (context, Chosen { ids, which, limit, dry_run }) = (inspect()?, meant.chosen()?);
+            let context = inspect()?;
+            let Chosen { ids, which, limit, dry_run } = meant.chosen(&context).await?;
             let ids = known(&context, ids).await?;
             let (after, through) = (after.map(Seq), through.map(Seq));
             let replay = Replay { ids, which, after, through, limit, dry_run };
@@ -150,7 +154,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
 }
 
 async fn selection(context: &Context, meant: Meant, code: Option<String>) -> Result<Selection, Failure> {
-    let Chosen { ids, which, limit, dry_run } = meant.chosen()?;
+    let Chosen { ids, which, limit, dry_run } = meant.chosen(context).await?;
     let ids = known(context, ids).await?;
     Ok(Selection { ids, which, code, limit, dry_run, ..Selection::default() })
 }

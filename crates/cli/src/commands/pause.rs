@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use jiff::Timestamp;
 use postbox_core::{Pause, Store, SubscriptionName};
 
 use crate::context::Context;
@@ -20,9 +19,14 @@ pub(super) async fn pause(
     let store = store_with(context, name).await?;
     let infos = store.subscriptions().await?;
     let before = infos.iter().find(|info| info.name == *name).and_then(|info| info.paused.as_ref());
-    let until = span
-        .map(|span| Timestamp::now().checked_add(span).map_err(|_| Failure::usage("--for: that is too long a time")))
-        .transpose()?;
+    let until = match span {
+        // By the clock that ends the pause.
+        Some(span) => {
+            let until = store.time().await?.checked_add(span);
+            Some(until.map_err(|_| Failure::usage("--for: that is too long a time"))?)
+        }
+        None => None,
+    };
     let by = std::env::var("USER").ok().filter(|user| !user.is_empty()).unwrap_or_else(|| "somebody".into());
     store.pause(name, Some(&Pause { until, by, why })).await?;
     let line = match until {

@@ -31,12 +31,8 @@ pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result
         output::note(&format!("the {log} has this event {id} already; it was not appended again"));
     }
     let said = serde_json::json!({ "id": id, "log": log, "appended": appended.is_new() });
-    // The event is committed. A person who sees only a failure would send it again, so the error
-    // names it.
-    output::done(json, &said, &id.to_string()).map_err(|failure| match failure {
-        Failure::Failed(text) => Failure::failed(format!("{text}; event {id} is in the {log} nevertheless")),
-        other => other,
-    })
+    output::result(json, &said, &id.to_string())
+        .map_err(|failure| failure.nevertheless(&format!("event {id} is in the {log}")))
 }
 
 fn refused(error: Error) -> Failure {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use postbox_server::status::{self, StatsJson};
+use postbox_server::status::{self, ServiceStatus, StatsJson};
 use postbox_server::text::{estimated, grouped, span};
 use tokio::time::{Instant, timeout_at};
 
@@ -12,20 +12,23 @@ use crate::output;
 use crate::stores::{self, Note, OfStore, ask_each};
 
 pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure> {
-    let asked = ask_each(contexts, count).await;
+    let service = if json { stores::fetch(contexts).await.ok().flatten() } else { None };
+    let asked = ask_each(contexts, |context| count(context, service.as_ref())).await;
     let is_answered = asked.is_answered();
-    let mut all: Vec<StatsJson> = Vec::new();
+    let (mut all, mut served): (Vec<StatsJson>, Vec<bool>) = Default::default();
     let (mut of, mut failures) = (Vec::new(), 0);
     for (context, counted) in asked.answers {
         of.extend(counted.all.iter().map(|_| context));
+        served.extend(counted.all.iter().map(|_| !counted.is_of_another));
         all.extend(counted.all);
         failures += counted.failures;
         counted.notes.iter().filter(|note| !json || note.in_json).for_each(|note| context.note(&note.text));
     }
     let ended = complete(failures).and(asked.ended);
     if json {
-        if let [first, ..] = contexts {
-            status::add_marks(&first.config.server, &mut all).await;
+        if let (Some(_), [first, ..]) = (&service, contexts) {
+            let served = all.iter_mut().zip(served).filter_map(|(stats, served)| served.then_some(stats));
+            status::add_marks(&first.config.server, served).await;
         }
         if is_answered {
             output::json(
@@ -53,13 +56,23 @@ struct Counted {
     all: Vec<StatsJson>,
     notes: Vec<Note>,
     failures: usize,
+    /// Whether the service that was asked works for another store.
+    is_of_another: bool,
 }
 
-async fn count(context: &Context) -> Result<Counted, Failure> {
+async fn count(context: &Context, service: Option<&ServiceStatus>) -> Result<Counted, Failure> {
     let deadline = Instant::now() + status::STATS_WAIT;
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
     let mut counted = Counted::default();
+    if let Some(service) = service
+        && let Ok(Ok(created_at)) = timeout_at(deadline, store.validate()).await
+        && let Some(another) = service.of_another(context.name.as_ref(), created_at)
+    {
+        let cure = another.cure.unwrap_or_default();
+        counted.notes.push(Note::always(format!("{}; {cure}", another.message)));
+        counted.is_of_another = true;
+    }
     for (info, stats) in infos.iter().zip(status::stats(store.as_ref(), &infos, deadline).await) {
         match stats {
             Ok(stats) => counted.all.push(stats),

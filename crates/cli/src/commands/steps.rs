@@ -25,7 +25,7 @@ pub(super) struct Steps {
 }
 
 impl Steps {
-    /// Starts listening for SIGTERM and SIGINT.
+    /// Starts listening for the signals that stop the program.
     pub(super) fn begin(word: &'static str, dry_run: bool, json: bool) -> Self {
         let stop = CancellationToken::new();
         let (stopping, signal) = (stop.clone(), stopped());

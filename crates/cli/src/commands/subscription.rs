@@ -65,11 +65,12 @@ pub(super) async fn reset(
 ) -> Result<(), Failure> {
     let (store, _) = named(context, name).await?;
     let plan = store.reset(name, to, None).await?;
-    let [again, skipped] = [plan.again, plan.skipped].map(|count| estimated(count, plan.is_estimate));
+    let [again, skipped] = [plan.again, plan.skipped]
+        .map(|count| if plan.is_estimate { format!("at least {count}") } else { count.to_string() });
     let estimate = if plan.is_estimate { " estimated=true" } else { "" };
     let line = format!("again={} skipped={}{estimate}", plan.again, plan.skipped);
     let counts = serde_json::json!({ "again": plan.again, "skipped": plan.skipped, "estimated": plan.is_estimate });
-    output::done(json, &counts, &line)?;
+    output::result(json, &counts, &line)?;
     if !yes {
         return Err(Failure::usage(format!(
             "nothing was changed yet: {again} event(s) of {name} would be delivered again, and {skipped} that were \

@@ -6,6 +6,7 @@ use std::process::Stdio;
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::endpoint::{Endpoint, refuses_all};
 use crate::env::{DEADLINE, FILE_SINK, Kind, TestEnv, cases, get, http_sink, signal, until};
 
 /// An output that accepts nothing.
@@ -83,7 +84,31 @@ async fn a_send_that_cannot_say_the_id_on_standard_output_says_it_in_the_error()
         env.dispatch(&[])?;
         let lines = env.lines("out.jsonl")?;
         let id = lines[0]["id"].as_str().context("an id")?;
-        ensure!(said.contains(&format!("event {id} is in the outbox nevertheless")), "{said}");
+        ensure!(said.contains(&format!("nevertheless: event {id} is in the outbox")), "{said}");
+    }
+    Ok(())
+}
+
+/// The same for changes of many events.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_change_that_cannot_say_its_count_on_standard_output_says_it_in_the_error() -> Result<()> {
+    let target = Endpoint::start(refuses_all)?;
+    let env = TestEnv::with(Kind::Sqlite, &target.subscription("out")).await?;
+    env.insert_three().await?;
+    ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=3");
+    for (args, done) in [
+        (&["retry", "--all", "--dry-run"][..], "retried=3 dry_run=true"),
+        (&["retry", "--all"], "retried=3"),
+        (&["mark-dead", "--all", "--json"], "marked_dead="),
+        (&["discard", "--all"], "discarded="),
+        (&["prune", "--older-than", "0s"], "pruned="),
+        (&["replay", "--all"], "replayed="),
+        (&["pause", "out"], "out is paused"),
+    ] {
+        let output = env.command(args).stdout(Output::Full.open()?.0).output()?;
+        let said = String::from_utf8(output.stderr)?;
+        ensure!(output.status.code() == Some(1), "{args:?}: {} {said}", output.status);
+        ensure!(said.contains(&format!("; nevertheless: {done}")), "{args:?}: {said}");
     }
     Ok(())
 }

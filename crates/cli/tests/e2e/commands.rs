@@ -398,6 +398,33 @@ async fn no_store_is_made_that_nobody_named() -> Result<()> {
     Ok(())
 }
 
+/// It would be gone when the command ends.
+#[tokio::test]
+async fn no_event_is_sent_into_a_store_in_memory() -> Result<()> {
+    let env = TestEnv::empty(Kind::Sqlite).await?;
+    for args in [&["send", "order.paid", "{}"][..], &["stats"], &["dispatch"]] {
+        let said = env.refuses(2, &[args, &["--store", "memory:"]].concat())?;
+        ensure!(said.contains("in memory") && said.contains("postbox run"), "{args:?}: {said}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn without_a_file_the_environment_is_checked() -> Result<()> {
+    let env = TestEnv::empty(Kind::Sqlite).await?;
+    let checked = env.command(&["check-config"]).env("DISPATCHER_URL", "http://127.0.0.1:1/in").output()?;
+    let said = String::from_utf8(checked.stdout)?;
+    ensure!(checked.status.success() && said.starts_with("environment: valid. 1 subscription(s)"), "{said}");
+    ensure!(said.contains("-> dispatcher -> http"), "{said}");
+    let unnamed = env.command(&["check-config"]).env("POSTBOX_STORE", "").output()?;
+    let said = String::from_utf8(unnamed.stderr)?;
+    ensure!(unnamed.status.code() == Some(2) && said.contains("no store is named"), "{said}");
+    // A variable is no part of the command line.
+    let usage = String::from_utf8(env.output(&["show"])?.stderr)?;
+    ensure!(usage.contains("Usage: ") && !usage.contains("--store"), "{usage}");
+    Ok(())
+}
+
 #[tokio::test]
 async fn the_schema_of_the_configuration_is_printed_as_json() -> Result<()> {
     let env = TestEnv::empty(Kind::Sqlite).await?;

@@ -30,8 +30,12 @@ async fn everything_is_reached_and_nothing_written(kind: Kind) -> Result<()> {
     let before = env.snapshot().await?;
     ensure!(!env.ok(&["check-config"])?.contains("reached"), "nothing is tried unless it is asked for");
     let said = env.ok(&["check-config", "--connect"])?;
+    let store = match kind {
+        Kind::Sqlite => format!("store: {} is reached, its schema is valid\n", env.path("postbox.db").display()),
+        Kind::Postgres => "store: the database ".to_owned(),
+    };
     for line in [
-        "store: is reached, its schema is valid",
+        store.as_str(),
         "subscriptions.hooks.sink: 127.0.0.1 is reached at",
         "subscriptions.hooks.dead_to: there.jsonl can be written",
         "subscriptions.lines.sink: out.jsonl does not exist yet; it is created at the start",
@@ -93,6 +97,60 @@ async fn what_cannot_be_reached_is_named_with_its_cure(kind: Kind) -> Result<()>
     }
     ensure!(!complaint.contains("hunter2"), "a token: {complaint}");
     ensure!(endpoint.count() == 0, "a request was sent");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_broker_that_is_down_is_named_with_its_cure() -> Result<()> {
+    let env = TestEnv::migrated(Kind::Sqlite).await?;
+    let shut = Shut::reserve()?;
+    let url = shut.url();
+    let at = url.trim_start_matches("http://").trim_end_matches('/');
+    let sink = |name: &str, keys: &str| subscription(name, &format!("sink = {{ type = {name:?}, {keys} }}"));
+    let aws = "aws = { region = \"us-east-1\", access_key_id = \"someone\", secret_access_key = \"hunter2\" }";
+    env.config(
+        &[
+            sink("redis", &format!("url = \"redis://{at}\", user = \"someone\", password = \"hunter2\"")),
+            sink("sqs", &format!("queue_url = \"http://{at}/1/q\", {aws}")),
+            sink("nats", &format!("url = \"nats://{at}\", subject = \"a.{{topic}}\"")),
+            sink("kafka", &format!("brokers = \"{at}\", topic = \"orders\"")),
+            format!("[sources.orders]\ntype = \"nats\"\nurl = \"nats://{at}\"\nstream = \"ORDERS\"\n"),
+        ]
+        .concat(),
+    )?;
+    let output = env.output(&["check-config", "--connect"])?;
+    ensure!(output.status.code() == Some(1), "{}", output.status);
+    let complaint = String::from_utf8(output.stderr)?;
+    for [name, code] in [
+        ["subscriptions.redis.sink: ", "(redis_connect_failed)"],
+        ["subscriptions.sqs.sink: ", "(connect_refused)"],
+        ["subscriptions.nats.sink: ", "(connect_refused)"],
+        ["subscriptions.kafka.sink: ", "(kafka_connect_failed)"],
+        ["sources.orders: ", "(connect_refused)"],
+    ] {
+        let line = complaint.lines().find(|line| line.contains(name)).with_context(|| complaint.clone())?;
+        let cure = "is the server up, and can this machine reach its host and port?";
+        ensure!(line.contains(at) && line.matches(cure).count() == 1 && line.ends_with(code), "{line}");
+    }
+    ensure!(!complaint.contains("hunter2") && !complaint.contains("someone"), "{complaint}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_store_that_a_variable_chose_is_named_with_it() -> Result<()> {
+    let (env, other) = (TestEnv::migrated(Kind::Sqlite).await?, TestEnv::migrated(Kind::Sqlite).await?);
+    env.config("")?;
+    let path = other.path("postbox.db");
+    for (args, variable, said) in [
+        (Vec::new(), &other.url, format!("store: {} (from POSTBOX_STORE) is reached", path.display())),
+        (vec!["--store", other.url.as_str()], &env.url, format!("store: {} is reached", path.display())),
+        (Vec::new(), &env.url, format!("store: {} is reached", env.path("postbox.db").display())),
+    ] {
+        let args = [vec!["check-config", "--connect"], args].concat();
+        let output = env.command(&args).env("POSTBOX_STORE", variable).output()?;
+        let printed = String::from_utf8(output.stdout)?;
+        ensure!(output.status.success() && printed.contains(&said), "{said} is not in {printed}");
+    }
     Ok(())
 }
 

@@ -19,6 +19,7 @@ async fn every_promise_is_kept_through_the_crash() -> Result<()> {
         ensure!(printed.contains(expected), "{expected:?} is not in\n{printed}");
     }
     ensure!(!printed.contains('\u{1b}'), "colours in a pipe");
+    fits_a_terminal(&printed)?;
     // The databases it keeps are stores like any other.
     let stats = env.ok(&["stats", "--store", "sqlite:kept/shop.db"])?;
     ensure!(stats == "pending=0 dispatched=300 dead=0 total=300\n", "{stats}");
@@ -27,10 +28,18 @@ async fn every_promise_is_kept_through_the_crash() -> Result<()> {
     Ok(())
 }
 
+/// A terminal of the usual size breaks no line.
+fn fits_a_terminal(printed: &str) -> Result<()> {
+    let long: Vec<&str> = printed.lines().filter(|line| line.chars().count() > 80).collect();
+    ensure!(long.is_empty(), "{long:#?}");
+    Ok(())
+}
+
 async fn is_noticed(tamper: &str, row: &str) -> Result<()> {
     let env = TestEnv::empty(Kind::Sqlite).await?;
     let output = env.output(&[&ARGS[..], &["--tamper", tamper]].concat())?;
     let printed = String::from_utf8(output.stdout)?;
+    fits_a_terminal(&printed)?;
     ensure!(output.status.code() == Some(1), "it ended with {}: {printed}", output.status);
     let broken: Vec<&str> = printed.lines().filter(|line| line.trim_start().starts_with('✗')).collect();
     ensure!(broken.iter().any(|line| line.contains(row)), "{row} is not among {broken:#?} in\n{printed}");

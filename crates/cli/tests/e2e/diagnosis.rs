@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::endpoint::{Endpoint, takes_all};
+use crate::endpoint::{Endpoint, Shut, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, get, http_sink, on_both, until};
 
 /// Events that the topics exclude are neither delivered nor in flight.
@@ -162,6 +162,46 @@ async fn a_locked_table_keeps_nobody_waiting_who_looks() -> Result<()> {
         until("the counts", async || Ok((env.ok(&["stats"])? == counted).then_some(()))).await?;
         served.terminate().await?;
     }
+    Ok(())
+}
+
+/// Two projects on one machine have the same port unless they set one.
+#[tokio::test]
+async fn a_service_of_another_store_is_not_believed() -> Result<()> {
+    let (theirs, mine) = (TestEnv::migrated(Kind::Sqlite).await?, TestEnv::migrated(Kind::Sqlite).await?);
+    let shut = Shut::reserve()?;
+    theirs.config(&format!("[subscriptions.out]\n{}", http_sink(&shut.url())))?;
+    theirs.insert_three().await?;
+    let served = theirs.serve().await?;
+    let listen = format!("[server]\nlisten = \"{}\"\n", served.address);
+    theirs.config(&format!("[subscriptions.out]\n{}{listen}", http_sink(&shut.url())))?;
+    mine.config(&format!("{FILE_SINK}{listen}"))?;
+    mine.subscribe()?;
+    until("the open breaker", async || {
+        Ok(Some(theirs.said(&["doctor"])?).filter(|said| said.contains("breaker has been open")))
+    })
+    .await?;
+    ensure!(!theirs.said(&["doctor", "--json"])?.contains("service_of_another_store"));
+    let said = mine.said(&["doctor", "--json"])?;
+    ensure!(said.matches("service_of_another_store").count() == 1 && !said.contains("breaker has"), "{said}");
+    let noted = |env: &TestEnv| anyhow::Ok(String::from_utf8(env.output(&["stats", "--json"])?.stderr)?);
+    let expected = format!("the service at {} works for another store; set another [server] listen", served.address);
+    ensure!(noted(&mine)?.contains(&expected) && !noted(&theirs)?.contains("another store"), "{}", noted(&mine)?);
+    // Nor if the own store has a name, or no schema.
+    std::fs::write(mine.path("postbox.toml"), format!("{listen}[stores.own]\nurl = {:?}\n{FILE_SINK}", mine.url))?;
+    let asked = mine.command(&["doctor", "--json"]).env_remove("POSTBOX_STORE").output()?;
+    let said = String::from_utf8(asked.stdout)?;
+    ensure!(said.matches("service_of_another_store").count() == 1 && !said.contains("breaker has"), "{said}");
+    let empty = TestEnv::empty(Kind::Sqlite).await?;
+    empty.config(&format!("{FILE_SINK}{listen}"))?;
+    let said = empty.said(&["doctor"])?;
+    ensure!(said.contains("postbox migrate up") && !said.contains("the service at"), "{said}");
+    let broken = TestEnv::empty(Kind::Sqlite).await?;
+    std::fs::write(broken.path("postbox.db"), "no database".repeat(200))?;
+    broken.config(&format!("{}{listen}", FILE_SINK.replace(".out]", ".mine]")))?;
+    let said = broken.said(&["doctor"])?;
+    ensure!(said.contains("PROBLEM") && !said.contains("breaker has"), "{said}");
+    served.terminate().await?;
     Ok(())
 }
 

@@ -55,6 +55,7 @@ async fn a_service_has_the_name_that_was_given_and_overwrites_nothing() -> Resul
     env.ok(&["new", "service", "my-shop"])?;
     let manifest = std::fs::read_to_string(env.path("my-shop/Cargo.toml"))?;
     ensure!(manifest.contains("name = \"my-shop\"\n") && manifest.contains(DEPENDENCY[0]), "{manifest}");
+    ensure!(manifest.contains("# Without a release on crates.io: path = "), "{manifest}");
     let main = std::fs::read_to_string(env.path("my-shop/src/main.rs"))?;
     ensure!(main.contains("my_shop::run("), "{main}");
     for file in files(&env.path("my-shop"))? {

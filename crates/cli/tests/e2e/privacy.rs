@@ -117,6 +117,8 @@ async fn risks_are_warned_of_once_and_without_a_password() -> Result<()> {
     while let Some(line) = lines.next_line().await? {
         warnings += usize::from(line.contains("WARN") && line.contains("listens_everywhere"));
         if line.contains("postbox serves") {
+            let store = env.path("postbox.db");
+            ensure!(line.contains(&store.display().to_string()), "it does not name its store: {line}");
             break;
         }
     }

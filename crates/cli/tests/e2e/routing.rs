@@ -2,6 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::endpoint::{Endpoint, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, on_both, until};
 
 fn wanting(topics: &str) -> String {
@@ -95,6 +96,20 @@ async fn what_is_handed_over_goes_out_in_the_same_run(kind: Kind) -> Result<()> 
     Ok(())
 }
 
+/// Nobody may have looked at the log yet, which takes minutes if it holds millions of events.
+async fn a_dispatch_sends_before_it_looks_at_the_whole_log(kind: Kind) -> Result<()> {
+    let target = Endpoint::start(takes_all)?;
+    target.answer_only(0);
+    let env = TestEnv::with(kind, &(target.subscription("out") + "topics = [\"order.*\"]\n")).await?;
+    // As many as one step looks at, and some behind them that nobody wants.
+    let events = (0..10_010).map(|n| (if n < 10_000 { "order.placed" } else { "other" }, n.to_string(), n));
+    env.insert(events).await?;
+    let mut child = env.spawn(&["dispatch", "--log-level", "off"])?;
+    target.until("the first delivery", |arrivals| !arrivals.is_empty()).await?;
+    ensure!(env.json(&["stats", "--json"])?[0]["unrouted"] == 0);
+    Ok(child.kill().await?)
+}
+
 async fn what_nobody_wants_can_be_given_up(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, &wanting("billing.*")).await?;
     env.insert_three().await?;
@@ -163,6 +178,7 @@ on_both!(
     a_slip_in_the_topics_loses_nothing,
     contents_decide_who_gets_an_event,
     what_is_handed_over_goes_out_in_the_same_run,
+    a_dispatch_sends_before_it_looks_at_the_whole_log,
     what_nobody_wants_can_be_given_up,
     what_was_skipped_is_named_and_sent_on_demand,
     what_was_delivered_is_sent_again,

@@ -1,6 +1,7 @@
 //! `postbox run` and signals.
 
 use std::collections::HashSet;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -116,6 +117,39 @@ async fn dispatch_in_a_loop_ends_at_sigterm_too() -> Result<()> {
     let output = ended(child).await?;
     let printed = String::from_utf8(output.stdout)?;
     ensure!(output.status.success() && printed.ends_with(" dispatched=0 failed=2 dead=0\n"), "{printed}");
+    Ok(())
+}
+
+/// A closed terminal stops it as SIGTERM does; one that was started with `nohup` goes on.
+#[tokio::test]
+async fn a_closed_terminal_is_a_stop_unless_it_is_ignored() -> Result<()> {
+    for (hangup, goes_on) in [("--default-signal=HUP", false), ("--ignore-signal=HUP", true)] {
+        let target = Endpoint::start(|_| (500, Duration::ZERO))?;
+        let kept = "retry = { delays = [\"1h\"] }\nbreaker = { base = \"1ms\", max = \"1ms\" }\n";
+        let env = TestEnv::with(Kind::Sqlite, &(target.subscription("out") + kept)).await?;
+        env.insert_three().await?;
+        let dispatch = env.command(&["dispatch", "--loop", "--log-level", "off"]);
+        let mut command = tokio::process::Command::new("env");
+        command.arg(hangup).arg(dispatch.get_program()).args(dispatch.get_args()).current_dir(env.path(""));
+        for (name, value) in dispatch.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let child = command.kill_on_drop(true).spawn()?;
+        let pid = child.id().context("it has ended already")?;
+        target.until("the first failures", |arrivals| arrivals.len() >= 2).await?;
+        signal(pid, "HUP")?;
+        if goes_on {
+            env.insert([("order.placed", "3".to_owned(), 4)]).await?;
+            target.until("one more", |arrivals| arrivals.len() >= 3).await?;
+            signal(pid, "TERM")?;
+        }
+        let output = ended(child).await?;
+        ensure!(output.status.success(), "{hangup}: it ended with {}", output.status);
+    }
     Ok(())
 }
 

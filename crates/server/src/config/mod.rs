@@ -197,6 +197,7 @@ pub fn default_toml() -> String {
     "# Postbox. Active lines hold the defaults. Commented-out lines are examples: uncomment what you\n\
      # need; each names its default, or that it is required.\n\
      # Check it with `postbox check-config`. Secrets can be written as \"env:NAME\".\n\
+     # Relative paths are relative to the working folder.\n\
      # All keys, explained: docs/guide/configuration.md.\n"
         .to_owned()
         + &commented_file(&Config::keys())

@@ -13,11 +13,12 @@ mod unrouted;
 mod work;
 
 pub use conflict::ConflictJson;
+pub(crate) use doctor::is_unreachable;
 pub use doctor::{Finding, Severity, diagnose, unopened};
 pub use event::{DeliveryJson, EventJson, RecordJson, ShowJson, TailedJson};
 pub use marks::MarksJson;
 pub(crate) use marks::marks;
-pub use service::{ServiceStatus, add_marks, fetch};
+pub use service::{ServiceStatus, StoreJson, add_marks, fetch};
 
 pub use crate::fault::Fault;
 pub(crate) use stats::too_slow;

@@ -9,6 +9,7 @@ use http::{Request, StatusCode, header};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use jiff::Timestamp;
 use postbox_core::StoreName;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -45,6 +46,19 @@ pub struct ServiceStatus {
     /// Sources with a replay storm.
     #[serde(default)]
     pub storms: Vec<StormJson>,
+    /// Its stores; without those that it has not reached yet.
+    #[serde(default)]
+    pub stores: Vec<StoreJson>,
+}
+
+/// A store of the service.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreJson {
+    /// Its name, where there are several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<StoreName>,
+    /// When its first migration was applied, by which it differs from another store.
+    pub created_at: String,
 }
 
 impl ServiceStatus {
@@ -54,7 +68,36 @@ impl ServiceStatus {
         self.faults.retain(|it| it.store.as_ref() == store);
         self.work.retain(|it| it.store.as_ref() == store);
         self.storms.retain(|it| it.store.as_ref() == store);
+        self.stores.retain(|it| it.store.as_ref() == store);
         self
+    }
+
+    /// The finding that the service has another store than the one that was created then, so that
+    /// nothing it says is about this one. Two projects on one machine have the same default port.
+    /// `name` is that of this store, where there are several.
+    pub fn of_another(&self, name: Option<&StoreName>, created_at: Timestamp) -> Option<Finding> {
+        let is_this = |it: &StoreJson| it.created_at == created_at.to_string();
+        let is_another = match self.has_store(name) {
+            true => self.stores.iter().any(|it| it.store.as_ref() == name && !is_this(it)),
+            // With a URL on the command line, one of several stores has no name here.
+            false => !self.stores.is_empty() && !self.stores.iter().any(is_this),
+        };
+        (is_another && !self.is_replaced(name)).then(|| {
+            let what = format!("the service at {} works for another store", self.address);
+            let cure = "set another [server] listen in the configuration of one of them";
+            Finding::note("service_of_another_store", what).cure(cure)
+        })
+    }
+
+    /// Whether the store was replaced under the service, so that what it says is why stores differ.
+    fn is_replaced(&self, name: Option<&StoreName>) -> bool {
+        self.faults.iter().any(|it| it.code == "store_replaced" && it.store.as_ref() == name)
+    }
+
+    /// Whether it has a store of this name. One that it has not reached yet is a fault.
+    fn has_store(&self, name: Option<&StoreName>) -> bool {
+        let stores = self.stores.iter().map(|it| &it.store);
+        stores.chain(self.faults.iter().map(|it| &it.store)).any(|it| it.as_ref() == name)
     }
 }
 
@@ -78,8 +121,10 @@ pub async fn fetch(config: &ServerConfig) -> Result<Option<ServiceStatus>, Findi
     }
 }
 
-/// Adds the high-water marks to each count, if a service listens as configured.
-pub async fn add_marks(config: &ServerConfig, counted: &mut [StatsJson]) {
+/// Adds the high-water marks to each count, if a service listens as configured. The counts are of
+/// stores of that service.
+pub async fn add_marks<'a>(config: &ServerConfig, counted: impl IntoIterator<Item = &'a mut StatsJson>) {
+    let mut counted: Vec<_> = counted.into_iter().collect();
     let asked = timeout(WAIT_MAX, ask::<Vec<MarksJson>>(config, "/high-water-marks")).await;
     for marks in asked.ok().and_then(Result::ok).unwrap_or_default() {
         // With several stores, each has a row of it.
@@ -123,4 +168,42 @@ async fn ask<T: DeserializeOwned>(config: &ServerConfig, path: &str) -> Result<T
     let body =
         Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await.map_err(|_| NoAnswer::Other)?.to_bytes();
     Ok(serde_json::from_slice(&body)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_service_of_another_store_is_known_by_the_time_of_the_first_migration() {
+        let (mine, other) = (Timestamp::UNIX_EPOCH, Timestamp::MAX);
+        let named = |name: &str| Some(name.parse::<StoreName>().expect("a name"));
+        let of =
+            |store: Option<StoreName>, created_at: Timestamp| StoreJson { store, created_at: created_at.to_string() };
+        let service = |stores: &[StoreJson], faults: &[&str]| ServiceStatus {
+            version: String::new(),
+            address: ([127, 0, 0, 1], 8600).into(),
+            ready: true,
+            faults: faults.iter().map(|code| Fault::of_store(code, String::new())).collect(),
+            work: Vec::new(),
+            storms: Vec::new(),
+            stores: stores.to_vec(),
+        };
+        let is_another = |service: ServiceStatus, store: Option<&StoreName>| {
+            service.of_another(store, mine).is_some_and(|it| it.message.contains("127.0.0.1:8600"))
+        };
+        assert!(is_another(service(&[of(None, other)], &[]), None));
+        assert!(!is_another(service(&[of(None, mine)], &[]), None));
+        assert!(!is_another(service(&[], &[]), None), "one that does not say it may be ours");
+        assert!(!is_another(service(&[of(None, other)], &["store_replaced"]), None), "its file was ours");
+        let two = service(&[of(named("a"), mine), of(named("b"), other)], &[]);
+        assert!(!is_another(two.clone(), named("a").as_ref()));
+        assert!(is_another(two.clone(), named("b").as_ref()));
+        assert!(is_another(service(&[of(None, other)], &[]), named("a").as_ref()), "it has one store, without a name");
+        assert!(is_another(service(&[of(named("a"), other)], &[]), None), "all of its stores have names");
+        assert!(!is_another(two, None), "a URL on the command line names one of its stores");
+        let mut waits = service(&[of(named("a"), other)], &["store_unreachable"]);
+        waits.faults.iter_mut().for_each(|it| it.store = named("b"));
+        assert!(!is_another(waits, named("b").as_ref()), "it has not reached ours yet");
+    }
 }

@@ -80,7 +80,7 @@ pub(super) async fn run(args: DemoArgs) -> Result<(), Failure> {
     let folder = args.dir.as_deref().unwrap_or(temporary.path());
     prepare(folder)?;
     let about = format!(
-        "{} orders, {} changes. One transaction in ten rolls back, webhooks fail, connections break,\n  and the relay is crashed in the middle.",
+        "{} orders, {} changes. One transaction in ten rolls back,\n  webhooks fail, connections break, and the relay is crashed in the middle.",
         grouped(orders),
         grouped(shop::steps(orders))
     );
@@ -105,13 +105,14 @@ pub(super) async fn run(args: DemoArgs) -> Result<(), Failure> {
     let again = format!("--seed {seed} --orders {orders}");
     let look = match args.dir.as_deref().map(Path::display) {
         Some(dir) => format!(
-            "postbox stats --store sqlite:{dir}/shop.db\n                  postbox list --state dispatched --limit 5 --store sqlite:{dir}/shop.db"
+            "postbox stats --store sqlite:{dir}/shop.db\n                  postbox list --state dispatched --store sqlite:{dir}/shop.db"
         ),
-        None => "postbox demo --dir demo && postbox stats --store sqlite:demo/shop.db".into(),
+        None => "postbox demo --dir demo\n                  postbox stats --store sqlite:demo/shop.db".into(),
     };
     output::print(&format!(
         "{}\n  {verdict}\n  {}\n\n  {}\n    look inside   {look}\n    your own      postbox init && postbox migrate up && postbox run\n    \
-         from SQL      INSERT INTO postbox_outbox (topic, key, payload) VALUES ('order.paid', '42', '{{\"id\":42}}')\n\n",
+         from SQL      INSERT INTO postbox_outbox (topic, key, payload)\n                  \
+         VALUES ('order.paid', '42', '{{\"id\":42}}')\n\n",
         proof.table(),
         paint(DIM, &format!("again: postbox demo {again}")),
         paint(BOLD, "What next"),
@@ -173,9 +174,8 @@ impl Demo {
         let [requests, failed, cut] =
             [&faults.requests, &faults.failed, &faults.cut].map(|it| grouped(it.load(Relaxed)));
         let duplicates = grouped(demo.services.answered("duplicate"));
-        demo.say(&format!(
-            "{requests} requests: {failed} answered 500 or 503, {cut} cut off, {duplicates} came twice and were recognised"
-        ))?;
+        demo.say(&format!("{requests} requests: {failed} answered 500 or 503, {cut} cut off"))?;
+        demo.say(&format!("{duplicates} messages came twice and were recognised"))?;
         Ok(demo.began.elapsed())
     }
 
@@ -200,7 +200,7 @@ impl Demo {
                     [&self.progress.committed, &self.progress.rolled_back].map(|it| grouped(it.load(Relaxed)));
                 let [delivered, applied] = [self.services.answered("accepted"), applied].map(grouped);
                 self.say(&format!(
-                    "committed {committed:>7}   rolled back {rolled_back:>5}   delivered {delivered:>7}   applied {applied:>7}"
+                    "committed {committed:>6}  rolled back {rolled_back:>5}  delivered {delivered:>6}  applied {applied:>6}"
                 ))?;
             }
             tokio::time::sleep(TICK).await;

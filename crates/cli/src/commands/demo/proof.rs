@@ -16,8 +16,8 @@ const NOTE_INSERT: &str = "INSERT INTO note VALUES (?1, ?2, ?3, ?4, ?5)";
 
 /// What happened: name, meaning and count. The first count is the number of events.
 const FACTS: &str = "
-SELECT 'committed', 'changes of orders, each with its event in the same transaction', (SELECT count(*) FROM note WHERE outcome = 'committed')
-UNION ALL SELECT 'rolled back', 'transactions, on purpose: no trace of them may ever arrive', (SELECT count(*) FROM note WHERE outcome = 'rolled_back')
+SELECT 'committed', 'changes of orders, each together with its event', (SELECT count(*) FROM note WHERE outcome = 'committed')
+UNION ALL SELECT 'rolled back', 'on purpose: no trace of these may ever arrive', (SELECT count(*) FROM note WHERE outcome = 'rolled_back')
 UNION ALL SELECT 'delivered', 'messages in the receiver''s inbox', (SELECT count(*) FROM receiver.postbox_inbox)
 UNION ALL SELECT 'applied', 'rows in the receiver''s ledger', (SELECT count(*) FROM receiver.ledger)";
 
@@ -30,7 +30,7 @@ UNION ALL SELECT 'phantom', 'applied, but never committed',
   (SELECT count(*) FROM receiver.ledger WHERE event NOT IN (SELECT event FROM note WHERE outcome = 'committed'))
 UNION ALL SELECT 'applied twice', 'events with more than one row',
   (SELECT count(*) FROM (SELECT 1 FROM receiver.ledger GROUP BY event HAVING count(*) > 1))
-UNION ALL SELECT 'out of order', 'changes applied before an earlier one of their order',
+UNION ALL SELECT 'out of order', 'applied before an earlier change of the order',
   (SELECT count(*) FROM (SELECT version, lag(version, 1, 0) OVER (PARTITION BY name ORDER BY line) AS before FROM receiver.ledger)
    WHERE version < before)
 UNION ALL SELECT 'unaccounted', 'orders whose row and notes differ',
@@ -86,14 +86,14 @@ impl Proof {
 
     /// Renders the table.
     pub(super) fn table(&self) -> String {
-        let by = "counted by SQL from both databases and the shop's own notes, never from what the code believes";
+        let by = "counted by SQL from both databases and the shop's own notes,\n  never from what the code believes";
         let mut text = format!("\n  {}\n  {}\n\n", paint(BOLD, "The proof"), paint(DIM, by));
         for (name, meaning, count) in &self.facts {
             text += &format!("    {name:<14}{:>9}   {}\n", grouped(count.unsigned_abs()), paint(DIM, meaning));
         }
         text.push('\n');
         let missing = self.cents_shop - self.cents_ledger;
-        let sums = format!("{} in the shop, {} in the ledger", money(self.cents_shop), money(self.cents_ledger));
+        let sums = format!("shop {}, ledger {}", money(self.cents_shop), money(self.cents_ledger));
         let money = ("money missing", sums.as_str(), money(missing), missing == 0);
         let broken = self.broken.iter();
         let broken = broken.map(|(name, meaning, n)| (&**name, &**meaning, grouped(n.unsigned_abs()), *n == 0));

@@ -268,7 +268,8 @@ fn blocked(known: &Known<'_>) -> Option<Finding> {
 }
 
 fn dead_to_fails(known: &Known<'_>) -> Option<Finding> {
-    let fails = known.work?.dead_to_fails.as_ref()?;
+    // The service itself notices only after a while that the last one was discarded.
+    let fails = known.work?.dead_to_fails.as_ref().filter(|_| known.stats.dead > 0)?;
     let what = format!("the sink of dead_to has failed since {}; last reason: {}", fails.since, fails.code);
     let cure = "fix that sink: it then gets the dead events by itself; nothing else waits for it";
     Some(Finding::problem("dead_to_down", what, cure).reason(&fails.code))
@@ -315,7 +316,7 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
-    use crate::status::{CallsJson, StatsJson, WorkJson};
+    use crate::status::{CallsJson, FailsJson, StatsJson, WorkJson};
 
     /// What a service reports after so many calls of the last minute.
     fn work(ended: u64) -> WorkJson {
@@ -380,6 +381,7 @@ mod tests {
             faults: Vec::new(),
             work: vec![work.clone()],
             storms: Vec::new(),
+            stores: Vec::new(),
         });
         let known = Known {
             info: &info,
@@ -407,6 +409,14 @@ mod tests {
             let found = found(record(State::Retrying, 0, "connect_refused"), Some("relay-1"), work.as_ref());
             assert_eq!(of(&found, "destination_down").is_some(), is_down, "{found:#?}");
         }
+    }
+
+    #[test]
+    fn a_second_sink_fails_nobody_once_no_event_is_dead() {
+        let fails = FailsJson { since: "2026-01-01T00:00:00Z".into(), code: "http_413".into() };
+        let work = WorkJson { dead_to_fails: Some(fails), ..work(3) };
+        let found = found(record(State::Retrying, 3, "http_500"), Some("relay-1"), Some(&work));
+        assert!(of(&found, "dead_to_down").is_none(), "{found:#?}");
     }
 
     #[test]

@@ -199,7 +199,7 @@ fn waits_long(records: &[Record]) -> bool {
 }
 
 /// The cure for a destination that is down. It is retried by itself, so delivery resumes without a
-/// restart.
+/// restart, unless the cure is to change a key of the configuration: those are read at the start.
 fn cure_down(code: &str, text: &str) -> &'static str {
     match code {
         "address_forbidden" => {
@@ -213,14 +213,14 @@ fn cure_down(code: &str, text: &str) -> &'static str {
         }
         // The first bytes of the answer were not TLS.
         "tls_failed" if text.contains("InvalidContentType") => {
-            "this port does not speak TLS: correct the port in the sink's url, or write http:// if that is intended"
+            "this port does not speak TLS: correct the port in the sink's url, or write a url without TLS if that is intended"
         }
         "tls_failed" => {
             "is the destination's certificate for this host name, and still valid? If a private CA signed it, set the sink's ca_file"
         }
-        "client_cert_required" => "set the sink's client_cert and client_key",
+        "client_cert_required" => "set the sink's client_cert and client_key, and restart",
         "client_cert_refused" => {
-            "the destination must trust the CA of the sink's client_cert; has the certificate expired?"
+            "the destination must trust the CA of the sink's client_cert; has the certificate expired? Renewed files are read without a restart"
         }
         "timeout" => {
             "the destination accepts connections but does not answer: look there, or raise the subscription's `timeout` if calls may take that long"
@@ -233,15 +233,17 @@ fn cure_down(code: &str, text: &str) -> &'static str {
             "the gateway answers, but the service behind it does not: look there; delivery continues by itself when it is back"
         }
         "write_failed" => "the file of the sink cannot be written: is its disk full?",
-        code if ["connect_failed", "connect_timeout", "_unreachable", "_disconnected"]
-            .iter()
-            .any(|it| code.ends_with(it)) =>
-        {
-            "is the broker up, and can the relay's machine reach its host and port?"
-        }
+        code if is_unreachable(code) => "is the broker up, and can the relay's machine reach its host and port?",
         code if code.ends_with("unauthorized") => "the broker refuses the sink's user or password: correct them",
         _ => "fix the destination, or the sink's configuration; delivery then continues by itself",
     }
+}
+
+/// Whether a code of any sink or source says that its server cannot be reached.
+pub(crate) fn is_unreachable(code: &str) -> bool {
+    ["connect_refused", "connect_failed", "connect_timeout", "_unreachable", "_disconnected"]
+        .iter()
+        .any(|it| code.ends_with(it))
 }
 
 /// The cure for a destination that answers and refuses.
@@ -254,7 +256,9 @@ fn cure_refused(code: &str, is_dead: bool) -> &'static str {
             "the destination has no endpoint at this address: correct the path in the sink's url"
         }
         "http_413" => "the event is too large for the destination: raise its limit, or send less",
-        "http_redirect" => "the destination has moved: write its final address into the sink's url",
+        "http_redirect" => {
+            "the destination has moved: write its final address into the sink's url; curl -i -X POST shows it"
+        }
         "http_400" | "http_422" => {
             "the destination rejects the event as invalid: fix the program that appends it, or the destination"
         }
@@ -285,5 +289,12 @@ mod tests {
     #[test]
     fn a_refused_signature_may_be_the_fault_of_a_clock() {
         assert!(cure_refused("http_401", true).contains("the clock of the relay's host is wrong"));
+    }
+
+    /// The http sink reads changed files, but keys of the configuration only at the start.
+    #[test]
+    fn a_client_certificate_needs_a_restart_only_when_it_is_first_configured() {
+        assert!(cure_down("client_cert_required", "").ends_with("and restart"));
+        assert!(cure_down("client_cert_refused", "").ends_with("are read without a restart"));
     }
 }

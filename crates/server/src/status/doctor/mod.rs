@@ -12,11 +12,12 @@ use tokio::time::{Instant, timeout_at};
 
 use self::asked::{Known, LOOK};
 use self::concluded::conclude;
+pub(crate) use self::destination::is_unreachable;
 pub use self::finding::{Finding, Severity};
 use super::stats::{STATS_WAIT, StatsJson, stats, too_slow};
 use super::unrouted::{UnroutedLog, unrouted};
 use super::{Fault, ServiceStatus, StormJson};
-use crate::config::SubscriptionConfig;
+use crate::config::{Config, SubscriptionConfig};
 use crate::text::{cut, grouped, span};
 
 /// Returns all findings, causes before symptoms: first the store, then each subscription, then the
@@ -71,7 +72,22 @@ pub async fn diagnose(
 /// The findings if the store could not be opened. What a running service says comes first, because
 /// it may have had the store open. If it says that the store's file was moved or deleted, the cure
 /// of the open error (create a schema) would destroy what can still be saved.
-pub fn unopened(error: Error, service: Option<&ServiceStatus>) -> Vec<Finding> {
+///
+/// The service must be narrowed to this store. It may be that of another project, with other
+/// subscriptions and sources than `config`, or with a schema where this store has none.
+pub fn unopened(error: Error, config: &Config, service: Option<ServiceStatus>) -> Vec<Finding> {
+    let has_no_schema = error.code() == "schema_missing";
+    let is_another = |it: &ServiceStatus| {
+        has_no_schema && !it.stores.is_empty() && !it.faults.iter().any(|fault| fault.code == "store_replaced")
+    };
+    let mut service = service.filter(|it| !is_another(it));
+    let is_ours = |fault: &Fault| {
+        let mut subscriptions = config.subscriptions.iter().map(|it| &it.subscription.name);
+        let mut sources = config.sources.iter().map(|it| &it.name);
+        fault.subscription.as_ref().is_none_or(|name| subscriptions.any(|it| it == name))
+            && fault.source.as_ref().is_none_or(|name| sources.any(|it| it == name))
+    };
+    service.iter_mut().for_each(|it| it.faults.retain(is_ours));
     let mut findings: Vec<Finding> = service.iter().flat_map(|service| of_service(service, &[])).collect();
     if !findings.iter().any(|it| it.code == "store_replaced") {
         findings.push(Finding::from(error));
