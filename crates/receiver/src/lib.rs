@@ -37,7 +37,8 @@ use duplicate_rate::DuplicateRate;
 use group_commit::GroupCommit;
 
 /// A source that failed within this time counts as failing. It is asked again within a moment, and
-/// an idle source returns nothing that would show it is back, so the state must expire.
+/// an idle source returns nothing that would show it is back, so the state must expire. A source
+/// has to end a failing call within this time, or it would count as back in between.
 const FAILING_KEPT: Duration = Duration::from_secs(15);
 
 /// The result of one message, or why it is not stored. All messages of a commit share one error.
