@@ -336,10 +336,11 @@ async fn an_idle_source_notes_that_all_is_acknowledged() {
     // Requests end after two seconds.
     consumer(&broker, "c", json!({ "max_expires": 2_000_000_000_u64 })).await;
     let mut asked = broker.client.subscribe("$JS.API.CONSUMER.INFO.EVENTS.c").await.expect("subscribed");
+    broker.client.flush().await.expect("known to the server");
     publish(&broker.client, "in.a", &[], b"first").await;
     let receiving = [receiving(&broker, "stream = \"EVENTS\"\nconsumer = \"c\"").await];
-    // When it connected, the message was pending.
-    for _ in 0..2 {
+    // When it connected and asked twice, the message was pending.
+    for _ in 0..3 {
         timeout(PATIENCE, asked.next()).await.expect("in time").expect("it asks");
     }
     assert_eq!(lost(&broker, &receiving, "again").await, "by_start_time");
