@@ -18,13 +18,15 @@ use rusqlite::types::ValueRef;
 use crate::clock::timestamp;
 
 /// A time of a log in microseconds, even if it was written as text. Text that is no time stays as
-/// it is.
+/// it is. Most are NULL, for which no function is called.
 macro_rules! micros_of {
     ($column:literal) => {
         concat!(
-            "CASE typeof(l.",
+            "CASE WHEN l.",
             $column,
-            ") WHEN 'text' THEN coalesce(CAST(round((julianday(l.",
+            " IS NULL THEN NULL WHEN typeof(l.",
+            $column,
+            ") = 'text' THEN coalesce(CAST(round((julianday(l.",
             $column,
             ") - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.",
             $column,
@@ -52,8 +54,10 @@ pub(crate) const HEAD_COLUMNS: &str =
     "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers";
 /// The columns that counting a row needs: those of [`Head`], then the time from which it may be
 /// delivered.
-pub(crate) const LOOK_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers, \
-CASE typeof(l.deliver_at) WHEN 'text' THEN CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000 ELSE l.deliver_at END";
+pub(crate) const LOOK_COLUMNS: &str = concat!(
+    "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers, ",
+    micros_of!("deliver_at")
+);
 /// The columns' names, for error texts.
 const LOG_COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
     "seq",
@@ -153,6 +157,15 @@ pub(crate) fn is_meant(which: &Criteria, row: &Row<'_>, head: &Head<'_>) -> rusq
     }
     let (key, created_at) = (lossy(row, KEY)?, timestamp(integer(row, CREATED_AT)?.unwrap_or(0)));
     Ok(which.mean(&head.topic, key.as_deref(), head.tenant.as_deref(), created_at))
+}
+
+/// The lane of a row, by its key or, if it has none, its id.
+pub(crate) fn row_lane(row: &Row<'_>, lanes: u16) -> rusqlite::Result<u16> {
+    let key = match bytes(row.get_ref(KEY)?) {
+        Some(key) => key,
+        None => bytes(row.get_ref(ID)?).unwrap_or_default(),
+    };
+    Ok(lane_of(key, lanes))
 }
 
 /// What decides whether a lane wants a row, without reading its payload.

@@ -9,7 +9,7 @@ use postbox_core::{ResetPlan, ResetTo, Seq, State, SubscriptionName};
 use rusqlite::{Transaction, params};
 
 use crate::classify::Work;
-use crate::decode::{HEAD_COLUMNS, Head, LOOK_COLUMNS, LOOK_DELIVER_AT, integer, seq};
+use crate::decode::{HEAD_COLUMNS, Head, LOOK_COLUMNS, LOOK_DELIVER_AT, integer, row_lane, seq};
 use crate::inspect::Reader;
 use crate::lease::{FILTER_KEEP, LOG_LAST, SubscriptionRow, find, require};
 use crate::maintain::DELIVERY_STATE;
@@ -296,7 +296,7 @@ pub(crate) fn set_lanes(tx: &Transaction<'_>, name: &SubscriptionName, lanes: u1
         let mut statement = tx.prepare_cached(&delivery_walk)?;
         let mut rows = statement.query(params![name.as_str(), after, STEP_ROWS_MAX as i64])?;
         while let Some(row) = rows.next()? {
-            page.push((seq(row)?, Head::read(row)?.lane(lanes)));
+            page.push((seq(row)?, row_lane(row, lanes)?));
         }
         let Some((last, _)) = page.last() else { return Ok(()) };
         after = *last;

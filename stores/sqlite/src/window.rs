@@ -19,7 +19,7 @@ use rusqlite::{OptionalExtension, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
-use crate::decode::{Decoded, Head, LOG_COLUMNS, payload_len, seq};
+use crate::decode::{Decoded, Head, LOG_COLUMNS, payload_len, row_lane, seq};
 use crate::lease::{self, SubscriptionRow, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
@@ -231,9 +231,9 @@ impl Page {
             && let Some(row) = rows.next()?
         {
             scanned += 1;
-            let head = Head::read(row)?;
-            let ours = stored.lanes == 1 || head.lane(stored.lanes) == lane;
-            if ours && head.is_wanted_by(&stored.filter) {
+            // First the lane alone: half of the rows belong to the other one of two.
+            let is_ours = stored.lanes == 1 || row_lane(row, stored.lanes)? == lane;
+            if is_ours && Head::read(row)?.is_wanted_by(&stored.filter) {
                 if !limiter.take(payload_len(row)?) {
                     break;
                 }
