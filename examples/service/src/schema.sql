@@ -1,7 +1,1 @@
--- Runs at every start. Replicas that start at the same time wait for each other here.
-SELECT pg_advisory_xact_lock(hashtextextended('service', 0));
-
-CREATE TABLE IF NOT EXISTS orders (
-  id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-  mail text NOT NULL
-);
+../../../crates/cli/src/commands/new/service/src/schema.sql

@@ -1,6 +1,6 @@
 //! `postbox new service NAME`: writes a starter service.
 //!
-//! `examples/service` is its output, so that the output is built, linted and run with the
+//! `examples/service` links to these files, so that they are built, linted and run with the
 //! workspace.
 
 use std::path::Path;
@@ -9,7 +9,8 @@ use super::migration_files::write_new;
 use crate::failure::Failure;
 use crate::output;
 
-/// The files of the service. `{{name}}` stands for its name, `{{crate}}` for its Rust crate name.
+/// The files of the service. `shop-service` stands for its name, `shop_service` for its Rust crate
+/// name.
 const SERVICE: [(&str, &str); 9] = [
     (".dockerignore", include_str!("new/service/dockerignore")),
     (".gitignore", include_str!("new/service/gitignore")),
@@ -65,7 +66,8 @@ pub(super) fn service(name: &str) -> Result<(), Failure> {
         return Err(Failure::failed(format!("the folder {name} exists already and is not empty; choose another name")));
     }
     for (file, text) in SERVICE {
-        let text = text.replace("{{name}}", name).replace("{{crate}}", &name.replace('-', "_"));
+        // A crate's name has no "-", so the second replacement leaves alone what the first wrote.
+        let text = text.replace("shop_service", &name.replace('-', "_")).replace("shop-service", name);
         write_new(&folder.join(file), &text)?;
         output::line(&format!("wrote {name}/{file}"))?;
     }

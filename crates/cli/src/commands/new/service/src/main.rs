@@ -18,5 +18,5 @@ async fn main() -> anyhow::Result<()> {
             _ = interrupt.recv() => {}
         }
     };
-    {{crate}}::run(&url, listener, asked_to_stop).await
+    shop_service::run(&url, listener, asked_to_stop).await
 }

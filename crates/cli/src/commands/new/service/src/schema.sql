@@ -1,5 +1,5 @@
 -- Runs at every start. Replicas that start at the same time wait for each other here.
-SELECT pg_advisory_xact_lock(hashtextextended('{{name}}', 0));
+SELECT pg_advisory_xact_lock(hashtextextended('shop-service', 0));
 
 CREATE TABLE IF NOT EXISTS orders (
   id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

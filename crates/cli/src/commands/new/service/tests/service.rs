@@ -2,7 +2,7 @@
 
 use postbox::Outcome;
 use postbox::test::deliver;
-use {{crate}}::{Mailer, OrderPlaced, handlers};
+use shop_service::{Mailer, OrderPlaced, handlers};
 
 #[tokio::test]
 async fn an_order_is_confirmed() {
