@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use postbox_core::{
-    Acquired, BatchLimit, Capabilities, Clock, DeadLetters, Destination, Error, ErrorKind, Log, Ordering, OwnerId,
-    Random, Result, Sink, Subscription, lock,
+    Acquired, BatchLimit, Capabilities, Clock, DeadLetters, Destination, Error, ErrorKind, Lease, Log, Ordering,
+    OwnerId, Random, Result, Sink, Subscription, lock,
 };
 use tracing::warn;
 
@@ -151,6 +151,13 @@ impl RelayContext {
             "subscription_unknown" => removed(self.name()),
             _ => error,
         })
+    }
+
+    /// Gives back a lane that was not used. If the call fails, others wait for the lease to end.
+    pub(crate) async fn release(&self, lease: &Lease) {
+        if let Err(error) = self.log.release(lease).await {
+            self.store_failed(&error);
+        }
     }
 
     /// Tells the store that `owner` no longer asks for lanes. If the call fails, other relays wait

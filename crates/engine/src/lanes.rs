@@ -113,9 +113,7 @@ impl Lanes {
         if active >= share || self.lanes.contains_key(&lease.lane) {
             // We have our share already, or the task that held this lane before has not ended yet.
             // Leave it to another relay or a later request.
-            if let Err(error) = context.log.release(&lease).await {
-                context.store_failed(&error);
-            }
+            context.release(&lease).await;
             return Ok(ask_max);
         }
         context.metrics.lane_taken(&lease);

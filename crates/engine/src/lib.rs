@@ -86,6 +86,6 @@ pub use retention::{Sweeper, Swept, step_pause};
 pub use schedule::{Every, Schedule};
 pub use settings::RelaySettings;
 pub use store_wait::wait_for_store;
-pub use supervise::{keep_up, supervise};
+pub use supervise::supervise;
 pub use supervised_relay::{RelayFault, SupervisedRelay};
 pub use unrouted::UnroutedFinder;

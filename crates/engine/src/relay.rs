@@ -453,9 +453,7 @@ impl Relay {
             known.push(lease.lane);
             if only_crashed && lease.crashes == 0 {
                 // Its holder was done with it, and what came since waits for its time.
-                if let Err(error) = context.log.release(&lease).await {
-                    context.store_failed(&error);
-                }
+                context.release(&lease).await;
                 continue;
             }
             self.metrics.lane_taken(&lease);

@@ -5,13 +5,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use postbox_core::limits::{DEAD_AGE_MIN, MESSAGE_IDS_AGE_MIN};
-use postbox_core::{
-    Change, Changed, Clock, Error, LogName, Maintain, Prune, Receive, Result, Selection, Seq, Store, lock,
-};
+use postbox_core::{Change, Changed, Clock, Error, LogName, Prune, Result, Selection, Seq, Store, lock};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::schedule::{Every, Schedule, until};
+use crate::supervise::keep_up;
 
 /// Least pause between two bounded deletes of one sweep.
 const STEP_PAUSE_MIN: Duration = Duration::from_millis(4);
@@ -53,12 +52,11 @@ pub struct Swept {
 /// old dead events ([`dead_older_than`](Self::dead_older_than)). Otherwise dead and pending events
 /// are never removed. Several replicas may sweep at once.
 pub struct Sweeper {
-    store: Arc<dyn Maintain>,
-    receive: Option<Arc<dyn Receive>>,
+    store: Arc<dyn Store>,
     logs: Vec<LogName>,
     events_age: Duration,
-    message_ids_age: Duration,
-    dead: Option<(Arc<dyn Store>, Duration)>,
+    message_ids_age: Option<Duration>,
+    dead_age: Option<Duration>,
     schedule: Box<dyn Schedule>,
     clock: Arc<dyn Clock>,
     /// For each log: when its last sweep from the beginning began, and after which position the
@@ -74,14 +72,13 @@ impl Sweeper {
     pub const MESSAGE_IDS_AGE: Duration = Duration::from_hours(30 * 24);
 
     /// Creates a sweeper of `logs` that runs once an hour.
-    pub fn new(store: Arc<dyn Maintain>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
+    pub fn new(store: Arc<dyn Store>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
         Self {
             store,
-            receive: None,
             logs,
             events_age: Self::EVENTS_AGE,
-            message_ids_age: Self::MESSAGE_IDS_AGE,
-            dead: None,
+            message_ids_age: None,
+            dead_age: None,
             schedule: Box::new(Every(Duration::from_secs(3_600))),
             clock,
             places: Mutex::default(),
@@ -98,7 +95,7 @@ impl Sweeper {
     /// Also forgets ids of inbound messages older than `age`. Fails if `age` is less than 7 days
     /// ([`MESSAGE_IDS_AGE_MIN`]). Choose it at least as long as your senders keep repeating a
     /// message: a message that comes again after its id was forgotten is applied again.
-    pub fn message_ids_older_than(mut self, receive: Arc<dyn Receive>, age: Duration) -> Result<Self> {
+    pub fn message_ids_older_than(mut self, age: Duration) -> Result<Self> {
         if age < MESSAGE_IDS_AGE_MIN {
             let (age, least) = (age.as_secs(), MESSAGE_IDS_AGE_MIN.as_secs());
             let text = format!(
@@ -106,8 +103,7 @@ impl Sweeper {
             );
             return Err(Error::invalid("configure", "message_ids_age_too_short", text));
         }
-        self.receive = Some(receive);
-        self.message_ids_age = age;
+        self.message_ids_age = Some(age);
         Ok(self)
     }
 
@@ -115,14 +111,14 @@ impl Sweeper {
     /// removed when they are old enough. Fails if `age` is less than a day ([`DEAD_AGE_MIN`]).
     /// Events that hold their key (`on_dead = "halt"`) stay, because the others of the key wait for
     /// a person.
-    pub fn dead_older_than(mut self, store: Arc<dyn Store>, age: Duration) -> Result<Self> {
+    pub fn dead_older_than(mut self, age: Duration) -> Result<Self> {
         if age < DEAD_AGE_MIN {
             let (age, least) = (age.as_secs(), DEAD_AGE_MIN.as_secs());
             let text =
                 format!("dead events must be kept for {least} s (a day) or longer, not {age} s: nobody would see them");
             return Err(Error::invalid("configure", "dead_age_too_short", text));
         }
-        self.dead = Some((store, age));
+        self.dead_age = Some(age);
         Ok(self)
     }
 
@@ -151,19 +147,28 @@ impl Sweeper {
         }
     }
 
+    /// As [`Self::run`], and starts again after a panic.
+    pub async fn supervise(self: Arc<Self>, stop: CancellationToken) {
+        let run = || {
+            let (sweeper, stop) = (Arc::clone(&self), stop.clone());
+            async move { sweeper.run(stop).await }
+        };
+        keep_up("sweeper", run, &*self.clock, &stop).await;
+    }
+
     /// Sweeps once, in bounded steps, until nothing is left to remove or until `stop`. A part that
     /// fails does not stop the others: the first error is returned after all of them.
     pub async fn sweep(&self, stop: &CancellationToken) -> Result<Swept> {
         let (mut swept, mut first) = (Swept::default(), None);
-        if let Some((store, age)) = &self.dead {
-            swept.dead = self.give_up(&**store, *age, stop, &mut first).await;
+        if let Some(age) = self.dead_age {
+            swept.dead = self.give_up(age, stop, &mut first).await;
         }
         for log in &self.logs {
             swept.events += or_note(self.sweep_log(log, stop).await, &mut first);
         }
-        if let Some(receive) = &self.receive {
-            let forget = |_| async {
-                let count = receive.forget(self.message_ids_age).await?;
+        if let Some(age) = self.message_ids_age {
+            let forget = |_| async move {
+                let count = self.store.forget(age).await?;
                 Ok(Changed { count, next: (count > 0).then_some(Seq(0)) })
             };
             swept.message_ids = or_note(self.steps(stop, &mut None, forget).await, &mut first);
@@ -171,19 +176,13 @@ impl Sweeper {
         first.map_or(Ok(swept), Err)
     }
 
-    async fn give_up(
-        &self,
-        store: &dyn Store,
-        age: Duration,
-        stop: &CancellationToken,
-        first: &mut Option<Error>,
-    ) -> u64 {
+    async fn give_up(&self, age: Duration, stop: &CancellationToken, first: &mut Option<Error>) -> u64 {
         let mut given_up = 0;
-        let infos = or_note(store.subscriptions().await, first);
+        let infos = or_note(self.store.subscriptions().await, first);
         for info in infos.iter().filter(|info| self.logs.contains(&info.log)) {
             let discard = |after| async move {
                 let selection = Selection { dead_for: Some(age), after, ..Selection::default() };
-                store.change(&info.name, &Change::Discard, &selection).await
+                self.store.change(&info.name, &Change::Discard, &selection).await
             };
             given_up += or_note(self.steps(stop, &mut None, discard).await, first);
         }
@@ -241,7 +240,7 @@ fn or_note<T: Default>(done: Result<T>, first: &mut Option<Error>) -> T {
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use postbox_core::{ErrorKind, Inbound, Log as _, NewEvent, Received, Subscription};
+    use postbox_core::{ErrorKind, Inbound, Log as _, NewEvent, Receive as _, Received, Subscription};
     use postbox_memory::MemoryStore;
     use postbox_testkit::memory::FailsAt;
 
@@ -279,8 +278,8 @@ mod tests {
             };
             let store = Arc::new(server.client(Some(Arc::new(FailsAt(operation, once)))));
             let sweeper = Sweeper::new(Arc::clone(&store) as _, logs, clock)
-                .message_ids_older_than(Arc::clone(&store) as _, MESSAGE_IDS_AGE_MIN)
-                .and_then(|sweeper| sweeper.dead_older_than(Arc::clone(&store) as _, DEAD_AGE_MIN))
+                .message_ids_older_than(MESSAGE_IDS_AGE_MIN)
+                .and_then(|sweeper| sweeper.dead_older_than(DEAD_AGE_MIN))
                 .expect("long enough");
             let error = sweeper.sweep(&CancellationToken::new()).await.expect_err("the first call fails");
             assert_eq!((error.code(), calls.load(Ordering::SeqCst)), ("store_down", 2), "{operation}");
@@ -296,7 +295,7 @@ mod tests {
         let store = Arc::new(MemoryStore::new(Arc::clone(&clock)));
         let sweeper = |age: Duration| {
             let sweeper = Sweeper::new(Arc::clone(&store) as _, vec![LogName::inbox()], Arc::clone(&clock));
-            sweeper.message_ids_older_than(Arc::clone(&store) as _, age)
+            sweeper.message_ids_older_than(age)
         };
         for short in [Duration::ZERO, S, MESSAGE_IDS_AGE_MIN - Duration::from_millis(1)] {
             let error = sweeper(short).err().expect("refused");

@@ -1,6 +1,5 @@
 //! Restarts work that fails.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, Error, ErrorKind, Result};
@@ -62,14 +61,14 @@ pub async fn supervise<F>(
 
 /// Does work until `stop`. Starts it again after a panic, which would otherwise end the whole
 /// service, with all its relays. Dropping this ends the work at once.
-pub async fn keep_up<F: Future<Output = ()> + Send + 'static>(
+pub(crate) async fn keep_up<F: Future<Output = ()> + Send + 'static>(
     what: &'static str,
-    work: impl Fn(CancellationToken) -> F,
-    clock: Arc<dyn Clock>,
-    stop: CancellationToken,
+    work: impl Fn() -> F,
+    clock: &dyn Clock,
+    stop: &CancellationToken,
 ) {
     let run = || {
-        let (working, stop) = (work(stop.clone()), stop.clone());
+        let (working, stop) = (work(), stop.clone());
         async move {
             working.await;
             // A schedule without a next time ends early. The first part to end stops the others.
@@ -82,5 +81,5 @@ pub async fn keep_up<F: Future<Output = ()> + Send + 'static>(
             error!(part = what, %error, restart_in = ?wait, "part of the service failed");
         }
     };
-    supervise(what, run, ended, &[], clock.as_ref(), &stop).await;
+    supervise(what, run, ended, &[], clock, stop).await;
 }

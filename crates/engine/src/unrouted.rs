@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use crate::retention::pause_after;
+use crate::supervise::keep_up;
 
 /// How often to look at the logs. A look that finds nothing new costs one or two index probes.
 const EVERY: Duration = Duration::from_secs(1);
@@ -49,6 +50,15 @@ impl UnroutedFinder {
                 }
             }
         }
+    }
+
+    /// As [`Self::run`], and starts again after a panic.
+    pub async fn supervise(self: Arc<Self>, stop: CancellationToken) {
+        let run = || {
+            let (finder, stop) = (Arc::clone(&self), stop.clone());
+            async move { finder.run(stop).await }
+        };
+        keep_up("finder", run, &*self.clock, &stop).await;
     }
 
     /// Looks once at all events, in bounded steps. Returns how many were found.

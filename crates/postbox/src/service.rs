@@ -9,7 +9,7 @@ use std::time::Duration;
 use futures::future::join_all;
 use postbox_core::kit::check_logs;
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription, SubscriptionName};
-use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder, keep_up, wait_for_store};
+use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder, wait_for_store};
 #[cfg(feature = "http")]
 use postbox_ingress::{Ingress, WebhookSource};
 use postbox_router::{Place, Router};
@@ -209,19 +209,11 @@ impl Inner {
         info!(subscriptions = self.relays.len(), "postbox service started");
         self.started.send_replace(true);
         let relays = self.relays.iter().map(|relay| relay.clone().supervise(self.clock.clone(), self.stop.clone()));
-        let sweep = |stop| {
-            let sweeper = self.sweeper.clone();
-            async move { sweeper.run(stop).await }
-        };
-        let find = |stop| {
-            let finder = self.finder.clone();
-            async move { finder.run(stop).await }
-        };
         tokio::join!(
             join_all(relays),
             // Each of their steps is a transaction, so a stop need not wait for them.
-            self.stop.run_until_cancelled(keep_up("sweeper", sweep, self.clock.clone(), self.stop.clone())),
-            self.stop.run_until_cancelled(keep_up("finder", find, self.clock.clone(), self.stop.clone())),
+            self.stop.run_until_cancelled(self.sweeper.clone().supervise(self.stop.clone())),
+            self.stop.run_until_cancelled(self.finder.clone().supervise(self.stop.clone())),
         );
         info!("postbox service stopped");
         Ok(())
@@ -354,9 +346,9 @@ impl ServiceBuilder {
         let logs: Vec<_> = logs.into_iter().collect();
         let mut sweeper = Sweeper::new(store.clone(), logs.clone(), clock.clone())
             .events_older_than(self.events_age)
-            .message_ids_older_than(store.clone(), self.message_ids_age)?;
+            .message_ids_older_than(self.message_ids_age)?;
         if let Some(age) = self.dead_age {
-            sweeper = sweeper.dead_older_than(store.clone(), age)?;
+            sweeper = sweeper.dead_older_than(age)?;
         }
         Ok(Service(Arc::new(Inner {
             relays: relays.into_iter().map(|relay| SupervisedRelay::new(relay, None)).collect(),

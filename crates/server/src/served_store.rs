@@ -13,7 +13,7 @@ use postbox_core::{
     Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName, Subscription,
     SubscriptionInfo, lock,
 };
-use postbox_engine::{Schedule, SupervisedRelay, Sweeper, UnroutedFinder, keep_up, wait_for_store};
+use postbox_engine::{Schedule, SupervisedRelay, Sweeper, UnroutedFinder, wait_for_store};
 use postbox_ingress::SnsClient;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -186,17 +186,8 @@ impl ServedStore {
             begin(&mut tasks, receiver.supervise(Arc::clone(&self.clock), stop.clone()));
         }
         let finder = UnroutedFinder::new(Arc::clone(&store) as _, logs(&self.config), Arc::clone(&self.clock));
-        let (finder, sweeper) = (Arc::new(finder), Arc::new(self.sweeper(&store)?));
-        let find = move |stop| {
-            let finder = Arc::clone(&finder);
-            async move { finder.run(stop).await }
-        };
-        let sweep = move |stop| {
-            let sweeper = Arc::clone(&sweeper);
-            async move { sweeper.run(stop).await }
-        };
-        begin(&mut tasks, keep_up("finder", find, Arc::clone(&self.clock), stop.clone()));
-        begin(&mut tasks, keep_up("sweeper", sweep, Arc::clone(&self.clock), stop.clone()));
+        begin(&mut tasks, Arc::new(finder).supervise(stop.clone()));
+        begin(&mut tasks, Arc::new(self.sweeper(&store)?).supervise(stop.clone()));
         join(&mut tasks, &stop).await
     }
 
@@ -235,12 +226,12 @@ impl ServedStore {
 
     fn sweeper(&self, store: &Arc<dyn Store>) -> Result<Sweeper> {
         let retention = &self.config.retention;
-        let sweeper = Sweeper::new(Arc::clone(store) as _, logs(&self.config), Arc::clone(&self.clock))
+        let sweeper = Sweeper::new(Arc::clone(store), logs(&self.config), Arc::clone(&self.clock))
             .events_older_than(retention.older_than)
-            .message_ids_older_than(Arc::clone(store) as _, retention.remember_ids)?
+            .message_ids_older_than(retention.remember_ids)?
             .schedule(retention.schedule.clone());
         match retention.dead {
-            Some(age) => sweeper.dead_older_than(Arc::clone(store), age),
+            Some(age) => sweeper.dead_older_than(age),
             None => Ok(sweeper),
         }
     }
