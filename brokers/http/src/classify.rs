@@ -117,15 +117,9 @@ pub(crate) fn tls_failure(error: &rustls::Error, text: String) -> Outcome {
 
 /// Joins the causes into one line, without the URL, whose query may hold a token.
 pub(crate) fn chain(error: &reqwest::Error) -> String {
-    let mut texts: Vec<String> = Vec::new();
-    let mut source = std::error::Error::source(error);
-    while let Some(error) = source {
-        let text = error.to_string();
-        if texts.last() != Some(&text) {
-            texts.push(text);
-        }
-        source = error.source();
-    }
+    let causes = std::iter::successors(std::error::Error::source(error), |&error| error.source());
+    let mut texts: Vec<String> = causes.map(ToString::to_string).collect();
+    texts.dedup();
     if texts.is_empty() { "the request could not be made".into() } else { texts.join(": ") }
 }
 

@@ -63,7 +63,7 @@ table! {
         ///
         /// If the result is no valid topic name, the event is dead with the code `topic_invalid`.
         /// The record's key is the event's key, which selects the partition.
-        topic: Template = text(topic::parse), required(r#""orders""#);
+        topic: Template = text(|text| topic::RULES.parse(text)), required(r#""orders""#);
         /// Who confirms a record: `all` in-sync replicas, or the `leader` alone.
         ///
         /// With `leader`, a record can be lost after it was confirmed, and a request without an

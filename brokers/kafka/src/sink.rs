@@ -95,7 +95,7 @@ impl KafkaSink {
 
     /// Makes the record of an event, or returns why there can be none.
     fn record(&self, delivery: &Delivery) -> Result<Record, Outcome> {
-        let topic = topic::render(&self.topic, &delivery.event)?;
+        let topic = topic::RULES.name(&self.topic, &delivery.event)?;
         let wrapped = self.envelope.wrap(&delivery.event, &self.source)?;
         let (record, bytes) = message::record(topic, delivery, &wrapped);
         if bytes > self.message_bytes_max {

@@ -1,22 +1,11 @@
 //! The topic that an event is published to: a template, and what no topic may contain.
 
 use postbox_core::template::NameRules;
-use postbox_core::{Event, Outcome, Template};
 
 /// The longest name of a topic, in bytes.
 const NAME_BYTES_MAX: usize = 249;
 
-const RULES: NameRules = NameRules { what: "topic", code: "topic_invalid", separator: None, check };
-
-/// Parses a template of topics.
-pub(crate) fn parse(text: &str) -> Result<Template, String> {
-    RULES.parse(text)
-}
-
-/// Returns the topic of an event. The error is [`Outcome::Dead`]: the event will never have one.
-pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
-    RULES.name(template, event)
-}
+pub(crate) const RULES: NameRules = NameRules { what: "topic", code: "topic_invalid", separator: None, check };
 
 /// Checks a topic. The error says what is wrong, and does not repeat the topic.
 pub(crate) fn check(topic: &str) -> Result<(), String> {
@@ -37,13 +26,13 @@ pub(crate) fn check(topic: &str) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use jiff::Timestamp;
-    use postbox_core::{EventId, NewEvent};
+    use postbox_core::{EventId, NewEvent, Outcome};
 
     use super::*;
 
     fn render(template: &str, new: NewEvent) -> Result<String, Outcome> {
         let event = new.into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);
-        super::render(&parse(template).expect("a template"), &event)
+        RULES.name(&RULES.parse(template).expect("a template"), &event)
     }
 
     #[test]
@@ -53,25 +42,13 @@ mod tests {
             let dead = render("{topic}", NewEvent::json(value, "")).expect_err(value);
             assert!(matches!(&dead, Outcome::Dead { code, .. } if code == RULES.code), "{value:?}: {dead:?}");
         }
-        let event = |tenant: &str, topic: &str| NewEvent::json(topic, "").tenant(tenant);
-        assert_eq!(render("{tenant}.{topic}", event("a", "b.c")).as_deref(), Ok("a.b.c"));
-        assert!(render("{tenant}.{topic}", event("a.b", "c")).is_err(), "it would be the other's");
-        assert!(render("x.{key}", NewEvent::json("t", "")).is_err(), "no key");
         assert!(render("x.{topic}", NewEvent::json("__consumer_offsets", "")).is_ok(), "harmless behind a prefix");
     }
 
     #[test]
     fn a_template_is_checked_where_it_is_written() {
-        for (wrong, word) in [
-            ("", "empty"),
-            ("a b", "letters"),
-            ("__{topic}", "belongs"),
-            ("{what}", "no field"),
-            ("topic}}", "letters"),
-            ("{tenant}{topic}", "between"),
-            ("..", "no names"),
-        ] {
-            let fault = parse(wrong).expect_err("a fault");
+        for (wrong, word) in [("", "empty"), ("a b", "letters"), ("__{topic}", "belongs"), ("..", "no names")] {
+            let fault = RULES.parse(wrong).expect_err("a fault");
             assert!(fault.contains(word), "{wrong:?}: {fault}");
         }
     }

@@ -40,7 +40,7 @@ table! {
         ///
         /// `{topic}` may be several levels, every other field is one level. An event without a
         /// valid topic is dead with the code `topic_invalid`.
-        topic: Template = text(topic::parse), required(r#""orders/{topic}""#);
+        topic: Template = text(|text| topic::RULES.parse(text)), required(r#""orders/{topic}""#);
         /// Whether the topic must have a subscriber. If false, the server drops an event without
         /// one, and it counts as delivered.
         mandatory: bool = boolean(), default(true);

@@ -160,7 +160,7 @@ impl MqttSink {
     /// Hands an event to the client. Returns the receiver of its answer, or why it was not handed
     /// over.
     fn publish(&self, session: &Session, delivery: &Delivery) -> Result<oneshot::Receiver<PubAckReason>, Outcome> {
-        let topic = topic::render(&self.how.topic, &delivery.event)?;
+        let topic = topic::RULES.name(&self.how.topic, &delivery.event)?;
         let wrapped = self.how.envelope.wrap(&delivery.event, &self.how.source)?;
         let properties = message::properties(delivery, &wrapped)?;
         let publish = Publish::new(topic.as_str(), QoS::AtLeastOnce, wrapped.body.clone(), Some(properties));

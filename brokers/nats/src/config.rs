@@ -80,7 +80,7 @@ table! {
         ///
         /// `{topic}` may be several tokens, every other field is one token. An event without a
         /// valid subject is dead with the code `subject_invalid`.
-        subject: Template = text(subject::parse), required(r#""orders.{topic}""#);
+        subject: Template = text(|text| subject::RULES.parse(text)), required(r#""orders.{topic}""#);
         /// The stream that must store the events; any other refuses them.
         stream: Option<String> = text(name), unset("any that has the subject", r#""ORDERS""#);
         /// How `stream` is created if it is missing.

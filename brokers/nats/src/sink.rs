@@ -141,7 +141,7 @@ impl NatsSink {
     /// subject and body alone. The body of an event is the same at each attempt, and so is that id.
     fn message(&self, delivery: &Delivery, is_own: bool) -> Result<(String, HeaderMap, Bytes), Outcome> {
         let event = &delivery.event;
-        let subject = subject::render(&self.subject, event)?;
+        let subject = subject::RULES.name(&self.subject, event)?;
         let wrapped = self.envelope.wrap(event, &self.source)?;
         let mut headers = HeaderMap::new();
         for (name, value) in delivery.headers().filter(|(name, _)| !is_reserved(name)) {
@@ -229,7 +229,7 @@ impl NatsSink {
 
     /// Returns the outcome of an event without an answer in time.
     fn without_answer(&self, delivery: &Delivery, others_delivered: bool) -> Outcome {
-        match subject::render(&self.subject, &delivery.event) {
+        match subject::RULES.name(&self.subject, &delivery.event) {
             Ok(subject) if self.link.has_refused(&subject) => {
                 let down = classify::no_right(&subject);
                 if others_delivered { down.ambiguous() } else { down.outcome() }

@@ -43,9 +43,9 @@ table! {
         /// It and the routing key may contain `{topic}`, `{key}`, `{kind}`, `{aggregate}` and
         /// `{tenant}`. `{topic}` may be several words, every other field is one word. An event
         /// without a valid exchange and routing key is dead with the code `route_invalid`.
-        exchange: Template = text(route::parse), required(r#""amq.topic""#);
+        exchange: Template = text(|text| route::RULES.parse(text)), required(r#""amq.topic""#);
         /// The routing key.
-        routing_key: Template = text(route::parse), default("{topic}");
+        routing_key: Template = text(|text| route::RULES.parse(text)), default("{topic}");
         /// What a message holds.
         ///
         /// See [envelopes](envelopes.md).

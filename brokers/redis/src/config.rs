@@ -45,7 +45,7 @@ table! {
         ///
         /// `{topic}`, `{key}`, `{kind}`, `{aggregate}` and `{tenant}` stand for the event's; `{{`
         /// and `}}` for braces. An event without such a field is dead.
-        stream: Template = text(stream::parse), default("events:{topic}");
+        stream: Template = text(|text| stream::RULES.parse(text)), default("events:{topic}");
         /// How many entries a stream keeps, about. Older ones are trimmed, even if no consumer has
         /// read them.
         maxlen: Option<u64> = integer(1_u64..=1_000_000_000_000), unset("all of them", "1000000");

@@ -96,7 +96,7 @@ impl RedisSink {
 
     /// Makes the command for one event, or returns why there can be none.
     fn command(&self, delivery: &Delivery, bytes_max: usize) -> Result<Cmd, Outcome> {
-        let stream = stream::render(&self.stream, &delivery.event)?;
+        let stream = stream::RULES.name(&self.stream, &delivery.event)?;
         let mut command = redis::cmd("XADD");
         command.arg(stream);
         if !self.make_stream {

@@ -2,20 +2,10 @@
 
 use std::convert::Infallible;
 
+use postbox_core::Template;
 use postbox_core::template::NameRules;
-use postbox_core::{Event, Outcome, Template};
 
-const RULES: NameRules = NameRules { what: "stream", code: "stream_invalid", separator: None, check };
-
-/// Parses a template of stream names.
-pub(crate) fn parse(text: &str) -> Result<Template, String> {
-    RULES.parse(text)
-}
-
-/// Returns the stream of an event. The error is [`Outcome::Dead`]: the event will never have one.
-pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
-    RULES.name(template, event)
-}
+pub(crate) const RULES: NameRules = NameRules { what: "stream", code: "stream_invalid", separator: None, check };
 
 fn check(name: &str) -> Result<(), String> {
     match name {
@@ -40,41 +30,18 @@ pub(crate) fn pattern(template: &Template) -> String {
 
 #[cfg(test)]
 mod tests {
-    use postbox_core::{EventId, NewEvent};
-
     use super::*;
-
-    fn name(template: &str, event: NewEvent) -> Result<String, String> {
-        let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
-        render(&parse(template).expect("a template"), &event).map_err(|outcome| match outcome {
-            Outcome::Dead { code, .. } => code.into_owned(),
-            other => panic!("{other:?}"),
-        })
-    }
-
-    #[test]
-    fn no_two_ways_lead_to_one_name() {
-        let event = |tenant: &str, topic: &str| NewEvent::json(topic, "{}").tenant(tenant);
-        assert_eq!(name("{tenant}:{topic}", event("a", "b:c")).as_deref(), Ok("a:b:c"));
-        assert_eq!(name("{tenant}:{topic}", event("a:b", "c")), Err("stream_invalid".into()));
-        assert_eq!(name("{tenant}:{topic}", NewEvent::json("t", "{}")), Err("stream_invalid".into()));
-        assert_eq!(name("events:{key}", NewEvent::json("t", "{}")), Err("stream_invalid".into()));
-    }
 
     #[test]
     fn a_pattern_takes_the_template_s_own_text_literally() {
-        let pattern = |text: &str| pattern(&parse(text).expect("a template"));
+        let pattern = |text: &str| pattern(&RULES.parse(text).expect("a template"));
         assert_eq!(pattern("events:{topic}"), "events:*");
         assert_eq!(pattern("{tenant}:a*b[c]-{{?}}:{topic}"), r"*:a\*b\[c\]\-{\?}:*");
     }
 
     #[test]
-    fn mistakes_are_named() {
-        for (template, word) in
-            [("", "empty"), ("{topik}", "{topik} is no field"), ("{topic}{key}", "between"), ("a}", "brace")]
-        {
-            let fault = parse(template).expect_err("refused");
-            assert!(fault.contains(word), "{template}: {fault}");
-        }
+    fn no_name_is_empty() {
+        let fault = RULES.parse("").expect_err("refused");
+        assert!(fault.contains("empty"), "{fault}");
     }
 }

@@ -287,8 +287,10 @@ mod tests {
         assert!(name(path, "x.{key}", "a", "t").is_err(), "no key");
         assert!(name(path, "{topic}", "a", "t!").is_err(), "the broker's own check");
         assert!(flat.parse("{topic}!").is_err(), "it is checked where it is written");
-        let fault = path.parse("{tenant}{topic}").expect_err("ambiguous");
-        assert!(fault.contains("between them"), "{fault}");
+        for (wrong, word) in [("{tenant}{topic}", "between them"), ("{topik}", "no field"), ("a}", "brace")] {
+            let fault = path.parse(wrong).expect_err("refused");
+            assert!(fault.contains(word), "{fault}");
+        }
     }
 
     #[test]

@@ -71,13 +71,8 @@ fn is_conversion(error: &tokio_postgres::Error) -> bool {
 /// Returns the deepest cause, which says what happened. The driver's own text is only "error
 /// connecting to server".
 fn chain(error: &tokio_postgres::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(deeper) = cause {
-        text = deeper.to_string();
-        cause = deeper.source();
-    }
-    text
+    let error: &(dyn std::error::Error + 'static) = error;
+    std::iter::successors(Some(error), |&error| error.source()).last().unwrap_or(error).to_string()
 }
 
 #[cfg(test)]
