@@ -45,10 +45,10 @@ pub(crate) struct Global {
     #[arg(skip)]
     pub(crate) is_store_of_environment: bool,
     /// Only this subscription [default: all]
-    #[arg(long = "subscription", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]
+    #[arg(long = "subscription", global = true, help_heading = EVERYWHERE, value_name = "NAME", value_parser = plain::<SubscriptionName>)]
     pub(crate) only: Option<SubscriptionName>,
     /// Only this log and its subscriptions, e.g. inbox [default: all; for send and tail: outbox]
-    #[arg(long = "log", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "LOG", value_parser = plain::<LogName>)]
+    #[arg(long = "log", global = true, help_heading = EVERYWHERE, value_name = "LOG", value_parser = plain::<LogName>)]
     pub(crate) log: Option<LogName>,
     /// Print the result as JSON
     #[arg(long, global = true, help_heading = EVERYWHERE)]

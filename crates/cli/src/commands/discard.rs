@@ -35,15 +35,7 @@ pub(super) async fn run(context: &Context, change: &Change, selection: Selection
         Ok(())
     };
     let ended = ended.await;
-    let nothing = ended.is_ok() && steps.count() == 0;
-    if ended.is_ok() {
-        named.explain(nothing);
-    }
-    if nothing && !named.are_known() {
-        return named.known(context, &infos);
-    }
-    steps.end(ended)?;
-    named.known(context, &infos)
+    named.end(context, &infos, steps.count(), ended, |ended| steps.end(ended))
 }
 
 /// Returns what the change can do to this event.

@@ -59,23 +59,29 @@ impl Named {
         Ok(named)
     }
 
-    /// Explains why naming an event changed nothing. That is not a failure.
-    pub(super) fn explain(&self, nothing: bool) {
-        self.stays.iter().for_each(|text| output::note(text));
+    /// Ends a command that changed `count` events. `finish` prints the count and returns how the
+    /// change `ended`; it is not called if nothing changed because an event does not exist.
+    pub(super) fn end(
+        self,
+        context: &Context,
+        infos: &[SubscriptionInfo],
+        count: u64,
+        ended: Result<(), Failure>,
+        finish: impl FnOnce(Result<(), Failure>) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let nothing = ended.is_ok() && count == 0;
+        // Naming an event that did not change is not a failure.
+        if ended.is_ok() {
+            self.stays.iter().for_each(|text| output::note(text));
+        }
         if nothing {
             self.may_move.iter().for_each(|text| output::note(text));
         }
-    }
-
-    /// Fails if a named event does not exist.
-    pub(super) fn known(&self, context: &Context, infos: &[SubscriptionInfo]) -> Result<(), Failure> {
+        if !nothing || self.unknown.is_none() {
+            finish(ended)?;
+        }
         let Some((first, more)) = self.unknown else { return Ok(()) };
         let more = if more > 0 { format!(", nor {more} other(s) of those named") } else { String::new() };
         Err(context.no_event(infos.first().map(|info| &info.log), &format!("{first}{more}")))
-    }
-
-    /// Whether all named events exist.
-    pub(super) fn are_known(&self) -> bool {
-        self.unknown.is_none()
     }
 }

@@ -62,23 +62,18 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
             () = tokio::time::sleep(pause) => {}
         }
     };
-    let nothing = ended.is_ok() && count == 0;
-    if ended.is_ok() {
-        named.explain(nothing);
-    }
-    if nothing && !named.are_known() {
-        return named.known(context, &infos);
-    }
-    if ended.is_ok() || count > 0 {
-        counted("replayed", count, replay.dry_run, json)?;
-    }
-    if nothing && replay.ids.is_none() {
-        output::note(
-            "no selected event was delivered or skipped; pending events are delivered by themselves, dead ones by \
-             `postbox retry`, expired ones not at all",
-        );
-    }
-    ended.and_then(|()| named.known(context, &infos))
+    named.end(context, &infos, count, ended, |ended| {
+        if ended.is_ok() || count > 0 {
+            counted("replayed", count, replay.dry_run, json)?;
+        }
+        if ended.is_ok() && count == 0 && replay.ids.is_none() {
+            output::note(
+                "no selected event was delivered or skipped; pending events are delivered by themselves, dead ones by \
+                 `postbox retry`, expired ones not at all",
+            );
+        }
+        ended
+    })
 }
 
 /// Returns what a replay can do to this event.

@@ -25,15 +25,7 @@ pub(super) async fn run(context: &Context, wanted: Selection, json: bool) -> Res
         }
         (None, _) => of_each(store.as_ref(), &infos, &wanted, &mut steps).await,
     };
-    let nothing = ended.is_ok() && steps.count() == 0;
-    if ended.is_ok() {
-        named.explain(nothing);
-    }
-    if nothing && !named.are_known() {
-        return named.known(context, &infos);
-    }
-    steps.end(ended)?;
-    named.known(context, &infos)
+    named.end(context, &infos, steps.count(), ended, |ended| steps.end(ended))
 }
 
 async fn by_id(
