@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_config::{SourceConfig, SourceContext, Table};
-use postbox_core::{Delivery, Key, LogName, NewEvent, RawMessage, Source, Unreadable};
+use postbox_core::{Delivery, ErrorKind, Key, LogName, NewEvent, RawMessage, Source, SourceMessage, Unreadable};
 use postbox_engine::TokioClock;
 use postbox_receiver::Receiver;
 use tokio::task::JoinHandle;
@@ -40,6 +40,35 @@ pub fn events() -> Vec<Delivery> {
         paid.kind("fact").aggregate("order").version(7),
         NewEvent { headers, ..NewEvent::json("order.sent", "{}").tenant("acme") },
     ])
+}
+
+/// Takes `count` messages. Calls may fail for a while, because a connection was lost.
+///
+/// # Panics
+///
+/// If they do not come in time, or a call fails otherwise.
+pub async fn take(source: &(impl Source + ?Sized), count: usize) -> Vec<SourceMessage> {
+    let taken = async {
+        let mut taken = Vec::new();
+        while taken.len() < count {
+            match source.next(count - taken.len()).await {
+                Ok(some) => taken.extend(some),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}"),
+            }
+        }
+        taken
+    };
+    timeout(PATIENCE, taken).await.expect("they come in time")
+}
+
+/// Acknowledges these messages.
+///
+/// # Panics
+///
+/// If the source cannot.
+pub async fn ack(source: &(impl Source + ?Sized), taken: &[SourceMessage]) {
+    let tokens: Vec<_> = taken.iter().map(|it| it.token).collect();
+    source.ack(&tokens).await.expect("acknowledged");
 }
 
 /// A running receiver between a source and an inbox.

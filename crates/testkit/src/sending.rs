@@ -72,10 +72,10 @@ pub async fn send(sink: &Arc<dyn Sink>, event: NewEvent) -> Outcome {
 }
 
 /// Returns an outcome's kind and code.
-pub fn said(outcome: &Outcome) -> String {
-    let (kind, code) = match outcome {
-        Outcome::Delivered { duplicate: false } => return "delivered".to_owned(),
-        Outcome::Delivered { duplicate: true } => return "duplicate".to_owned(),
+pub fn short(outcome: &Outcome) -> (&'static str, &str) {
+    match outcome {
+        Outcome::Delivered { duplicate: false } => ("delivered", ""),
+        Outcome::Delivered { duplicate: true } => ("duplicate", ""),
         Outcome::Retry { code, .. } => ("retry", code),
         Outcome::ServerError { code, .. } => ("server error", code),
         Outcome::Ambiguous { code, .. } => ("ambiguous", code),
@@ -83,8 +83,13 @@ pub fn said(outcome: &Outcome) -> String {
         Outcome::Dead { code, .. } => ("dead", code),
         Outcome::Unavailable { code, .. } => ("unavailable", code),
         Outcome::Gone { code, .. } => ("gone", code),
-    };
-    format!("{kind} {code}")
+    }
+}
+
+/// Returns an outcome's kind and code as one text.
+pub fn said(outcome: &Outcome) -> String {
+    let (kind, code) = short(outcome);
+    format!("{kind} {code}").trim_end().to_owned()
 }
 
 /// Returns kind and code of each outcome. Equal ones in a row appear once.

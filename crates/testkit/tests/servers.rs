@@ -27,15 +27,6 @@ async fn both_versions_are_what_they_say() {
 }
 
 #[tokio::test]
-async fn every_database_is_empty_and_its_own() {
-    let postgres = Postgres::shared(Version::V15).await;
-    let (one, two) = tokio::join!(postgres.fresh_database(), postgres.fresh_database());
-    connect(&one).await.batch_execute("CREATE TABLE here (n int)").await.expect("created");
-    let tables = connect(&two).await.query("SELECT 1 FROM pg_tables WHERE tablename = 'here'", &[]).await;
-    assert!(tables.expect("a list").is_empty());
-}
-
-#[tokio::test]
 async fn the_pooler_shares_few_connections_among_many_clients() {
     let postgres = Postgres::shared(Version::V15).await;
     let database = postgres.fresh_database().await;
@@ -51,25 +42,10 @@ async fn the_pooler_shares_few_connections_among_many_clients() {
 }
 
 #[tokio::test]
-async fn a_crash_keeps_what_was_flushed_and_the_port() {
-    let mut server = PrivatePostgres::launch(Version::V15, Settings::durable()).await;
-    let url = server.fresh_database().await;
-    let client = connect(&url).await;
-    assert_eq!(setting(&client, "fsync").await, "on");
-    client.batch_execute("CREATE TABLE kept (n int); INSERT INTO kept VALUES (1)").await.expect("written");
-    for crash in [PrivatePostgres::stop_immediate, PrivatePostgres::kill, PrivatePostgres::stop_fast] {
-        crash(&mut server);
-        assert!(tokio_postgres::connect(&url, NoTls).await.is_err(), "it is down");
-        server.start().await;
-        let rows = connect(&url).await.query("SELECT n FROM kept", &[]).await.expect("a list");
-        assert_eq!(rows.len(), 1);
-    }
-}
-
-#[tokio::test]
 async fn dropping_stops_the_server_and_removes_its_data() {
-    let server = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
+    let server = PrivatePostgres::launch(Version::V15, Settings::durable()).await;
     let client = connect(&server.url()).await;
+    assert_eq!(setting(&client, "fsync").await, "on");
     let data = PathBuf::from(setting(&client, "data_directory").await);
     assert!(data.exists());
     drop(server);

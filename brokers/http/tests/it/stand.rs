@@ -14,6 +14,7 @@ use http::HeaderMap;
 use postbox_core::{Clock, Delivery, EventId, NewEvent, Outcome, Seq, Sink};
 use postbox_http::{HttpSink, HttpSinkConfig, IpNet};
 pub(crate) use postbox_testkit::clock::StillClock;
+pub(crate) use postbox_testkit::sending::short;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
@@ -77,21 +78,6 @@ pub(crate) async fn send(sink: &HttpSink, delivery: &Delivery) -> Outcome {
     let outcomes = tokio::time::timeout(DEADLINE, sink.deliver(&[delivery])).await.expect("an outcome in time");
     assert_eq!(outcomes.len(), 1);
     outcomes.into_iter().next().unwrap()
-}
-
-/// Returns the kind and code of an outcome.
-pub(crate) fn short(outcome: &Outcome) -> (&'static str, &str) {
-    match outcome {
-        Outcome::Delivered { duplicate: false } => ("delivered", ""),
-        Outcome::Delivered { duplicate: true } => ("duplicate", ""),
-        Outcome::Retry { code, .. } => ("retry", code),
-        Outcome::ServerError { code, .. } => ("server error", code),
-        Outcome::Dead { code, .. } => ("dead", code),
-        Outcome::Ambiguous { code, .. } => ("ambiguous", code),
-        Outcome::Throttled { code, .. } => ("throttled", code),
-        Outcome::Unavailable { code, .. } => ("unavailable", code),
-        Outcome::Gone { code, .. } => ("gone", code),
-    }
 }
 
 pub(crate) fn text(outcome: &Outcome) -> &str {

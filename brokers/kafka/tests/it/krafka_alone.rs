@@ -16,7 +16,7 @@ async fn brokers_that_are_gone_are_reported() {
     let broker = fake(1).await;
     publish(&client(&broker.bootstrap_servers()).await, "orders", 0..1).await;
     let source = source(&broker.bootstrap_servers(), KEYS).await;
-    ack(&source, &take(&source, 1).await).await;
+    ack(&*source, &take(&*source, 1).await).await;
     broker.crash(0);
     let error = timeout(PATIENCE, source.next(1)).await.expect("in time").expect_err("no broker answers");
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
@@ -39,5 +39,5 @@ async fn a_group_that_begins_at_the_end_misses_nothing_while_it_is_away() {
     before.close().await;
     publish(&kafka, "orders", 3..5).await;
     let after = source(&broker.bootstrap_servers(), &keys).await;
-    assert_eq!(bodies(&take(&after, 2).await), ["3", "4"]);
+    assert_eq!(bodies(&take(&*after, 2).await), ["3", "4"]);
 }

@@ -29,7 +29,7 @@ async fn drain(sources: &[Arc<dyn Source>], seen: &mut BTreeMap<String, usize>, 
         while seen.len() < all {
             for source in sources {
                 let Ok(Ok(taken)) = timeout(Duration::from_millis(100), source.next(50)).await else { continue };
-                ack(source, &taken).await;
+                ack(&**source, &taken).await;
                 bodies(&taken).into_iter().for_each(|body| *seen.entry(body).or_default() += 1);
             }
         }
@@ -43,8 +43,8 @@ async fn members_share_and_lose_nothing(brokers: &str) {
     publish(&kafka, "orders", 0..200).await;
     let mut seen = BTreeMap::new();
     // Some messages are acknowledged and some are in flight when the second member joins.
-    let taken = take(&first, 100).await;
-    ack(&first, &taken[..50]).await;
+    let taken = take(&*first, 100).await;
+    ack(&*first, &taken[..50]).await;
     bodies(&taken[..50]).into_iter().for_each(|body| *seen.entry(body).or_default() += 1);
     let second = source(brokers, KEYS).await;
     let both = [Arc::clone(&first), Arc::clone(&second)];
@@ -53,7 +53,7 @@ async fn members_share_and_lose_nothing(brokers: &str) {
     drain(&both, &mut seen, 400).await;
     // One member leaves with messages in flight. The other gets all partitions.
     publish(&kafka, "orders", 400..600).await;
-    let left_open = take(&first, 10).await;
+    let left_open = take(&*first, 10).await;
     timeout(PATIENCE, first.close()).await.expect("closed in time");
     drop(left_open);
     drain(&[Arc::clone(&second)], &mut seen, 600).await;
@@ -64,7 +64,7 @@ async fn members_share_and_lose_nothing(brokers: &str) {
     let all_committed = async {
         while committed(&kafka, "postbox", "orders", 4).await < 600 {
             if let Ok(Ok(again)) = timeout(Duration::from_millis(100), second.next(50)).await {
-                ack(&second, &again).await;
+                ack(&*second, &again).await;
             }
         }
     };
@@ -93,14 +93,14 @@ async fn a_restart_begins_where_everything_before_is_settled() {
     make_topic(&kafka, "orders", 1).await;
     publish(&kafka, "orders", 0..5).await;
     let before = source(&server.brokers(), KEYS).await;
-    let taken = take(&before, 5).await;
-    ack(&before, &taken[3..]).await;
+    let taken = take(&*before, 5).await;
+    ack(&*before, &taken[3..]).await;
     assert_eq!(committed(&kafka, "postbox", "orders", 1).await.max(0), 0, "the first is not settled");
-    ack(&before, &taken[..2]).await;
+    ack(&*before, &taken[..2]).await;
     assert_eq!(committed(&kafka, "postbox", "orders", 1).await, 2);
     before.close().await;
     let after = source(&server.brokers(), KEYS).await;
-    assert_eq!(bodies(&take(&after, 3).await), ["2", "3", "4"]);
+    assert_eq!(bodies(&take(&*after, 3).await), ["2", "3", "4"]);
 }
 
 /// A second member gets its partitions although nothing reads from the first, because its store is
@@ -112,12 +112,12 @@ async fn a_member_whose_store_is_away_takes_part_in_the_group() {
     publish(&kafka, "orders", 0..100).await;
     let keys = format!("{KEYS}\nin_flight = 1");
     let away = source(&broker.bootstrap_servers(), &keys).await;
-    let held = take(&away, 1).await;
+    let held = take(&*away, 1).await;
     let other = source(&broker.bootstrap_servers(), KEYS).await;
-    assert!(!take(&other, 1).await.is_empty());
+    assert!(!take(&*other, 1).await.is_empty());
     // The rebalance took the partition of the message in flight, so there is room for another.
-    assert!(!take(&away, 1).await.is_empty());
-    ack(&away, &held).await;
+    assert!(!take(&*away, 1).await.is_empty());
+    ack(&*away, &held).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -126,7 +126,7 @@ async fn a_commit_that_fails_is_said_and_made_up_for() {
     let kafka = client(&broker.bootstrap_servers()).await;
     publish(&kafka, "orders", 0..3).await;
     let source = source(&broker.bootstrap_servers(), KEYS).await;
-    let taken = take(&source, 3).await;
+    let taken = take(&*source, 3).await;
     broker.on(ApiKey::OffsetCommit, |_| Control::Error(ErrorCode::GroupAuthorizationFailed));
     let tokens: Vec<_> = taken.iter().map(|it| it.token).collect();
     let error = source.ack(&tokens).await.expect_err("refused");
@@ -146,15 +146,15 @@ async fn a_broker_that_is_away_loses_no_message() {
     let kafka = client(&broker.bootstrap_servers()).await;
     publish(&kafka, "orders", 0..3).await;
     let source = source(&broker.bootstrap_servers(), KEYS).await;
-    let taken = take(&source, 2).await;
-    ack(&source, &taken[..1]).await;
+    let taken = take(&*source, 2).await;
+    ack(&*source, &taken[..1]).await;
     broker.crash(0);
     tokio::time::sleep(Duration::from_millis(500)).await;
     broker.restart(0);
     publish(&kafka, "orders", 3..5).await;
     let mut seen: BTreeSet<String> = bodies(&taken).into_iter().collect();
     while seen.len() < 5 {
-        seen.extend(bodies(&take(&source, 1).await));
+        seen.extend(bodies(&take(&*source, 1).await));
     }
     assert_eq!(seen, (0..5).map(|n| n.to_string()).collect());
 }
@@ -174,7 +174,7 @@ async fn an_aborted_transaction_is_not_received() {
         }
     }
     let source = source(&broker.bootstrap_servers(), KEYS).await;
-    assert_eq!(bodies(&take(&source, 1).await), ["committed"]);
+    assert_eq!(bodies(&take(&*source, 1).await), ["committed"]);
 }
 
 /// zstd is not here: the client of these tests cannot write it.
@@ -190,7 +190,7 @@ async fn what_others_compress_is_read() {
         producer.close().await.expect("closed");
     }
     let source = source(&broker.bootstrap_servers(), KEYS).await;
-    assert!(bodies(&take(&source, all.len()).await).iter().all(|read| *read == body));
+    assert!(bodies(&take(&*source, all.len()).await).iter().all(|read| *read == body));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -202,9 +202,9 @@ async fn a_group_begins_where_the_configuration_says() {
         source(&broker.bootstrap_servers(), &format!("{KEYS}\ngroup = \"l\"\noffset_reset = \"latest\"")).await;
     assert!(timeout(Duration::from_secs(2), latest.next(1)).await.is_err(), "nothing of before");
     publish(&kafka, "orders", 3..4).await;
-    assert_eq!(bodies(&take(&latest, 1).await), ["3"]);
+    assert_eq!(bodies(&take(&*latest, 1).await), ["3"]);
     let earliest = source(&broker.bootstrap_servers(), KEYS).await;
-    assert_eq!(bodies(&take(&earliest, 4).await), ["0", "1", "2", "3"]);
+    assert_eq!(bodies(&take(&*earliest, 4).await), ["0", "1", "2", "3"]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -217,5 +217,5 @@ async fn what_is_missing_is_named_with_the_command_that_makes_it() {
     // The topic is created now, and the next call finds it.
     broker.create_topic("nothing", 1);
     publish(&client(&broker.bootstrap_servers()).await, "nothing", 0..1).await;
-    assert_eq!(bodies(&take(&source, 1).await), ["0"]);
+    assert_eq!(bodies(&take(&*source, 1).await), ["0"]);
 }

@@ -8,9 +8,10 @@ use krafka::admin::{CreateTopicsOptions, NewTopic};
 use krafka::producer::Record;
 use krafka::{ConsumerRecord, Kafka};
 use postbox_config::SourceConfig as _;
-use postbox_core::{ErrorKind, Sink, Source, SourceMessage};
+use postbox_core::{Sink, Source, SourceMessage};
 use postbox_kafka::{KafkaSinkTable, KafkaSourceTable};
 use postbox_testkit::receiving::source_context;
+pub(crate) use postbox_testkit::receiving::{ack, take};
 use postbox_testkit::sending::{self, PATIENCE};
 use tokio::time::timeout;
 
@@ -102,26 +103,6 @@ pub(crate) async fn publish(kafka: &Kafka, topic: &str, numbers: std::ops::Range
         assert!(sent.expect("sent").is_persisted());
     }
     producer.close().await.expect("closed");
-}
-
-/// Takes `count` messages. Calls may fail as unavailable for a while.
-pub(crate) async fn take(source: &Arc<dyn Source>, count: usize) -> Vec<SourceMessage> {
-    let taken = async {
-        let mut taken = Vec::new();
-        while taken.len() < count {
-            match source.next(count - taken.len()).await {
-                Ok(some) => taken.extend(some),
-                Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}"),
-            }
-        }
-        taken
-    };
-    timeout(PATIENCE, taken).await.expect("they come in time")
-}
-
-pub(crate) async fn ack(source: &Arc<dyn Source>, taken: &[SourceMessage]) {
-    let tokens: Vec<_> = taken.iter().map(|it| it.token).collect();
-    source.ack(&tokens).await.expect("acknowledged");
 }
 
 pub(crate) fn bodies(taken: &[SourceMessage]) -> Vec<String> {

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use postbox_core::{ErrorKind, Source as _, SourceMessage};
-use postbox_redis::RedisSource;
+use postbox_testkit::receiving::{ack, take};
 use postbox_testkit::warnings::Warnings;
 use tokio::time::timeout;
 
 use super::support::{Broker, LOOK};
-use super::{PATIENCE, SERVERS, source_with};
+use super::{SERVERS, source_with};
 
 async fn add(broker: &Broker, ids: std::ops::RangeInclusive<usize>) {
     for id in ids {
@@ -16,28 +16,8 @@ async fn add(broker: &Broker, ids: std::ops::RangeInclusive<usize>) {
     }
 }
 
-/// Takes `count` messages. Calls may fail for a while, because a connection was lost.
-async fn take(source: &RedisSource, count: usize) -> Vec<SourceMessage> {
-    let taken = async {
-        let mut taken = Vec::new();
-        while taken.len() < count {
-            match source.next(count - taken.len()).await {
-                Ok(some) => taken.extend(some),
-                Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}"),
-            }
-        }
-        taken
-    };
-    timeout(PATIENCE, taken).await.expect("they come in time")
-}
-
 fn ids(taken: &[SourceMessage]) -> Vec<String> {
     taken.iter().map(|it| it.message.message_id()).collect()
-}
-
-async fn ack(source: &RedisSource, taken: &[SourceMessage]) {
-    let tokens: Vec<_> = taken.iter().map(|it| it.token).collect();
-    source.ack(&tokens).await.expect("acknowledged");
 }
 
 async fn pending(broker: &Broker) -> usize {

@@ -121,7 +121,8 @@ macro_rules! conformance_suite {
             a_renewed_lease_outlives_its_first_deadline an_expired_lease_is_stale_even_if_nobody_took_it
             after_a_takeover_every_call_of_the_old_owner_is_stale a_released_lease_is_stale
             a_takeover_makes_calls_in_flight_due_at_once a_takeover_leaves_calls_of_other_lanes_alone
-            a_stale_settlement_changes_nothing lanes_are_given_one_by_one concurrent_acquires_never_share_a_lane
+            a_stale_settlement_changes_nothing lanes_are_given_one_by_one
+            a_lost_grant_is_granted_again_and_a_known_one_is_left_alone concurrent_acquires_never_share_a_lane
             replicas_counts_who_asked_lately replicas_forgets_who_fell_silent
             a_pause_gives_no_lease_and_ends_the_running_one a_pause_with_an_end_ends_by_itself
         }

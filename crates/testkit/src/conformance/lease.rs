@@ -171,6 +171,21 @@ pub async fn lanes_are_given_one_by_one(fixture: &dyn StoreFixture) {
     assert_eq!((none.lease, none.lanes, none.replicas), (None, 3, 2));
 }
 
+/// If the answer to a grant was lost, the same owner gets the lane again at once. A lane that the
+/// owner knows it holds is left alone.
+pub async fn a_lost_grant_is_granted_again_and_a_known_one_is_left_alone(fixture: &dyn StoreFixture) {
+    let store = subscribed(fixture, &reader()).await;
+    let ask = async |by: &str, held: &[u16]| {
+        store.acquire(&named("reader"), &owner(by), held, LONG).await.expect("asked").lease
+    };
+    let lost = ask("one", &[]).await.expect("free");
+    assert_eq!(ask("one", &[lost.lane]).await, None);
+    assert_eq!(ask("two", &[]).await, None);
+    let lease = ask("one", &[]).await.expect("ours already");
+    assert!(lease.lane == lost.lane && lease.epoch > lost.epoch);
+    assert!(store.renew(&lost, LONG).await.expect_err("fenced").is_stale());
+}
+
 pub async fn concurrent_acquires_never_share_a_lane(fixture: &dyn StoreFixture) {
     let store = subscribed(fixture, &Subscription { lanes: 3, ..reader() }).await;
     let calls = (0..8).map(|n| {

@@ -173,21 +173,6 @@ async fn deleted_lanes_and_subscriptions_are_named() {
     assert_eq!((error.kind(), error.code()), (ErrorKind::NotFound, "subscription_unknown"));
 }
 
-/// If the answer to a grant was lost, the same owner gets the lane again at once. A lane that the
-/// owner knows it holds is left alone.
-#[tokio::test]
-async fn a_lost_grant_is_granted_again() {
-    let fixture = support::on(Version::V15).await;
-    let store = &fixture.store;
-    let lost = take(store, "one").await.expect("taken");
-    let known = [lost.lane];
-    assert!(store.acquire(&name(), &owner("one"), &known, TTL).await.expect("asked").lease.is_none());
-    assert!(store.acquire(&name(), &owner("two"), &[], TTL).await.expect("asked").lease.is_none());
-    let lease = store.acquire(&name(), &owner("one"), &[], TTL).await.expect("asked").lease.expect("ours already");
-    assert!(lease.lane == lost.lane && lease.epoch > lost.epoch);
-    assert!(store.renew(&lost, TTL).await.expect_err("fenced").is_stale());
-}
-
 /// A failover to a standby that lacked the last settlement, but had its window: the position must
 /// not pass over the rows that were lost with the settlement.
 #[tokio::test]

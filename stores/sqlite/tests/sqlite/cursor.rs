@@ -105,19 +105,6 @@ async fn a_lane_of_tables_made_anew_is_read_from_its_beginning() {
     assert_eq!(fixture.next(&lease).await.deliveries.len(), 1);
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_lost_grant_is_granted_again_and_a_known_one_is_left_alone() {
-    let fixture = fixture().await;
-    let lost = fixture.lane().await;
-    let ask = async |by: &str, held: &[u16]| {
-        fixture.store.acquire(&name(), &owner(by), held, LONG).await.expect("asked").lease
-    };
-    assert_eq!(ask("test", &[lost.lane]).await, None);
-    assert_eq!(ask("other", &[]).await, None);
-    assert_eq!(ask("test", &[]).await.expect("ours already").epoch, lost.epoch + 1);
-    assert!(fixture.store.renew(&lost, LONG).await.expect_err("fenced").is_stale());
-}
-
 /// A position from a read that this store does not know: from a former process, or from before a
 /// rewind.
 #[tokio::test(flavor = "multi_thread")]
