@@ -312,7 +312,15 @@ fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {
 
 /// Loads the configuration, applies the arguments, and starts the logging that they ask for.
 pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
-    let (mut config, _) = read_config(global, purpose != Purpose::Inspect)?;
+    let (mut config, warnings) = read_config(global, purpose != Purpose::Inspect)?;
+    if let (Purpose::Inspect, Some(first)) = (purpose, warnings.first()) {
+        let file = config_file(global).map_or_else(String::new, |path| path.display().to_string());
+        output::note(&format!(
+            "the configuration has faults with which `postbox run` does not start, the first at {file}:{}: {}; \
+             `postbox check-config` names all",
+            first.line, first.text
+        ));
+    }
     choose_store(global, &mut config)?;
     if let Some(level) = &global.log_level {
         config.log.level.clone_from(level);
@@ -393,9 +401,9 @@ pub(crate) fn config_file(global: &Global) -> Option<&Path> {
 
 /// Reads the file, if there is one; else the defaults and the sinks in the environment. Also
 /// returns warnings.
-pub(crate) fn read_config(global: &Global, secrets_needed: bool) -> Result<(Config, Vec<Fault>), Failure> {
+pub(crate) fn read_config(global: &Global, delivers: bool) -> Result<(Config, Vec<Fault>), Failure> {
     match config_file(global) {
-        Some(path) => Ok(Config::load(path, global.store.as_deref(), secrets_needed)?),
+        Some(path) => Ok(Config::load(path, global.store.as_deref(), delivers)?),
         None => Ok((Config::without_file(|name| std::env::var(name).ok())?, Vec::new())),
     }
 }

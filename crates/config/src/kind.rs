@@ -61,6 +61,13 @@ impl<T: 'static> Kind<T> {
         (self.read)(place)
     }
 
+    /// A value that commands which only look at the store do not need: its faults are warnings to
+    /// them.
+    pub fn for_delivery(self) -> Self {
+        let Self { shape, read } = self;
+        Self { shape, read: Box::new(move |place| place.reader.for_delivery(|| read(place))) }
+    }
+
     /// Converts each value.
     pub fn map<U: 'static>(self, make: impl Fn(T) -> U + 'static) -> Kind<U> {
         let Self { shape, read } = self;

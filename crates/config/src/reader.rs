@@ -17,9 +17,10 @@ pub struct ReadOptions<'a> {
     pub file: &'a str,
     /// Looks up `env:NAME`.
     pub env: &'a dyn Fn(&str) -> Option<String>,
-    /// Whether a missing variable of a sink or source is a fault. Commands that only read the store
-    /// do not need it.
-    pub secrets_needed: bool,
+    /// Whether the program delivers or receives. Commands that only look at the store need no secret
+    /// of a sink or source. To them a fault of a [`Kind::for_delivery`] is a warning, and nothing
+    /// else is.
+    pub delivers: bool,
     /// Whether the files that sinks name are read as well, to find faults in them.
     pub files: bool,
 }
@@ -27,7 +28,7 @@ pub struct ReadOptions<'a> {
 impl ReadOptions<'_> {
     /// No environment, no file name, and no need for secrets.
     pub fn none() -> Self {
-        ReadOptions { file: "", env: &|_| None, secrets_needed: false, files: false }
+        ReadOptions { file: "", env: &|_| None, delivers: false, files: false }
     }
 }
 
@@ -72,6 +73,22 @@ impl<'a> Reader<'a> {
     /// Reports a fault.
     pub fn fault(&self, line: usize, text: impl Into<String>) {
         self.faults.borrow_mut().push(Fault { line, text: text.into() });
+    }
+
+    /// The number of faults so far.
+    fn count(&self) -> usize {
+        self.faults.borrow().len()
+    }
+
+    /// Reads a value that only delivery needs: if the program does not deliver, its faults become
+    /// warnings.
+    pub(crate) fn for_delivery<T>(&self, read: impl FnOnce() -> T) -> T {
+        let before = self.count();
+        let value = read();
+        if !self.options.delivers {
+            self.warnings.borrow_mut().extend(self.faults.borrow_mut().drain(before..));
+        }
+        value
     }
 
     /// Reports a fault that repeats the written value, unless that may be a secret.
@@ -226,10 +243,9 @@ impl<'r> Section<'r> {
     }
 
     fn value<K: 'static>(&self, key: &'static str, kind: &Kind<K>) -> Option<K> {
-        let count = || self.reader.faults.borrow().len();
-        let before = count();
+        let before = self.reader.count();
         let value = self.place(key).and_then(|place| kind.read(&place));
-        if count() > before {
+        if self.reader.count() > before {
             self.faulty.borrow_mut().push(key);
         }
         value
@@ -293,7 +309,9 @@ impl<'r> Section<'r> {
 
     /// Reports a warning: something allowed but risky.
     pub fn warning(&self, key: &str, text: impl Into<String>) {
-        self.reader.warnings.borrow_mut().push(Fault { line: self.line_of(key), text: text.into() });
+        if self.reader.options.delivers {
+            self.reader.warnings.borrow_mut().push(Fault { line: self.line_of(key), text: text.into() });
+        }
     }
 
     /// Rejects these keys as unknown, because another key's value rules them out.

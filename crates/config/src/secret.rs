@@ -35,7 +35,7 @@ impl fmt::Debug for Secret {
 /// A secret, `"env:NAME"` or the text itself, that only commands which deliver or receive need. For
 /// other commands it is empty if its variable is unset.
 pub fn secret() -> Kind<Secret> {
-    Kind::new(json!({ "type": "string" }), |place| read(place, place.reader.options.secrets_needed))
+    Kind::new(json!({ "type": "string" }), |place| read(place, place.reader.options.delivers))
 }
 
 /// A secret that every command needs.
@@ -89,7 +89,7 @@ fn signing_key() -> Kind<Secret> {
     });
     let is_elsewhere = |place: &Place<'_>| matches!(place.value, DeValue::String(text) if text.starts_with("env:"));
     Kind::new(key.shape.schema.clone(), move |place| {
-        let is_unasked = !place.reader.options.secrets_needed && is_elsewhere(place);
+        let is_unasked = !place.reader.options.delivers && is_elsewhere(place);
         if is_unasked { None } else { key.read(place) }
     })
 }

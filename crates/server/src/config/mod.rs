@@ -75,21 +75,21 @@ table! {
         stores: Vec<NamedStore> = stores(), unset("", "acme");
         // Read before the sinks: they need the listen address, which they must not call.
         /// The HTTP server.
-        server: ServerConfig = nested::<ServerConfig>();
+        server: ServerConfig = nested::<ServerConfig>().for_delivery();
         /// Who reads which log, and where the events go. One section for each reader.
         subscriptions: Vec<SubscriptionConfig> = subscriptions(), unset("", "orders-out");
         /// Where messages come from.
-        sources: Vec<NamedSource> = sources(), unset("", "partner");
+        sources: Vec<NamedSource> = sources().for_delivery(), unset("", "partner");
         /// Where relays take the leases of their lanes.
         ///
         /// `"redis"` is for rules that ask for it ([Redis](redis.md#leases-in-redis)).
-        lease: LeaseChoice = lease();
+        lease: LeaseChoice = lease().for_delivery();
         /// What is deleted, and when.
         retention: RetentionConfig = nested::<RetentionConfig>();
         /// The program's log.
-        log: LogConfig = nested::<LogConfig>();
+        log: LogConfig = nested::<LogConfig>().for_delivery();
         /// Where traces go.
-        telemetry: TelemetryConfig = nested::<TelemetryConfig>();
+        telemetry: TelemetryConfig = nested::<TelemetryConfig>().for_delivery();
     }
 }
 
@@ -99,14 +99,15 @@ impl Config {
         Self::parse_with(text, from_environment(FILE_DEFAULT)).map(|(config, _)| config)
     }
 
-    /// Reads a configuration with these options. Also returns warnings: what is allowed but risky.
+    /// Reads a configuration with these options. Also returns warnings: what is allowed but risky, or
+    /// with `delivers = false` faults of what only delivery needs.
     pub fn parse_with(text: &str, options: ReadOptions<'_>) -> Result<(Self, Vec<Fault>), Faults> {
         read(text, options)
     }
 
-    /// Reads a configuration from a file. Files that it names are checked only if secrets are
-    /// needed. `store` is the value of `--store`. Faults begin with the path as given.
-    pub fn load(path: &Path, store: Option<&str>, secrets_needed: bool) -> Result<(Self, Vec<Fault>), LoadError> {
+    /// Reads a configuration from a file. Files that it names are checked only by a program that
+    /// delivers. `store` is the value of `--store`. Faults begin with the path as given.
+    pub fn load(path: &Path, store: Option<&str>, delivers: bool) -> Result<(Self, Vec<Fault>), LoadError> {
         let text = std::fs::read_to_string(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
         let file = path.display().to_string();
         // A file that `init` wrote names the variable, and `--store` is the same as the variable.
@@ -114,7 +115,7 @@ impl Config {
             (STORE_VARIABLE, Some(store)) => Some(store.to_owned()),
             _ => std::env::var(name).ok(),
         };
-        Ok(Self::parse_with(&text, ReadOptions { file: &file, env: &env, secrets_needed, files: secrets_needed })?)
+        Ok(Self::parse_with(&text, ReadOptions { file: &file, env: &env, delivers, files: delivers })?)
     }
 
     /// Returns the configuration without a file: the defaults, and one subscription for each of
@@ -134,8 +135,10 @@ impl Config {
 
     fn check(&self, root: &Section<'_>) {
         self.check_stores(root);
-        self.check_memory(root);
-        self.check_freshness(root);
+        if root.reader.options.delivers {
+            self.check_memory(root);
+            self.check_freshness(root);
+        }
     }
 
     /// Checks `remember_ids`: an id that is forgotten while its sender still repeats the message
@@ -189,7 +192,7 @@ impl Config {
 /// Takes all secrets from the environment; none may be missing. Files that the configuration names
 /// are not read.
 fn from_environment(file: &str) -> ReadOptions<'_> {
-    ReadOptions { file, env: &|name| std::env::var(name).ok(), secrets_needed: true, files: false }
+    ReadOptions { file, env: &|name| std::env::var(name).ok(), delivers: true, files: false }
 }
 
 /// The commented file that `postbox init` writes; every value in it is the default.

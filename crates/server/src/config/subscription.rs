@@ -112,11 +112,11 @@ table! {
         /// UTC.
         schedule: Option<Cron> = text(Cron::from_str), unset("always", r#""0 */5 * * * *""#);
         /// Where the events go.
-        sink: SinkChoice = sink(), unset("`{ type = \"none\" }`", SINKS[0].example);
+        sink: SinkChoice = sink().for_delivery(), unset("`{ type = \"none\" }`", SINKS[0].example);
         /// Where dead events are sent as well, with the reason.
         ///
         /// Any of the sinks below: [dead letters](operating.md#dead-letters).
-        dead_to: Option<SinkChoice> = sink(), unset("nowhere", r#"{ type = "file", path = "dead.jsonl" }"#);
+        dead_to: Option<SinkChoice> = sink().for_delivery(), unset("nowhere", r#"{ type = "file", path = "dead.jsonl" }"#);
     }
 }
 

@@ -262,12 +262,23 @@ fn a_key_that_is_none_is_refused_without_showing_it() {
 #[test]
 fn commands_that_only_look_do_without_the_sinks_secrets() {
     let text = "[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\" }";
-    let reading = ReadOptions { secrets_needed: false, ..options() };
+    let reading = ReadOptions { delivers: false, ..options() };
     assert!(Config::parse_with(text, reading).is_ok());
     let text = "[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:SHORT\" }";
     assert!(Config::parse_with(text, reading).is_ok(), "what is wrong with one keeps nobody from looking");
     let text = "[store]\nurl = \"env:NOT_THERE\"";
     assert!(Config::parse_with(text, reading).is_err());
+}
+
+#[test]
+fn what_only_delivery_needs_keeps_nobody_from_looking() {
+    let text = "[store]\nurl = \"sqlite:a.db\"\n[subscriptions.a]\nlog = \"inbox\"\nsink = { type = \"http\", url = \"ftp://h/\" }\n[log]\nlevel = 3";
+    let reading = ReadOptions { delivers: false, ..options() };
+    let (config, warnings) = Config::parse_with(text, reading).expect("its store is right");
+    assert_eq!(config.subscriptions[0].subscription.log.as_str(), "inbox");
+    assert_eq!(warnings.iter().map(|fault| fault.line).collect::<Vec<_>>(), [5, 7]);
+    assert_eq!(Config::parse(text).expect_err("two faults").to_string().lines().count(), 2);
+    assert!(Config::parse_with("[subscriptions.a]\nlanes = 0", reading).is_err());
 }
 
 #[test]
@@ -378,7 +389,7 @@ fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
     // The limit on keys is found before the sink starts.
     assert!(fault(&subscription(&["\"env:PARTNER_SECRET\""; 9].join(", "))).contains("at most 8"));
     // Commands that only read need no secrets.
-    let reading = ReadOptions { env: &|_| None, secrets_needed: false, ..options() };
+    let reading = ReadOptions { env: &|_| None, delivers: false, ..options() };
     assert!(Config::parse_with(&subscription(&format!("\"env:PARTNER_SECRET\", {OLD}")), reading).is_ok());
 }
 

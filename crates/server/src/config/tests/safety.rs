@@ -76,7 +76,7 @@ fn a_status_token_is_long_and_not_repeated() {
         let text = fault(&token(wrong));
         assert!(text.starts_with("postbox.toml:2: server.status_token") && !text.contains("hunter2"), "{text}");
     }
-    let reading = ReadOptions { secrets_needed: false, ..options() };
+    let reading = ReadOptions { delivers: false, ..options() };
     let (config, _) = Config::parse_with(&token("env:NOT_THERE"), reading).expect("a command that only looks");
     assert_eq!(config.server.status_token, None);
     let config = parse(&token("env:POSTBOX_STATUS_TOKEN")).expect("right");
