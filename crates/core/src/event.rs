@@ -272,6 +272,11 @@ impl NewEvent {
         self.header(header::CAUSATION_ID, id)
     }
 
+    /// Sets the version of the payload's schema, from 1: the header [`header::SCHEMA_VERSION`].
+    pub fn schema_version(self, version: u32) -> Self {
+        self.header(header::SCHEMA_VERSION, version.to_string())
+    }
+
     /// Sets who acts: the header [`header::ACTOR`].
     pub fn actor(self, actor: impl Into<String>) -> Self {
         self.header(header::ACTOR, actor)

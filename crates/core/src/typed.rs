@@ -70,7 +70,7 @@ fn encode<T: TypedEvent + Serialize>(typed: &T) -> Result<NewEvent> {
     let event = NewEvent::json(T::TOPIC, payload);
     let event = match T::SCHEMA_VERSION {
         1 => event,
-        version => event.header(header::SCHEMA_VERSION, version.to_string()),
+        version => event.schema_version(version),
     };
     Ok(typed.describe(event))
 }
@@ -233,7 +233,7 @@ mod tests {
     #[test]
     fn one_and_several_typed_and_untyped_are_events() {
         let paid = || Paid { order: 42 };
-        let new = || NewEvent::json("order.paid", r#"{"order":42}"#).key("42").header("schema-version", "2");
+        let new = || NewEvent::json("order.paid", r#"{"order":42}"#).key("42").schema_version(2);
         let one = vec![new()];
         let (typed, untyped) = (paid(), new());
         assert_eq!(events(&typed).expect("written"), one);
@@ -306,7 +306,7 @@ mod tests {
         }
         assert_eq!(code(new(r#"{"order":7}"#)), "schema_version_differs", "none means 1");
         for payload in ["", "{}", r#"{"order":"secret"}"#, "\u{0}"] {
-            let event = stored(new(payload).header("schema-version", "2"));
+            let event = stored(new(payload).schema_version(2));
             let error = decode::<Paid>(&event).expect_err("refused");
             assert_eq!(error.code(), "payload_not_decoded");
             assert!(!error.to_string().contains("secret"), "{error}");
