@@ -335,12 +335,15 @@ impl Director {
         open.into_iter().for_each(|index| self.end(index));
         // At least one for each subscription.
         (RELAYS_MAX - world.plan.shape.subscriptions..RELAYS_MAX).for_each(|relay| self.start(relay));
-        let begun = tokio::time::Instant::now();
+        let mut begun = tokio::time::Instant::now();
         loop {
             self.pass(100 * MS).await;
             self.notice_ends().await;
             if world.is_violated() {
                 return;
+            }
+            if world.is_drained() && world.heal() {
+                begun = tokio::time::Instant::now();
             }
             // A command that is still stuck somewhere may send dead events again.
             let is_drained = world.is_drained() && self.acting.iter().all(JoinHandle::is_finished);

@@ -559,9 +559,13 @@ impl Ledger {
         self.facts.iter().enumerate().filter_map(move |(number, fact)| {
             let state = fact.seen?.state;
             // It waits behind a dead event of its key until a person decides about that one.
-            let is_halted =
-                || self.halt && fact.key.is_some() && self.facts.iter().any(|it| it.key == fact.key && is_dead(it));
-            (state.counts_as_pending() && self.is_wanted(number) && !is_halted()).then_some((number, state))
+            let behind = |holds: &dyn Fn(&Fact) -> bool| {
+                fact.key.is_some() && self.facts.iter().any(|it| it.key == fact.key && holds(it))
+            };
+            // It may wait until the destination accepts those that it answers as if it were down.
+            let seems_down = |it: &Fact| it.fate == Fate::SeemsDown;
+            let may_wait = || self.halt && behind(&is_dead) || seems_down(fact) || behind(&seems_down);
+            (state.counts_as_pending() && self.is_wanted(number) && !may_wait()).then_some((number, state))
         })
     }
 

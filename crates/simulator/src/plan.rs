@@ -71,6 +71,8 @@ pub(crate) enum Fate {
     Refused,
     /// Fails this often, then is accepted.
     Fails(u32),
+    /// Is answered as if the destination were down, until all others are through.
+    SeemsDown,
     /// The first event ends each relay that sends it, with its process.
     Ends,
 }
@@ -282,7 +284,8 @@ impl Plan {
                 0 => Fate::Refused,
                 1 | 2 => Fate::Fails(rng.within(1, 3) as u32),
                 3 => Fate::Fails(100),
-                4 if std::mem::take(&mut may_end) => Fate::Ends,
+                4 if !self.shape.apply => Fate::SeemsDown,
+                5 if std::mem::take(&mut may_end) => Fate::Ends,
                 _ => Fate::Fine,
             };
             self.steps.push(Step::Write {

@@ -143,6 +143,8 @@ impl World {
             (Some(Mishap::Gone), _) => Outcome::Gone { code: "http_410".into(), error: "gone".to_owned() },
             (Some(Mishap::Fails), _) => Outcome::retry("http_500", "bad luck"),
             (_, Fate::Refused) => Outcome::dead("http_422", "poison"),
+            (_, Fate::SeemsDown) if number.is_multiple_of(2) => Outcome::ambiguous("http_503", "as planned"),
+            (_, Fate::SeemsDown) => Outcome::server_error("http_500", "as planned"),
             (_, Fate::Fails(times)) if times > 0 => {
                 ledger.facts[number].fate = Fate::Fails(times - u32::from(times < 100));
                 Outcome::retry("http_500", "as planned")

@@ -14,7 +14,7 @@ use tokio::time::{sleep, sleep_until};
 
 use crate::gate::SimTime;
 use crate::ledger::{Ledger, Who};
-use crate::plan::{At, CALLERS, Fault, LANES_MAX, Mishap, OPERATOR, Plan, Step};
+use crate::plan::{At, CALLERS, Fate, Fault, LANES_MAX, Mishap, OPERATOR, Plan, Step};
 use crate::rng::Rng;
 use crate::server::Server;
 use crate::sink::Effect;
@@ -184,6 +184,14 @@ impl World {
     /// late retry by a person, for example, sends dead events again.
     pub(crate) fn is_drained(&self) -> bool {
         self.late.load(Ordering::Relaxed) == 0 && self.state().ledgers.iter().all(Ledger::is_drained)
+    }
+
+    /// Lets the destination accept what it answered as if it were down. Returns whether there was
+    /// anything.
+    pub(crate) fn heal(&self) -> bool {
+        let mut state = self.state();
+        let facts = state.ledgers.iter_mut().flat_map(|ledger| &mut ledger.facts);
+        facts.filter(|fact| fact.fate == Fate::SeemsDown).map(|fact| fact.fate = Fate::Fine).count() > 0
     }
 
     pub(crate) fn is_violated(&self) -> bool {
