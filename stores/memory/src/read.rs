@@ -1,6 +1,5 @@
 //! Reading: the lane's window, and the delivery rows that are due.
 
-use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Included};
 use std::time::Duration;
 
@@ -80,13 +79,18 @@ impl Reader {
         heads.sort_by_key(|(_, row)| row.due_at);
         heads.truncate(limit.events.max(1));
         let followers = (limit.events / heads.len().max(1)).saturating_sub(1);
-        let mut rows = BTreeMap::new();
+        let mut rows = Vec::new();
         for (seq, head) in heads {
             let behind = head.held_key().into_iter().flat_map(|key| self.behind(key, seq));
             let may_follow = |row: &DeliveryRow| row.state == EventState::Blocked || is_due(row);
+            rows.push((seq, head));
             rows.extend(behind.take_while(|(_, row)| may_follow(row)).take(followers));
-            rows.insert(seq, head);
         }
+        // Those due for longest take the room first.
+        let size = |seq: &i64| log.rows.get(seq).map_or(0, |found| found.event.payload.len());
+        let fitting = rows.iter().take_while(|(seq, _)| limiter.take(size(seq))).count();
+        rows.truncate(fitting);
+        rows.sort_by_key(|(seq, _)| *seq);
         for (seq, row) in rows {
             let (attempt, replay) = (row.attempts + 1, row.replays);
             let placeholder = Delivery::placeholder(Seq(seq));
@@ -94,9 +98,6 @@ impl Reader {
                 Some(found) => (found.event.clone(), None),
                 None => (Event { key: row.key.clone(), ..placeholder.event }, Some(Unreadable::missing())),
             };
-            if !limiter.take(event.payload.len()) {
-                break;
-            }
             if row.crashes > 0 {
                 batch.crashes.insert(Seq(seq), row.crashes);
             }

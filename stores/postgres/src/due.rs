@@ -35,18 +35,19 @@ WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > c
 /// subscription (30 s with 800,000 scheduled ones). The heads share the limit, so that a key
 /// with many rows neither starves others nor is read again and again. `statement_timestamp()`
 /// rather than `clock_timestamp()`, because only a stable function can bound an index scan; this
-/// statement waits for nothing, so the two hardly differ.
+/// statement waits for nothing, so the two hardly differ. Rows come in the order in which they are
+/// taken until the batch is full: the longest due first, each head before the rows behind it.
 pub(crate) const DELIVERY_READ_DUE: &str = "
 WITH head AS MATERIALIZED (
-  SELECT d.seq, d.key, d.holds FROM {s}.delivery AS d
+  SELECT d.seq, d.key, d.holds, d.due_at FROM {s}.delivery AS d
   WHERE d.subscription = $4 AND d.lane = $3 AND d.due_at <= statement_timestamp()
     AND (NOT d.holds OR d.seq = (SELECT h.seq FROM {s}.delivery AS h
       WHERE h.subscription = $4 AND h.key = d.key AND h.holds ORDER BY h.seq LIMIT 1))
   ORDER BY d.due_at LIMIT $2),
 member AS MATERIALIZED (
-  SELECT head.seq, true AS is_head FROM head
+  SELECT head.seq, head.due_at, true AS is_head FROM head
   UNION ALL
-  SELECT behind.seq, false FROM head CROSS JOIN LATERAL (
+  SELECT behind.seq, head.due_at, false FROM head CROSS JOIN LATERAL (
     SELECT f.seq FROM {s}.delivery AS f
     WHERE f.subscription = $4 AND f.key = head.key AND f.holds AND f.seq > head.seq ORDER BY f.seq
     LIMIT $2 / (SELECT count(*) FROM head) - 1 OFFSET 0) AS behind
@@ -56,7 +57,7 @@ SELECT {columns}, d.attempts, d.replays, d.holds, m.is_head,
 FROM member AS m
 CROSS JOIN LATERAL (SELECT * FROM {s}.delivery AS r WHERE r.subscription = $4 AND r.seq = m.seq OFFSET 0) AS d
 LEFT JOIN {log} AS l ON l.seq = m.seq AND {of_its_tenant}
-ORDER BY m.seq";
+ORDER BY m.due_at, m.seq";
 
 pub(crate) async fn due(store: &PostgresStore, session: &Session, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
     let subscription = store.leased(session, lease).await?;
@@ -79,7 +80,9 @@ async fn read(
 ) -> Result<Batch> {
     let (held, due) = (session.sql(LANE_HELD), session.log_sql(DELIVERY_READ_DUE, &subscription.log));
     let of_lane = params![subscription.id, params.lane, lease.epoch];
-    let of_rows = params![params.inline_bytes, params.rows, params.lane, subscription.id];
+    // Not `params.rows`, which is one more: all that is read has room in the batch.
+    let events = params.limit.events as i64;
+    let of_rows = params![params.inline_bytes, events, params.lane, subscription.id];
     let look = async |session: &Session| {
         let (held, rows) = futures::join!(session.rows(&held, &of_lane), session.rows(&due, &of_rows));
         let left_stream: bool = held?.first().ok_or_else(|| Error::stale("due"))?.get(0);
@@ -101,6 +104,7 @@ async fn read(
         }
     }
     ready.truncate(fitting(&ready, params.limit));
+    ready.sort_by_key(Stored::seq);
     fill_payloads(session, &subscription.log, &mut ready).await?;
     let exceptions = Exceptions::ask(session, lease, subscription.id, left_stream, i64::MAX).await?;
     let mut batch = Batch { due_in: exceptions.due_in, crashes, ..Batch::default() };
@@ -108,8 +112,8 @@ async fn read(
     Ok(batch)
 }
 
-/// Looks at a lane's rows in `seq` order. Of each key it admits the head and the rows directly
-/// behind it; nothing of a key passes a row that has to wait.
+/// Looks at a lane's rows, those of a key in `seq` order. Of each key it admits the head and the
+/// rows directly behind it; nothing of a key passes a row that has to wait.
 #[derive(Debug, Default)]
 struct DueOrder {
     open: HashSet<Key>,

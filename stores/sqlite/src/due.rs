@@ -21,7 +21,7 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
     // By primary key; no lock.
     let log_find = format!("SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq = ?1", log_table(&stored.log));
     let mut statement = tx.prepare_cached(&log_find)?;
-    let mut limiter = BatchLimiter::new(limit);
+    let (mut limiter, mut fitting) = (BatchLimiter::new(limit), Vec::new());
     for ready in ready(&tx, lease, limit.events.max(1), now)? {
         let mut rows = statement.query([ready.seq])?;
         let row = rows.next()?;
@@ -30,6 +30,10 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
         }
         // An event that is gone must be closed, or it would stay the head of its key for ever.
         let decoded = row.map_or_else(|| Ok(Decoded::missing(&ready)), Decoded::read)?;
+        fitting.push((ready, decoded));
+    }
+    fitting.sort_by_key(|(ready, _)| ready.seq);
+    for (ready, decoded) in fitting {
         if ready.crashes > 0 {
             due.crashes.insert(Seq(ready.seq), ready.crashes);
         }
@@ -38,8 +42,9 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
     Ok(due)
 }
 
-/// Returns at most `limit` rows in `seq` order. The heads share the limit. Rows of a key are cut
-/// only at the end, so that the returned part of a key has no gap.
+/// Returns at most `limit` rows: the heads, those due for longest first, each followed by the rows
+/// behind it. The heads share the limit. Rows of a key are cut only at the end, so that the
+/// returned part of a key has no gap.
 fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Vec<DeliveryRow>> {
     // Rows that are due and at the head of their key, longest due first, by `postbox_delivery_due`
     // and, for the head, `postbox_delivery_key`; no lock.
@@ -64,8 +69,10 @@ fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Ve
     let mut all = Vec::with_capacity(limit.min(heads.len() * (followers + 1)));
     let mut behind = tx.prepare_cached(&delivery_behind)?;
     for head in heads {
-        if let Some(key) = head.key.as_ref().filter(|_| head.holds) {
-            for row in behind.query_map(params![name, key, head.seq, count(followers)], read)? {
+        let (seq, key) = (head.seq, head.key.clone().filter(|_| head.holds));
+        all.push(head);
+        if let Some(key) = key {
+            for row in behind.query_map(params![name, key, seq, count(followers)], read)? {
                 let row = row?;
                 if row.state != State::Blocked && !(row.state == State::Retrying && row.is_due(now)) {
                     break;
@@ -73,9 +80,7 @@ fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Ve
                 all.push(row);
             }
         }
-        all.push(head);
     }
-    all.sort_by_key(|ready| ready.seq);
     Ok(all)
 }
 

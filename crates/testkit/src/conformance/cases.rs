@@ -298,7 +298,8 @@ macro_rules! conformance_suite {
             settling_a_row_that_was_discarded_meanwhile_succeeds settling_a_row_that_was_pruned_meanwhile_succeeds
             an_event_discarded_in_flight_is_not_retried an_event_discarded_before_it_was_read_is_marked
             due_rows_stay_in_their_lane the_earliest_wait_is_reported a_hostile_error_text_is_cut_not_refused
-            a_large_due_row_comes_in_spite_of_the_byte_limit the_last_attempts_of_an_event_are_kept
+            a_large_due_row_comes_in_spite_of_the_byte_limit what_is_due_for_longest_comes_first
+            the_last_attempts_of_an_event_are_kept
             what_was_not_called_is_no_attempt a_replay_keeps_the_attempts_before_it
         }
     };

@@ -214,6 +214,21 @@ pub async fn a_large_due_row_comes_in_spite_of_the_byte_limit(fixture: &dyn Stor
     assert_eq!(due.deliveries[0].event.payload.len(), 500);
 }
 
+/// Otherwise an event could be passed over for ever: a relay that looks whether its destination is
+/// back reads one.
+pub async fn what_is_due_for_longest_comes_first(fixture: &dyn StoreFixture) {
+    let due_at = |second| Schedule { at: jiff::Timestamp::UNIX_EPOCH + Duration::from_secs(second) };
+    let events = [(event("1"), due_at(3)), (keyed("a", "2"), due_at(2)), (event("3"), due_at(1))];
+    let (lane, _) = Lane::settled(fixture, events).await;
+    for (events, payload_bytes, expected) in
+        [(1, 100, vec!["3"]), (2, 100, vec!["2", "3"]), (10, 1, vec!["3"]), (10, 2, vec!["2", "3"])]
+    {
+        let limit = BatchLimit { events, payload_bytes };
+        let due = lane.store.due(&lane.lease, limit).await.expect("the due rows");
+        assert_eq!(payloads(&due.deliveries), expected, "{limit:?}, in the order of the log");
+    }
+}
+
 /// A disposition of a call that failed and took this many milliseconds.
 fn failed(code: &'static str, took_ms: u64) -> Disposition {
     let error = format!("{code}: {}", "é".repeat(1_000));
