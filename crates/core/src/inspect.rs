@@ -255,7 +255,8 @@ pub trait Inspect: Send + Sync + 'static {
     /// Returns one event, if the log has it.
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>>;
     /// Returns messages that were refused because their id was known with another body: the latest
-    /// first, at most `limit`.
+    /// first, at most `limit`. A store need not return more than
+    /// [`LIST_RECORDS_MAX`](crate::limits::LIST_RECORDS_MAX).
     async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>>;
     /// Returns the existing logs, by name.
     async fn logs(&self) -> Result<Vec<LogName>>;

@@ -10,7 +10,7 @@ use crate::error::Result;
 /// Behaviour:
 /// - An unknown topic or schema version is no error.
 /// - A payload that breaks its schema is [`Error::schema_violated`](crate::Error::schema_violated),
-///   with every issue in it.
+///   with its issues.
 /// - Pure: no I/O. It is called for each event.
 pub trait Schemas: fmt::Debug + Send + Sync + 'static {
     /// Checks a payload.

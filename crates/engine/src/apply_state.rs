@@ -59,7 +59,7 @@ impl ApplyState {
     /// to find the event at fault. If this one had a single delivery, `outcome` is remembered for
     /// it.
     pub(crate) fn failed(&self, deliveries: &[&Delivery], outcome: Known) {
-        self.chunk.store(1, Ordering::Relaxed);
+        self.shrink();
         if let [single] = deliveries {
             self.know(single, outcome);
         }
@@ -68,8 +68,14 @@ impl ApplyState {
     /// Notes the outcome of a delivery whose handler ran in a transaction that a handler ended. The
     /// next ones take one delivery each: it may happen again.
     pub(crate) fn ended(&self, delivery: &Delivery, outcome: Known) {
-        self.chunk.store(1, Ordering::Relaxed);
+        self.shrink();
         self.know(delivery, outcome);
+    }
+
+    /// Makes the next transactions take one delivery each: this one outlasted its lease, and the
+    /// same work would be rolled back without end.
+    pub(crate) fn shrink(&self) {
+        self.chunk.store(1, Ordering::Relaxed);
     }
 
     fn know(&self, delivery: &Delivery, outcome: Known) {

@@ -391,8 +391,9 @@ impl Relay {
     /// delivery that then has to wait, behind an earlier event of its key or for its time, counts
     /// too. If it is read again in the same run, it counts again.
     ///
-    /// Takes every lane that nobody else holds. A destination that is down ends the run early. A
-    /// store that is down at any point is an error; what was delivered until then is in
+    /// Takes every lane that nobody else holds. A destination that is down ends the run, after two
+    /// more tries. A store that is down is an error: at once when a lane is asked for, otherwise
+    /// once a call has failed for as long as a lease lasts. What was delivered until then is in
     /// [`Self::metrics`]. A lane lost midway is counted in [`Drained::lanes_lost`].
     ///
     /// Cancel-safety: as [`Self::run`].
@@ -430,6 +431,7 @@ impl Relay {
         let (mut lanes_max, mut lanes_elsewhere) = (1, 0);
         let (halt, abandon) = (stop.child_token(), CancellationToken::new());
         let mut failed = None;
+        let mut not_wanted = Vec::new();
         while known.len() < lanes_max && !halt.is_cancelled() {
             let asked_at = self.clock.monotonic();
             let acquired = match context.acquire(&self.owner, &known).await {
@@ -452,15 +454,23 @@ impl Relay {
             };
             known.push(lease.lane);
             if only_crashed && lease.crashes == 0 {
-                // Its holder was done with it, and what came since waits for its time.
-                context.release(&lease).await;
+                // Its holder was done with it, and what came since waits for its time. It is held
+                // until all were asked for: the store would grant the same free lane again.
+                not_wanted.push(lease);
                 continue;
             }
             self.metrics.lane_taken(&lease);
             let guard = LeaseGuard::new(lease, asked_at, ttl, halt.child_token(), abandon.child_token());
             lanes.push(Lane::new(context.clone(), guard));
         }
+        for lease in &not_wanted {
+            context.release(lease).await;
+        }
         context.limiter.share(lanes.len(), u16::try_from(lanes_max).unwrap_or(u16::MAX));
+        // The first lane is the first to use the limit, and to probe a destination that looks down.
+        // It must not be the same one in each run.
+        let first = (context.random.unit() * lanes.len() as f64) as usize;
+        lanes.rotate_left(first);
         let drained = join_all(lanes.into_iter().map(|lane| lane.drain(&limit)));
         let given_up = async {
             stop.cancelled().await;

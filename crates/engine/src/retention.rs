@@ -1,14 +1,17 @@
 //! Retention: a sweep that removes events which every subscription has passed.
 
 use std::collections::HashMap;
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures::FutureExt as _;
 use postbox_core::limits::{DEAD_AGE_MIN, MESSAGE_IDS_AGE_MIN};
-use postbox_core::{Change, Changed, Clock, Error, LogName, Prune, Result, Selection, Seq, Store, lock};
+use postbox_core::{Change, Changed, Clock, Error, ErrorKind, LogName, Prune, Result, Selection, Seq, Store, lock};
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
+use crate::last_outcome::{FailingPart, LastOutcome};
 use crate::schedule::{Every, Schedule, until};
 use crate::supervise::keep_up;
 
@@ -18,6 +21,9 @@ const STEP_PAUSE_MIN: Duration = Duration::from_millis(4);
 /// That one looks again at events that had to stay, because dead ones may have been delivered
 /// since. It must be rare, because it walks over deleted index entries that are still there.
 const ANEW_EVERY: Duration = Duration::from_secs(3_600);
+/// A failed sweep is repeated after this time unless the schedule names an earlier one: a schedule
+/// may be nightly, and most causes are over soon.
+const REPEATED_AFTER: Duration = Duration::from_secs(300);
 /// Maximum steps of one sweep; the next sweep does the rest. Bounds a sweep even if events age
 /// faster than it deletes.
 const STEPS_MAX: usize = 500_000;
@@ -62,6 +68,7 @@ pub struct Sweeper {
     /// For each log: when its last sweep from the beginning began, and after which position the
     /// last step of all sweeps began.
     places: Mutex<HashMap<LogName, (Duration, Option<Seq>)>>,
+    last: LastOutcome,
 }
 
 impl Sweeper {
@@ -82,6 +89,7 @@ impl Sweeper {
             schedule: Box::new(Every(Duration::from_secs(3_600))),
             clock,
             places: Mutex::default(),
+            last: LastOutcome::default(),
         }
     }
 
@@ -129,18 +137,23 @@ impl Sweeper {
         self
     }
 
-    /// Sweeps whenever the schedule says so, until `stop`. A sweep that fails is repeated at the
-    /// next time.
+    /// Sweeps whenever the schedule says so, until `stop`. A sweep that fails or panics is repeated
+    /// after five minutes, or at the next time if that is sooner.
     ///
     /// Cancel-safe: each step is a transaction of the store.
     pub async fn run(&self, stop: CancellationToken) {
         while !stop.is_cancelled() {
             let now = self.clock.now();
             let Some(next) = self.schedule.next_after(now) else { return };
-            if stop.run_until_cancelled(self.clock.sleep(until(now, next))).await.is_none() {
+            let wait = until(now, next);
+            let wait = if self.failing().is_some() { wait.min(REPEATED_AFTER) } else { wait };
+            if stop.run_until_cancelled(self.clock.sleep(wait)).await.is_none() {
                 return;
             }
-            match self.sweep(&stop).await {
+            let swept = AssertUnwindSafe(self.sweep(&stop)).catch_unwind().await.unwrap_or_else(|_| Err(panicked()));
+            self.last.note(&swept, self.clock.now());
+            match swept {
+                Ok(swept) if swept == Swept::default() => debug!("retention sweep: nothing to remove"),
                 Ok(Swept { events, dead, message_ids }) => info!(events, dead, message_ids, "retention sweep"),
                 Err(error) => warn!(code = error.code(), error = %error, "retention sweep failed"),
             }
@@ -154,6 +167,11 @@ impl Sweeper {
             async move { sweeper.run(stop).await }
         };
         keep_up("sweeper", run, &*self.clock, &stop).await;
+    }
+
+    /// Returns since when each sweep of [`Self::run`] fails, if the last one did.
+    pub fn failing(&self) -> Option<FailingPart> {
+        self.last.failing()
     }
 
     /// Sweeps once, in bounded steps, until nothing is left to remove or until `stop`. A part that
@@ -228,6 +246,10 @@ impl Sweeper {
     }
 }
 
+fn panicked() -> Error {
+    Error::new(ErrorKind::Internal, "sweep", "sweeper_panicked", "the sweeper panicked; this is a defect")
+}
+
 /// Returns what was done, or nothing; notes the first error.
 fn or_note<T: Default>(done: Result<T>, first: &mut Option<Error>) -> T {
     done.unwrap_or_else(|error| {
@@ -240,7 +262,7 @@ fn or_note<T: Default>(done: Result<T>, first: &mut Option<Error>) -> T {
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use postbox_core::{ErrorKind, Inbound, Log as _, NewEvent, Receive as _, Received, Subscription};
+    use postbox_core::{Inbound, Log as _, NewEvent, Receive as _, Received, Subscription};
     use postbox_memory::MemoryStore;
     use postbox_testkit::memory::FailsAt;
 
@@ -286,6 +308,41 @@ mod tests {
             let again = store.receive(&LogName::inbox(), inbound()).await.expect("received");
             assert!(matches!(again, Received::Accepted(_)), "its id is forgotten");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failed_sweep_is_repeated_soon_and_known_until_one_succeeds() {
+        for (every, repeated) in [(86_400, 300), (60, 60)] {
+            sweep_that_fails_twice(every, repeated).await;
+        }
+    }
+
+    async fn sweep_that_fails_twice(every: u32, repeated: u32) {
+        let clock: Arc<dyn Clock> = Arc::new(TokioClock::simulated(jiff::Timestamp::UNIX_EPOCH));
+        let server = MemoryStore::new(Arc::clone(&clock));
+        let calls = AtomicU32::new(0);
+        let twice = move || match calls.fetch_add(1, Ordering::SeqCst) {
+            0 => panic!("a defect"),
+            1 => Some(Error::new(ErrorKind::Conflict, "simulate", "reference_held", "it is held; drop it")),
+            _ => None,
+        };
+        let store = Arc::new(server.client(Some(Arc::new(FailsAt("prune", twice)))));
+        let sweeper = Sweeper::new(store, vec![LogName::outbox()], clock);
+        let sweeper = Arc::new(sweeper.schedule(Every(every * S)));
+        let stop = CancellationToken::new();
+        let running = tokio::spawn(Arc::clone(&sweeper).supervise(stop.clone()));
+        assert_eq!(sweeper.failing(), None);
+        tokio::time::sleep((every + 1) * S).await;
+        let failing = sweeper.failing().expect("a sweep panicked");
+        assert_eq!((failing.code.as_str(), failing.tries), ("sweeper_panicked", 1));
+        tokio::time::sleep(repeated * S).await;
+        let failing = sweeper.failing().expect("two sweeps failed");
+        assert_eq!((failing.code.as_str(), failing.tries), ("reference_held", 2));
+        assert_eq!(failing.since.as_second(), i64::from(every), "of the first one");
+        tokio::time::sleep(repeated * S).await;
+        assert_eq!(sweeper.failing(), None);
+        stop.cancel();
+        running.await.expect("no panic");
     }
 
     /// A message whose id is forgotten is applied again when it comes again.

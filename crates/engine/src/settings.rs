@@ -21,8 +21,9 @@ pub struct RelaySettings {
     /// Fewer concurrent calls than the sink can take. Default: what the sink declares.
     pub concurrency: Option<usize>,
     /// Maximum rate of events, over all lanes and all replicas, including retries. Waiting for it
-    /// costs no attempt. Each replica gets the share that its lanes are of all lanes. Not for
-    /// handlers that apply in a transaction. Default: as fast as the sink takes them.
+    /// costs no attempt. Each replica gets the share that its lanes are of all lanes. While new
+    /// events wait for it, retries get at most half of it. Not for handlers that apply in a
+    /// transaction. Default: as fast as the sink takes them.
     pub rate: Option<Rate>,
     /// How long a lane belongs to this relay without renewal. After that, a crashed relay's work is
     /// taken over. Renewed every third of it. Default 10 s: two renewals may fail before the lane

@@ -562,9 +562,13 @@ impl Ledger {
             let behind = |holds: &dyn Fn(&Fact) -> bool| {
                 fact.key.is_some() && self.facts.iter().any(|it| it.key == fact.key && holds(it))
             };
-            // It may wait until the destination accepts those that it answers as if it were down.
-            let seems_down = |it: &Fact| it.fate == Fate::SeemsDown;
-            let may_wait = || self.halt && behind(&is_dead) || seems_down(fact) || behind(&seems_down);
+            // While it answers some as if it were down, nobody can tell whether it accepts any
+            // unless it does: what it always fails at waits too.
+            let is_accepted = |it: &Fact| !matches!(it.fate, Fate::SeemsDown | Fate::Fails(100..));
+            let holds = |it: &Fact| !is_accepted(it) && it.order < fact.order;
+            let is_last = self.facts.iter().any(|it| it.fate == Fate::SeemsDown)
+                && (!is_accepted(fact) || self.ordered && behind(&holds));
+            let may_wait = || self.halt && behind(&is_dead) || is_last;
             (state.counts_as_pending() && self.is_wanted(number) && !may_wait()).then_some((number, state))
         })
     }

@@ -17,8 +17,8 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 
-use postbox_core::{Batch, Delivery, Destination, Disposition, Entry, Key, Result, Settlement};
-use tokio::sync::Mutex;
+use postbox_core::{Batch, Delivery, Destination, Disposition, Entry, Key, Result, Settlement, lock};
+use tokio::sync::{Mutex, OwnedMutexGuard, OwnedSemaphorePermit};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -52,6 +52,8 @@ pub(super) struct Careful {
     stream: AtomicBool,
     /// Upper bound of the due rows left to send alone.
     rows: AtomicUsize,
+    /// The permit for the call that is about to be made.
+    permit: std::sync::Mutex<Option<OwnedSemaphorePermit>>,
 }
 
 impl Careful {
@@ -60,7 +62,7 @@ impl Careful {
     pub(super) fn new(crashes: u32, events: usize) -> Self {
         let is_careful = crashes >= HOLDERS_CRASHED;
         let rows = if is_careful { events.saturating_mul(2) } else { 0 };
-        Self { stream: AtomicBool::new(is_careful), rows: AtomicUsize::new(rows) }
+        Self { stream: AtomicBool::new(is_careful), rows: AtomicUsize::new(rows), permit: std::sync::Mutex::default() }
     }
 
     /// Returns whether the next batch of the stream must be set aside; true at most once.
@@ -82,6 +84,11 @@ impl Careful {
         if !self.stream.load(Ordering::Acquire) {
             self.rows.store(0, Ordering::Release);
         }
+    }
+
+    /// Returns the permit that the event to be sent alone has waited for.
+    pub(super) fn take_permit(&self) -> Option<OwnedSemaphorePermit> {
+        lock(&self.permit).take()
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -136,10 +143,11 @@ impl Lane {
         (Batch { deliveries: together, ..batch }, alone)
     }
 
-    /// Sends one due row alone, after writing that it is sent alone.
+    /// Sends one due row alone, after writing that it is sent alone. Nothing is waited for between
+    /// the two: a kill meanwhile would count a crash against an event that was never sent.
     pub(super) async fn deliver_alone(&self, batch: Arc<Batch>, probe: bool, round: &CancellationToken) -> Result<()> {
         let context = &self.context;
-        let Some(_turn) = round.run_until_cancelled(context.turns.0.lock()).await else { return Ok(()) };
+        let Some((_turn, permit)) = self.take_turn(round).await else { return Ok(()) };
         let limits = DispatchLimits { calls_max: 1, detach_after: None, alone: true, ..self.limits(probe) };
         let may_send = match &context.destination {
             Destination::Sink(_) => self.may_send(limits, round),
@@ -158,13 +166,38 @@ impl Lane {
         };
         self.settle(written(Disposition::Alone { after })).await?;
         self.careful.sent_row();
-        match self.deliver_due(&batch, limits, round).await {
+        *lock(&self.careful.permit) = Some(permit);
+        let ended = self.deliver_due(&batch, limits, round).await;
+        // A handler in a transaction needs none.
+        drop(self.careful.take_permit());
+        match ended {
             // The call came back or was never made. Either way the event did not end this relay.
             Err(error) if !error.is_lease_lost() => {
                 _ = self.settle(written(Disposition::NotSent)).await;
                 Err(error)
             }
             ended => ended.map(drop),
+        }
+    }
+
+    /// Waits for the rate, the turn and a permit, and spends the rate; `None` if the round ended
+    /// first.
+    ///
+    /// The rate comes first, because it may take minutes, and the searches of all other
+    /// subscriptions wait for the turn. A permit comes back with the next call that ends.
+    async fn take_turn(&self, round: &CancellationToken) -> Option<(OwnedMutexGuard<()>, OwnedSemaphorePermit)> {
+        let (limiter, clock) = (&self.context.limiter, &self.context.clock);
+        loop {
+            while let Some(wait) = limiter.wait(clock.monotonic(), true) {
+                round.run_until_cancelled(clock.sleep(wait)).await?;
+            }
+            let turn = round.run_until_cancelled(self.context.turns.0.clone().lock_owned()).await?;
+            let permit = round.run_until_cancelled(limiter.permit()).await??;
+            let now = clock.monotonic();
+            if limiter.wait(now, true).is_none() {
+                limiter.spend(1, now, true);
+                return Some((turn, permit));
+            }
         }
     }
 

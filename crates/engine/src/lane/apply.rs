@@ -2,6 +2,9 @@
 //!
 //! If the answer of a transaction is lost, it may have committed. Repeating it blindly could run a
 //! handler twice. Instead the lane is given back and read again, which skips whatever committed.
+//!
+//! A handler that commits by itself leaves outcomes that only this relay knows. They are written
+//! under the same lease, because another relay would run those handlers again.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -48,12 +51,20 @@ impl Lane {
         let mut applying = Applying { apply, batch, verdicts, held: HashSet::new(), round };
         let mut from = 0;
         loop {
-            if from < count && !self.may_apply(round) {
+            // Outcomes that only this relay knows are written together, even after the round.
+            let is_known = |place: &usize| self.context.apply.known(&batch.deliveries[*place]).is_some();
+            let needs_no_call = |place: &usize| !applying.verdicts.is_waiting(*place) || is_known(place);
+            let decided = (from..count).take_while(needs_no_call).count();
+            let known = if (from..from + decided).any(|place| is_known(&place)) { decided } else { 0 };
+            if from < count && known == 0 && !self.may_apply(round) {
                 return Ok(false);
             }
-            let to = (from + self.context.apply.chunk()).min(count);
+            let size = if known > 0 { known } else { self.context.apply.chunk() };
+            let to = (from + size).min(count);
             let seq = |end| if to == count { Some(end) } else { batch.deliveries.get(to - 1).map(|last| last.seq) };
-            self.apply_chunk(&mut applying, from..to, batch.end.and_then(seq)).await?;
+            if !self.apply_chunk(&mut applying, from..to, batch.end.and_then(seq)).await? {
+                continue;
+            }
             from = to;
             if from == count {
                 return Ok(true);
@@ -75,7 +86,13 @@ impl Lane {
     }
 
     /// Runs one transaction: the deliveries of `range` that are ready, and entries for the others.
-    async fn apply_chunk(&self, applying: &mut Applying<'_>, range: Range<usize>, position: Option<Seq>) -> Result<()> {
+    /// Returns false if a handler ended it: nothing is settled, and the caller begins there again.
+    async fn apply_chunk(
+        &self,
+        applying: &mut Applying<'_>,
+        range: Range<usize>,
+        position: Option<Seq>,
+    ) -> Result<bool> {
         let context = &*self.context;
         let batch = applying.batch;
         let sent = context.health.failures.sent();
@@ -105,9 +122,10 @@ impl Lane {
         if refs.is_empty() {
             self.settle(settlement).await?;
             context.apply.forget(&batch.deliveries[range]);
-            return Ok(());
+            return Ok(true);
         }
         let judged = self.apply_in_time(applying.apply, &refs, settlement.clone(), sent).await?;
+        let Some(judged) = judged else { return Ok(false) };
         self.settled(&settlement);
         context.apply.forget(&batch.deliveries[range]);
         for (place, verdict) in ready.into_iter().zip(judged) {
@@ -118,22 +136,24 @@ impl Lane {
                 None => applying.defer_behind(place),
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Runs the transaction under its time limit. Returns a verdict for each delivery, `None` if
-    /// its handler did not run. Any failure gives the lane back.
+    /// its handler did not run; instead of them `None` if a handler ended the transaction. Any
+    /// other failure gives the lane back.
     async fn apply_in_time(
         &self,
         apply: &dyn Apply,
         refs: &[&Delivery],
         settlement: Settlement<'_>,
         sent: Sent,
-    ) -> Result<Vec<Option<Verdict>>> {
+    ) -> Result<Option<Vec<Option<Verdict>>>> {
         let context = &*self.context;
         let judged: Mutex<HashMap<Seq, (Outcome, Verdict)>> = Mutex::default();
         let begin = context.clock.monotonic();
         let took = || context.clock.monotonic().saturating_sub(begin);
+        let outlasts = || took() >= context.settings.lease_ttl / 2;
         let decide = |delivery: &Delivery, outcome: &Outcome| {
             let verdict = context.judge(delivery, outcome.clone(), sent, took());
             lock(&judged).insert(delivery.seq, (outcome.clone(), verdict.clone()));
@@ -141,6 +161,14 @@ impl Lane {
         };
         let call = AssertUnwindSafe(async { apply.apply(&self.lease.lease, refs, settlement, &decide).await });
         let failed = |outcome| context.apply.failed(refs, (outcome, took()));
+        // Otherwise they would be called and rolled back without end.
+        let outlived = |is_theirs: bool| match is_theirs || refs.len() == 1 {
+            true => {
+                let text = format!("the transaction took {:?}, until the lease had ended", rounded(took()));
+                failed(Outcome::retry("handler_outlived_lease", text));
+            }
+            false => context.apply.shrink(),
+        };
         let _in_flight = Gauge::up(&context.metrics.in_flight, refs.len());
         let (answer, blocked) = tokio::select! {
             biased;
@@ -148,10 +176,8 @@ impl Lane {
                 if !self.lease.is_lost() {
                     return Err(dropped("the relay stops"));
                 }
-                // They would be called again without end.
-                if apply.blocks_renewal() && took() >= context.settings.lease_ttl / 2 {
-                    let text = format!("the transaction took {:?}, until the lease had ended", rounded(took()));
-                    failed(Outcome::retry("handler_outlived_lease", text));
+                if outlasts() {
+                    outlived(apply.blocks_renewal());
                 }
                 return Err(Error::stale("apply"));
             }
@@ -174,7 +200,7 @@ impl Lane {
                     let verdict = judged.remove(&delivery.seq).map(|(_, verdict)| verdict);
                     Some(verdict.unwrap_or_else(|| context.judge(delivery, outcome, sent, took())))
                 };
-                Ok(refs.iter().zip(outcomes).map(verdict).collect())
+                Ok(Some(refs.iter().zip(outcomes).map(verdict).collect()))
             }
             Ok(Err(error)) if error.is_stale() => {
                 context.metrics.add(&context.metrics.stale_writes, 1);
@@ -184,6 +210,8 @@ impl Lane {
                     let text =
                         format!("the handler blocked its thread for {:?}, until the lease had ended", rounded(blocked));
                     failed(Outcome::retry("handler_outlived_lease", text));
+                } else if outlasts() {
+                    outlived(false);
                 }
                 Err(error)
             }
@@ -202,9 +230,10 @@ impl Lane {
                         context.apply.ended(delivery, (outcome, took()));
                     }
                 }
-                Err(dropped("a handler ended the transaction"))
+                Ok(None)
             }
-            Ok(Err(error)) if self.failed("apply", &error) => {
+            // No bounded run gives up here: the lane is given back after each failure anyway.
+            Ok(Err(error)) if context.lane_failed(self.lease.lease.lane, "apply", &error) => {
                 // Otherwise an event whose effect the store cannot commit would stop its lane.
                 if error.kind() == ErrorKind::Internal {
                     failed(Outcome::retry(error.code().to_owned(), error.message()));
@@ -215,7 +244,9 @@ impl Lane {
             Ok(Err(error)) => Err(error),
             Err(panic) => {
                 let panic = panic_text(&*panic).to_owned();
-                warn!(subscription = context.name(), panic, "apply panicked");
+                if let Some(left_out) = context.log_line("apply panicked", "panic") {
+                    warn!(subscription = context.name(), panic, left_out, "apply panicked");
+                }
                 context.metrics.add(&context.metrics.panics, 1);
                 failed(Outcome::retry("panic", panic));
                 Err(dropped("the transaction panicked"))

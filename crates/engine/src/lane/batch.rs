@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Batch, Delivery, Destination, Disposition, Key, Result, Unreadable};
+use postbox_core::{Batch, Destination, Disposition, Key, Result};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
@@ -111,7 +111,7 @@ impl Lane {
             if batch.discarded.contains(&delivery.seq) {
                 verdicts.defer(index, Disposition::Discarded);
             } else if let Some(why) = batch.unreadable.get(&delivery.seq) {
-                self.give_up_unreadable(&mut verdicts, index, delivery, why);
+                verdicts.defer(index, why.disposition());
             } else if self.is_expired(batch, delivery) {
                 self.give_up_expired(&mut verdicts, index, delivery);
             } else if let Some(at) = event.deliver_at.filter(|at| *at > event.created_at) {
@@ -134,27 +134,18 @@ impl Lane {
                 waiting.extend(key);
                 verdicts.defer(index, self.in_flight());
             } else if let Some(why) = batch.unreadable.get(&delivery.seq) {
-                self.give_up_unreadable(&mut verdicts, index, delivery, why);
+                verdicts.defer(index, why.disposition());
             } else if self.is_expired(batch, delivery) {
                 self.give_up_expired(&mut verdicts, index, delivery);
             } else if let Some(dead) = self.dead_of_crashes(batch, delivery) {
                 if holds(&dead) {
                     waiting.extend(key);
                 }
-                self.context.record_failure(delivery, &dead);
                 verdicts.defer(index, dead);
             } else if key.is_some_and(|key| waiting.contains(key)) {
                 verdicts.defer(index, Disposition::Block);
             }
         }
         verdicts
-    }
-
-    /// Gives up an event that cannot be read, because it can never be sent. Its key goes on:
-    /// nothing is known of the event that others would have to wait for.
-    fn give_up_unreadable(&self, verdicts: &mut Verdicts, index: usize, delivery: &Delivery, why: &Unreadable) {
-        let disposition = why.disposition();
-        self.context.record_failure(delivery, &disposition);
-        verdicts.defer(index, disposition);
     }
 }

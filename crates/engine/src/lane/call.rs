@@ -162,7 +162,9 @@ fn overran(context: &RelayContext, count: usize) -> Vec<Outcome> {
 fn panicked(context: &RelayContext, panic: &(dyn std::any::Any + Send), count: usize) -> Vec<Outcome> {
     let text = panic_text(panic);
     context.metrics.add(&context.metrics.panics, 1);
-    error!(subscription = context.name(), panic = text, "sink panicked");
+    if let Some(left_out) = context.log_line("sink panicked", "panic") {
+        error!(subscription = context.name(), panic = text, left_out, "sink panicked");
+    }
     vec![Outcome::retry("panic", text); count]
 }
 
@@ -173,6 +175,8 @@ fn one_each(context: &RelayContext, outcomes: Vec<Outcome>, count: usize) -> Vec
         return outcomes;
     }
     let text = format!("the sink gave {} outcomes for {count} deliveries", outcomes.len());
-    error!(subscription = context.name(), error = text, "sink contract broken");
+    if let Some(left_out) = context.log_line("sink contract broken", "sink_contract") {
+        error!(subscription = context.name(), error = text, left_out, "sink contract broken");
+    }
     vec![Outcome::retry("sink_contract", text); count]
 }

@@ -34,7 +34,8 @@ pub(super) struct DispatchLimits {
     pub(super) detach_after: Option<Duration>,
     /// The breaker is half open, and this is its probe.
     pub(super) probe: bool,
-    /// A row says that this event is sent alone, so its result must be written too.
+    /// A row says that this event is sent alone, so its result must be written too. Its permit is
+    /// in [`Careful`](super::alone::Careful), and its rate is spent.
     pub(super) alone: bool,
 }
 
@@ -104,7 +105,8 @@ impl Lane {
         };
         let mut calls = FuturesUnordered::new();
         let mut out: HashSet<usize> = HashSet::new();
-        let mut spare = None;
+        let are_rows = batch.end.is_none();
+        let mut spare = if limits.alone { self.careful.take_permit() } else { None };
         let bytes = if prefix { 0 } else { payload_bytes(batch) };
         loop {
             let mut starved = false;
@@ -112,7 +114,10 @@ impl Lane {
             while calls.len() < limits.calls_max && queue.has_more(deliveries.len()) && self.may_send(limits, round) {
                 let now = context.clock.monotonic();
                 let left = limits.send_until.map_or(Duration::MAX, |until| until.saturating_sub(now));
-                rate_wait = context.limiter.wait(now).map(|wait| wait.min(left));
+                // Alone it is paid for already.
+                if !limits.alone {
+                    rate_wait = context.limiter.wait(now, are_rows).map(|wait| wait.min(left));
+                }
                 if rate_wait.is_some() {
                     break;
                 }
@@ -124,7 +129,9 @@ impl Lane {
                 if places.is_empty() {
                     break;
                 }
-                context.limiter.spend(places.len(), now);
+                if !limits.alone {
+                    context.limiter.spend(places.len(), now, are_rows);
+                }
                 if !prefix {
                     out.extend(&places);
                 }
@@ -138,6 +145,7 @@ impl Lane {
             }
             let may_detach = !starved && rate_wait.is_none() && self.may_detach(calls.len(), bytes);
             let detach_after = limits.detach_after.filter(|_| may_detach);
+            let _stream_waits = (rate_wait.is_some() && !are_rows).then(|| context.limiter.stream_waits());
             let event = tokio::select! {
                 biased;
                 event = self.next_event(&mut calls, starved, rate_wait, detach_after, round) => event,
@@ -257,6 +265,11 @@ impl Lane {
                 continue;
             }
             let verdict = context.judge(delivery, outcome, returned.sent, returned.took);
+            // Writing this failure would put aside all events before it, and it proves nothing. The
+            // event is tried again in its turn.
+            if matches!(&verdict, Verdict::Failed(_)) && matches!(queue, DispatchQueue::Probe { .. }) && place > 0 {
+                continue;
+            }
             context.record(delivery, &verdict, now);
             let (disposition, holding) = match verdict {
                 Verdict::Delivered { .. } => {
@@ -275,9 +288,6 @@ impl Lane {
                     (disposition, false)
                 }
                 Verdict::Refused(disposition) => (disposition, false),
-                // Writing this failure would put aside all events before it, and it proves nothing.
-                // The event is tried again in its turn.
-                Verdict::Failed(_) if matches!(queue, DispatchQueue::Probe { .. }) && place > 0 => continue,
                 Verdict::Failed(disposition) => (disposition, true),
             };
             stopped.extend(key.map(|key| (key, false)));

@@ -31,9 +31,7 @@ impl Lane {
 
     pub(super) fn give_up_expired(&self, verdicts: &mut Verdicts, index: usize, delivery: &Delivery) {
         // Events without an expiry are not in `Batch::expires`.
-        let expired = Disposition::Expired { at: delivery.event.expires_at.unwrap_or_default() };
-        self.context.record_failure(delivery, &expired);
-        verdicts.defer(index, expired);
+        verdicts.defer(index, Disposition::Expired { at: delivery.event.expires_at.unwrap_or_default() });
     }
 
     /// Returns the places of the next call, without events that have expired meanwhile; empty if

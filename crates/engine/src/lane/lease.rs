@@ -119,7 +119,9 @@ pub(super) async fn keep(context: Arc<RelayContext>, guard: Arc<LeaseGuard>) {
             Ok(()) => {
                 guard.until.store(nanos(asked_at + guard.ttl), Ordering::Release);
                 context.metrics.add(&context.metrics.renewals_ok, 1);
-                wait = guard.ttl / 3;
+                // The lease counts from the question, so its answer may have used up some of the
+                // wait.
+                wait = (asked_at + guard.ttl / 3).saturating_sub(clock.monotonic());
             }
             Err(error) if error.is_stale() => {
                 guard.not_renewed(&context, error);

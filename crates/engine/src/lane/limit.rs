@@ -26,6 +26,12 @@ impl<'a> Until<'a> {
         matches!(self, Self::Stopped)
     }
 
+    /// Whether the limit is reached.
+    pub(super) async fn is_used_up(self) -> bool {
+        let Self::Drained(ReadLimit(Some(left))) = self else { return false };
+        *left.lock().await == 0
+    }
+
     /// Reserves one read of at most `batch`; `None` if the limit is reached.
     pub(super) async fn reserve(self, batch: BatchLimit) -> Option<Reservation<'a>> {
         let unbounded = Reservation { limit: batch, left: None };
@@ -68,6 +74,7 @@ mod tests {
         assert_eq!(second.limit.events, 2);
         second.used(2);
         assert!(limited.reserve(five).await.is_none());
+        assert!(limited.is_used_up().await);
         for unbounded in [Until::Stopped, Until::Drained(&ReadLimit::new(None))] {
             unbounded.reserve(five).await.expect("any number").used(5);
             assert_eq!(unbounded.reserve(five).await.map(|it| it.limit.events), Some(5));

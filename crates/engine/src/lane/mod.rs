@@ -30,8 +30,9 @@ mod settle;
 mod stream;
 mod verdicts;
 
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures::future::join;
@@ -47,9 +48,19 @@ use self::due::DueTimer;
 pub(crate) use self::lease::LeaseGuard;
 pub(crate) use self::limit::ReadLimit;
 use self::limit::Until;
+use self::settle::PROBES_MAX;
 use crate::breaker::{Admission, BreakerState};
 use crate::context::RelayContext;
 use crate::metrics::Gauge;
+
+/// How often the destination of a bounded run may be found down before the run ends.
+const RUN_FAILURES_MAX: u32 = 3;
+/// Longest difference between the waits of two lanes for their turn to probe.
+const LANES_APART: Duration = Duration::from_millis(50);
+/// After how many failed probes one looks at more than a batch, which may hold nothing but events
+/// that look like an outage; and at how many times as much.
+const WIDE_FROM: u32 = 2 * PROBES_MAX;
+const WIDE: usize = 8;
 
 /// How long a relay waits for its lanes after calls in flight were dropped: time for one settlement
 /// and one release.
@@ -66,6 +77,10 @@ pub(crate) struct Lane {
     careful: Careful,
     /// A read failed, so the store may have moved its read position. The next read rewinds first.
     read_failed: AtomicBool,
+    /// It works for a bounded run, which ends with an error when the store keeps failing.
+    is_bounded: bool,
+    /// Since when each store call has failed without a success.
+    failing: Mutex<HashMap<&'static str, Duration>>,
 }
 
 impl Lane {
@@ -79,6 +94,8 @@ impl Lane {
             detached: DetachedCalls::default(),
             careful,
             read_failed: AtomicBool::new(false),
+            is_bounded: false,
+            failing: Mutex::default(),
         }
     }
 
@@ -95,7 +112,8 @@ impl Lane {
     /// Works until nothing is pending now, the limit is reached, the destination is down, or
     /// halted. An error says why it ended early: `Stale` for a lost lane, otherwise the store's
     /// error.
-    pub(crate) async fn drain(self, limit: &ReadLimit) -> Result<()> {
+    pub(crate) async fn drain(mut self, limit: &ReadLimit) -> Result<()> {
+        self.is_bounded = true;
         self.hold(Until::Drained(limit)).await?;
         self.lease.take_loss().map_or(Ok(()), Err)
     }
@@ -168,6 +186,9 @@ impl Lane {
     async fn work(&self, until: Until<'_>) -> Result<()> {
         let (context, halt) = (&self.context, &self.lease.halt);
         while !halt.is_cancelled() && !context.health.is_gone() {
+            if !context.health.breaker.is_closed() && until.is_used_up().await {
+                return Ok(());
+            }
             let wait = match context.health.breaker.admit(context.clock.monotonic()) {
                 Admission::Closed => {
                     let read = self.round(until).await?;
@@ -183,14 +204,32 @@ impl Lane {
                 Admission::Probe => context.settings.poll_max,
                 Admission::Wait(wait) => wait,
             };
-            // A bounded run does not wait for its destination, only while another lane probes it:
-            // that one may have nothing to probe with, in each run.
-            if !until.is_stopped() && context.health.breaker.state() != BreakerState::HalfOpen {
+            if !until.is_stopped() && !self.probes_at_once(wait) {
                 return Ok(());
             }
-            self.wait(wait).await?;
+            // A random part, so that no lane is the first to probe each time: it may have nothing
+            // but an event that looks like an outage.
+            let wait = if until.is_stopped() { wait } else { Duration::ZERO };
+            self.wait(wait + LANES_APART.mul_f64(context.random.unit())).await?;
         }
         Ok(())
+    }
+
+    /// Whether a bounded run goes on although its destination looks down. It does not wait for the
+    /// destination, but makes a few probes at once, unless that named a wait: one event that looks
+    /// like an outage would otherwise keep the others from being sent, in each run. While another
+    /// lane probes it goes on, because that one may have nothing to probe with.
+    fn probes_at_once(&self, wait: Duration) -> bool {
+        let (breaker, policy) = (&self.context.health.breaker, &self.context.settings.breaker);
+        if breaker.state() == BreakerState::HalfOpen {
+            return true;
+        }
+        let failures = breaker.failures();
+        let goes_on = failures < RUN_FAILURES_MAX && wait <= policy.wait_max(failures.saturating_sub(1));
+        if goes_on {
+            breaker.probe_from(self.context.clock.monotonic());
+        }
+        goes_on
     }
 
     /// Waits while nothing may be sent. Meanwhile it writes the outcomes of detached calls, because
@@ -247,7 +286,9 @@ impl Lane {
         let round = self.lease.halt.child_token();
         let failures = context.health.breaker.failures();
         let reach = if context.random.unit() < 0.5 { 1 } else { self.probe_reach(failures) };
-        let limit = BatchLimit { events: reach, ..context.settings.batch };
+        let batch = context.settings.batch;
+        let wider = if reach > batch.events { WIDE } else { 1 };
+        let limit = BatchLimit { events: reach, payload_bytes: batch.payload_bytes.saturating_mul(wider) };
         let stream_first = context.random.unit() < 0.5;
         let found = stream_first && self.probe_stream(until, limit, &round).await?
             || self.due_once(until, true, &round).await? > 0
@@ -260,11 +301,13 @@ impl Lane {
     }
 
     /// Returns the number of stream events among which a probe is chosen: four times as many after
-    /// each failed probe, up to a batch. An apply transaction takes everything it is given, so it
-    /// gets one.
+    /// each failed probe, up to a batch and at last several. An apply transaction takes everything
+    /// it is given, so it gets one.
     fn probe_reach(&self, failures: u32) -> usize {
+        let batch = self.context.settings.batch.events;
         match self.context.destination {
-            Destination::Sink(_) => 4_usize.saturating_pow(failures).min(self.context.settings.batch.events),
+            Destination::Sink(_) if failures >= WIDE_FROM => batch.saturating_mul(WIDE),
+            Destination::Sink(_) => 4_usize.saturating_pow(failures).min(batch),
             Destination::Apply(_) => 1,
         }
     }

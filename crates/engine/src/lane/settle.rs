@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use postbox_core::{Batch, Disposition, Error, Result, Seq, Settlement};
+use postbox_core::{Batch, Disposition, Entry, Error, Result, Seq, Settlement, lock};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
@@ -15,7 +15,7 @@ use crate::log_lines::rounded;
 
 /// Number of consecutive failed probes that leave no row behind. With default waits they take at
 /// least 8 seconds, and by then a probe may be any event of a page.
-const PROBES_MAX: u32 = 6;
+pub(super) const PROBES_MAX: u32 = 6;
 
 /// A settlement under way. Resolves to the number of deliveries, from the start of the batch being
 /// sent, that are written by then.
@@ -51,7 +51,8 @@ impl Lane {
         );
     }
 
-    /// Settles. While the store is down and the lane is still ours, repeats the same settlement.
+    /// Settles. While the store is down and the lane is still ours, repeats the same settlement. A
+    /// bounded run gives up after a while, see [`Self::failed`].
     ///
     /// Repeating is safe even if the first try did commit. The store recognises a settlement by its
     /// position, and due rows by the state they had when read, and writes nothing twice. Giving up
@@ -81,12 +82,20 @@ impl Lane {
         Ok(())
     }
 
-    /// Counts a settlement, and schedules a look for the rows that it wrote.
+    /// Counts a settlement and what died in it without a call, and schedules a look for the rows
+    /// that it wrote.
     pub(super) fn settled(&self, settlement: &Settlement<'_>) {
         let metrics = &self.context.metrics;
         metrics.add(&metrics.batches, 1);
         if settlement.entries.is_empty() {
             return;
+        }
+        for Entry { delivery, disposition } in &settlement.entries {
+            // Deaths without a call were planned. Only now do they stand: what a batch that is cut
+            // short does not settle is read and planned again.
+            if matches!(disposition, Disposition::Expired { .. } | Disposition::Dead { took: None, .. }) {
+                self.context.record_failure(delivery, disposition);
+            }
         }
         metrics.add(&metrics.blocked, count(settlement, |it| matches!(it, Disposition::Block)));
         metrics.add(&metrics.scheduled, count(settlement, |it| matches!(it, Disposition::Schedule { .. })));
@@ -98,7 +107,7 @@ impl Lane {
     /// Settles a stream batch that was cut short. Deliveries without an outcome are read again.
     ///
     /// An outage leaves one row, which shows readers of the store that it happened. A probe leaves
-    /// none, because otherwise each probe of a long outage would add one, unless it is
+    /// none, because otherwise each probe of an outage would add one, unless it is
     /// [stuck](Self::is_stuck).
     pub(super) async fn settle_short(
         &self,
@@ -118,7 +127,7 @@ impl Lane {
 
     /// Returns whether the probed event must leave the stream so that later events can be tried. No
     /// window opens behind an unsettled one, and all that is left of this window may be events that
-    /// the destination never accepts.
+    /// the destination never accepts. A long outage leaves rows for what one probe reads, at most.
     fn is_stuck(&self, batch: &Batch) -> bool {
         !batch.more && self.context.health.breaker.failures() >= PROBES_MAX
     }
@@ -132,21 +141,27 @@ impl Lane {
         self.settle(Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys }).await
     }
 
-    /// Records a failed store call. Returns whether to repeat it.
+    /// Records a failed store call. Returns whether to repeat it. A bounded run gives up once this
+    /// call has failed for as long as a lease lasts: renewals may go on, and it would never end.
     pub(super) fn failed(&self, operation: &'static str, error: &Error) -> bool {
-        self.context.lane_failed(self.lease.lease.lane, operation, error)
+        let now = self.context.clock.monotonic();
+        let since = *lock(&self.failing).entry(operation).or_insert(now);
+        let gives_up = self.is_bounded && now.saturating_sub(since) > self.context.settings.lease_ttl;
+        self.context.lane_failed(self.lease.lease.lane, operation, error) && !gives_up
     }
 
     /// Records a store call that succeeded.
     pub(super) fn works(&self, operation: &'static str) {
         let context = &self.context;
+        lock(&self.failing).remove(operation);
         if let Some(since) = context.metrics.lane_works(self.lease.lease.lane, operation) {
             let away = context.clock.now().duration_since(since).unsigned_abs();
             info!(subscription = context.name(), away = ?rounded(away), "store answers again");
         }
     }
 
-    /// Repeats a read while the store is down; `None` if `round` ended first.
+    /// Repeats a read while the store is down; `None` if `round` ended first. A bounded run gives
+    /// up after a while, see [`Self::failed`].
     pub(super) async fn repeat<T, F: Future<Output = Result<T>>>(
         &self,
         operation: &'static str,

@@ -140,7 +140,8 @@ impl Lane {
         Ok(true)
     }
 
-    /// Reads once; `None` if the round ended first or the limit is reached.
+    /// Reads once; `None` if the round ended first or the limit is reached. While the store is down
+    /// it repeats the read. A bounded run gives up after a while, see [`Self::failed`].
     ///
     /// A failed read may have moved the store's read position. So the next read begins with a
     /// rewind, and a rewind must wait until everything read so far is settled.

@@ -129,10 +129,11 @@ impl Verdicts {
     /// Returns the settlement of the rest of a stream batch.
     ///
     /// If all are decided, it goes to the end of the batch, otherwise to the last answered
-    /// delivery. Undecided ones before that leave the stream as uncounted retries; the ones after
-    /// it are read again. If none was answered and `outage_row` is set, the first one that found
-    /// the destination down leaves the stream too. Its row shows every reader of the store why
-    /// nothing goes on.
+    /// delivery, at least over those decided at the start: a probe must not find the blocked events
+    /// of one key before it again and again. Undecided ones before that leave the stream as
+    /// uncounted retries; the ones after it are read again. If none was answered and `outage_row`
+    /// is set, the first one that found the destination down leaves the stream too. Its row shows
+    /// every reader of the store why nothing goes on.
     pub(super) fn settle_stream<'b>(&self, batch: &'b Batch, hold_keys: bool, outage_row: bool) -> Settlement<'b> {
         let deliveries = &batch.deliveries;
         if self.is_complete() {
@@ -140,7 +141,8 @@ impl Verdicts {
             return Settlement { position: batch.end, entries, rewind: false, hold_keys };
         }
         let first_outage = || self.marks.iter().position(|mark| outage_row && matches!(mark, Mark::Outage(_)));
-        let Some(last) = self.answered.max(self.settled.checked_sub(1)).or_else(first_outage) else {
+        let decided = (0..deliveries.len()).take_while(|index| !self.is_waiting(*index)).count();
+        let Some(last) = self.answered.or_else(first_outage).max(decided.checked_sub(1)) else {
             return Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys };
         };
         let entries = self.entries(deliveries, last + 1, false, hold_keys);
@@ -241,6 +243,21 @@ mod tests {
         verdicts.delivered(2);
         verdicts.delivered(4);
         assert_eq!(seqs(&verdicts.settle_stream(&batch, true, false)), (Some(Seq(5)), vec![4]));
+    }
+
+    /// Otherwise each probe would read the same blocked events again, and reach nothing behind
+    /// them.
+    #[test]
+    fn what_is_decided_before_an_outage_is_settled() {
+        let deliveries = (1..=3).map(|seq| Delivery::placeholder(Seq(seq))).collect();
+        let batch = Batch { deliveries, end: Some(Seq(3)), ..Batch::default() };
+        let mut verdicts = Verdicts::new(3);
+        verdicts.defer(0, Disposition::Block);
+        verdicts.record_outage(1, Disposition::NotSent);
+        for (outage_row, position) in [(false, 1), (true, 2)] {
+            let settlement = verdicts.settle_stream(&batch, true, outage_row);
+            assert_eq!((settlement.position, settlement.entries.len()), (Some(Seq(position)), position as usize));
+        }
     }
 
     #[test]

@@ -1,21 +1,21 @@
 //! An event that ends its relay is found and becomes dead, under paused time. A relay that "ends"
 //! is dropped in the middle of its call, and another one takes over.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Admin as _, Apply, Capabilities, Change, Decide, Delivery, Lease, Log as _, OnDead, Outcome, OwnerId, Result,
-    Selection, Settlement, State,
+    Admin as _, Apply, Capabilities, Change, Decide, Delivery, Error, ErrorKind, Lease, Log as _, OnDead, Outcome,
+    OwnerId, Result, Selection, Settlement, State,
 };
 use postbox_engine::{Relay, RelaySettings, SeededRandom};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use postbox_testkit::memory::{self, Answer, Recorder, TestEnv, event, fast, version};
+use postbox_testkit::memory::{self, Answer, FailsAt, Recorder, TestEnv, event, fast, version};
 
 const S: Duration = Duration::from_secs(1);
 /// Three crashes to become careful, and three with the event sent alone.
@@ -210,6 +210,36 @@ async fn an_outage_of_a_careful_lane_costs_no_attempt() {
     assert!(killer.sink.arrivals().iter().all(|arrival| arrival.attempt == 1));
 }
 
+/// A kill meanwhile would count a crash against it, and the searches of all other subscriptions
+/// would wait.
+#[tokio::test(start_paused = true)]
+async fn an_event_that_waits_for_the_rate_is_not_yet_sent_alone() {
+    let mut envs = Vec::new();
+    for _ in 0..2 {
+        let env = TestEnv::with((0..3).map(|n| event(n, n))).await;
+        let killer = Killer::new(Capabilities::default(), |it| version(it) == 0);
+        for _ in 0..3 {
+            assert!(ends_with(&env.relay(killer.sink.clone(), fast()), killer.called.notified()).await);
+        }
+        envs.push(env);
+    }
+    tokio::time::sleep(2 * fast().lease_ttl).await;
+    // One every two seconds, so that one read brings more than one.
+    let rate = "30/m".parse().ok();
+    let (slow, slow_relay) = envs[0].recorded(Capabilities::default(), RelaySettings { rate, ..fast() });
+    let (other, other_relay) = envs[1].recorded(Capabilities::default(), fast());
+    let beside = async {
+        slow.wait_for(1).await;
+        tokio::time::sleep(S / 2).await;
+        let rows = envs[0].list(State::Retrying).await;
+        let codes: Vec<_> = rows.iter().filter_map(|row| row.code.as_deref()).collect();
+        assert!(codes.contains(&"not_sent") && !codes.contains(&"alone"), "{codes:?}");
+        let search = tokio::time::timeout(S, other.wait_for(3));
+        envs[1].run_while(&other_relay, search).await.expect("it waits for no other subscription's rate");
+    };
+    envs[0].run_while(&slow_relay, beside).await;
+}
+
 /// A stop that does not wait for the call to end is no crash.
 #[tokio::test(start_paused = true)]
 async fn stops_in_the_middle_of_a_call_that_goes_alone_are_no_crashes() {
@@ -323,4 +353,89 @@ async fn an_event_whose_handler_blocks_until_the_lease_has_ended_is_retried_alon
     let retrying: Vec<_> = retrying.iter().map(|it| (it.event.version, it.code.as_deref())).collect();
     assert_eq!(retrying, [(Some(1), Some("handler_outlived_lease"))]);
     assert_eq!(env.stats().await.dispatched, 2);
+}
+
+/// Takes a second for each event.
+struct Slow {
+    handler: Arc<dyn Apply>,
+    busy: Arc<AtomicBool>,
+}
+
+#[async_trait]
+impl Apply for Slow {
+    async fn apply(
+        &self,
+        lease: &Lease,
+        deliveries: &[&Delivery],
+        settlement: Settlement<'_>,
+        decide: &Decide<'_>,
+    ) -> Result<Vec<Option<Outcome>>> {
+        self.busy.store(true, Ordering::SeqCst);
+        tokio::time::sleep(S * deliveries.len() as u32).await;
+        self.busy.store(false, Ordering::SeqCst);
+        self.handler.apply(lease, deliveries, settlement, decide).await
+    }
+}
+
+/// Nothing renews the lease while they run, e.g. because they hold the connections of the pool. The
+/// same events would be handled and rolled back without end.
+#[tokio::test(start_paused = true)]
+async fn transactions_that_outlast_their_lease_get_fewer_events() {
+    let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
+    let busy = Arc::new(AtomicBool::new(false));
+    let renewing = busy.clone();
+    let no_renewal = move || {
+        let error = || Error::new(ErrorKind::Unavailable, "simulate", "pool_empty", "no connection is free");
+        renewing.load(Ordering::SeqCst).then(error)
+    };
+    let store = Arc::new(env.store.client(Some(Arc::new(FailsAt("renew", no_renewal)))));
+    let apply = Arc::new(Slow { handler: store.apply(|_, _| Outcome::DELIVERED), busy });
+    let relay = env.builder_on(store, env.subscription(), fast()).apply(apply).build().expect("built");
+    env.run_for(&relay, 300 * S).await;
+    assert_eq!(env.stats().await.dispatched, 30);
+}
+
+/// Its handler of event 4 commits by itself, which also keeps what ran before it.
+struct Committing {
+    handler: Arc<dyn Apply>,
+    ran: Arc<Mutex<Vec<i64>>>,
+}
+
+#[async_trait]
+impl Apply for Committing {
+    async fn apply(
+        &self,
+        lease: &Lease,
+        deliveries: &[&Delivery],
+        settlement: Settlement<'_>,
+        decide: &Decide<'_>,
+    ) -> Result<Vec<Option<Outcome>>> {
+        let at = deliveries.iter().position(|delivery| version(delivery) == 4);
+        let run = &deliveries[..at.map_or(deliveries.len(), |at| at + 1)];
+        self.ran.lock().unwrap().extend(run.iter().map(|delivery| version(delivery)));
+        if at.is_none() {
+            return self.handler.apply(lease, deliveries, settlement, decide).await;
+        }
+        let ended = Error::transaction_ended("apply");
+        for delivery in run {
+            _ = match version(delivery) {
+                4 => decide(delivery, &Outcome::dead(ended.code().to_owned(), ended.message())),
+                _ => decide(delivery, &Outcome::DELIVERED),
+            };
+        }
+        Err(ended)
+    }
+}
+
+/// Only this relay knows their outcomes: another one that gets the lane would run them again.
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_commits_does_not_cost_its_relay_the_lane() {
+    let env = TestEnv::with((0..30).map(|n| event(n % 3, n))).await;
+    let ran = Arc::new(Mutex::new(Vec::new()));
+    let apply = Committing { handler: env.store.apply(|_, _| Outcome::DELIVERED), ran: ran.clone() };
+    let relay = env.builder(env.subscription(), fast()).apply(Arc::new(apply)).build().expect("built");
+    env.run_for(&relay, 10 * S).await;
+    assert_eq!(*ran.lock().unwrap(), (0..30).collect::<Vec<i64>>(), "each once");
+    assert_eq!(relay.metrics().lanes_acquired(), 1);
+    assert_only_4_is_dead(&env, "handler_ended_transaction").await;
 }

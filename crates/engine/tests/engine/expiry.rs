@@ -64,6 +64,26 @@ async fn an_event_that_expires_while_its_batch_waits_is_not_sent() {
     }
 }
 
+/// Each read behind an outage plans its death again.
+#[tokio::test(start_paused = true)]
+async fn what_expired_behind_an_outage_is_counted_once_it_is_written() {
+    let env = TestEnv::new().await;
+    let at = env.now() + S;
+    env.append((0..8).map(|n| event(n, n))).await;
+    env.append((8..108).map(|n| event(n, n).expires_at(at))).await;
+    tokio::time::sleep(2 * S).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.down(true);
+    for _ in 0..3 {
+        let drained = relay.drain(None).await.expect("drained");
+        assert_eq!(relay.metrics().snapshot().dead, env.stats().await.dead, "{drained:?}");
+        tokio::time::sleep(60 * S).await;
+    }
+    sink.down(false);
+    env.run_for(&relay, 60 * S).await;
+    assert_eq!((relay.metrics().snapshot().dead, dead(&env).await.len()), (100, 100));
+}
+
 /// The store's clock decides, because that of a relay's machine may be wrong.
 #[tokio::test(start_paused = true)]
 async fn a_relay_whose_clock_is_wrong_ends_no_event_early() {

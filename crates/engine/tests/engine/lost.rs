@@ -63,6 +63,19 @@ async fn a_drain_whose_store_dies_midway_is_an_error() {
     assert!((1..30).contains(&delivered), "{delivered}");
 }
 
+/// Renewals succeed, so the lease never runs out.
+#[tokio::test(start_paused = true)]
+async fn a_drain_whose_store_refuses_only_some_calls_is_an_error() {
+    for operation in ["load", "page", "open", "due", "settle"] {
+        let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
+        let down = || Some(Error::new(ErrorKind::Unavailable, "simulate", "store_down", "this call fails"));
+        let log = Arc::new(env.store.client(Some(Arc::new(FailsAt(operation, down)))));
+        let relay = env.relay_on(log, Recorder::new(Capabilities::default()), fast());
+        let drained = tokio::time::timeout(60 * S, relay.drain(None)).await.expect("it ends");
+        assert_eq!(drained.expect_err(operation).code(), "store_down", "{operation}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_drain_that_loses_its_lane_says_so() {
     let env = TestEnv::with((0..30).map(|n| event(n, n))).await;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Admin as _, Capabilities, Change, Outcome, Pause, Selection, State};
+use postbox_core::{Admin as _, BatchLimit, Capabilities, Change, Log as _, Outcome, OwnerId, Pause, Selection, State};
 use postbox_engine::{Every, Relay, RelaySettings};
 use tokio_util::sync::CancellationToken;
 
@@ -116,6 +116,8 @@ async fn a_probe_that_is_to_be_tried_again_does_not_close_the_breaker() {
     });
     env.run_for(&relay, 600 * S).await;
     assert_eq!(env.stats().await.dispatched, 300);
+    let charged: u32 = sink.arrivals().iter().map(|it| it.attempt - 1).sum();
+    assert_eq!(relay.metrics().snapshot().retries, u64::from(charged), "what is not written is not counted");
     let stumbles = stumbles.lock().unwrap();
     assert!(stumbles.windows(2).all(|two| two[1] - two[0] >= Duration::from_millis(50)), "one at a time: {stumbles:?}");
 }
@@ -353,6 +355,30 @@ async fn a_scheduled_run_goes_on_with_the_lanes_of_another_that_crashed() {
     sink.assert_in_order();
 }
 
+/// The store grants the lowest free lane, and that one was given back in order.
+#[tokio::test(start_paused = true)]
+async fn a_scheduled_run_goes_on_with_all_lanes_that_crashed_behind_one_that_did_not() {
+    let env = TestEnv::with_lanes(4).await;
+    env.append((0..200).map(|n| event(n % 20, n))).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    let stop = CancellationToken::new();
+    let operate = async {
+        tokio::time::sleep(DAY - S).await;
+        let (name, owner) = (env.subscription().name, OwnerId::new("crashes").expect("a name"));
+        let mut leases = Vec::new();
+        for held in [&[][..], &[0], &[0, 1], &[0, 1, 2]] {
+            let acquired = env.store.acquire(&name, &owner, held, fast().lease_ttl).await.expect("asked");
+            leases.push(acquired.lease.expect("free"));
+        }
+        env.store.release(&leases[0]).await.expect("given back");
+        tokio::time::sleep(20 * S).await;
+        assert_eq!(env.stats().await.dispatched, 200);
+        stop.cancel();
+    };
+    run_daily(&relay, &stop, operate).await;
+    sink.assert_in_order();
+}
+
 /// What comes after the end of a run waits for the next time, whichever replica ran.
 #[tokio::test(start_paused = true)]
 async fn a_scheduled_run_leaves_what_came_after_the_run_of_another() {
@@ -453,6 +479,51 @@ async fn events_that_bring_the_destination_down_keep_the_others_for_minutes_at_m
             sink.assert_in_order();
         }
     }
+}
+
+/// No read reaches past them, and the window has more behind them.
+#[tokio::test(start_paused = true)]
+async fn more_failing_events_than_a_read_brings_keep_the_others_for_two_hours_at_most() {
+    // How many a read brings, how many fail, and how many of them share each key.
+    for (events, failing, shared) in [(20, 25, 1), (100, 600, 300)] {
+        let failing_keys = (0..failing).map(|n| event(n / shared, n));
+        let env = TestEnv::with(failing_keys.chain((failing..failing + 10).map(|n| event(n, n)))).await;
+        let batch = BatchLimit { events, ..BatchLimit::default() };
+        let (sink, relay) = env.recorded(Capabilities::default(), RelaySettings { batch, ..fast() });
+        sink.script(move |delivery| match memory::version(delivery) < failing as i64 {
+            true => Outcome::ambiguous("http_503", "no"),
+            false => Outcome::DELIVERED,
+        });
+        env.run_while(&relay, async {
+            let arrived = tokio::time::timeout(7_200 * S, sink.wait_for(10)).await;
+            arrived.unwrap_or_else(|_| panic!("{failing} fail: {} of 10", sink.arrivals().len()));
+        })
+        .await;
+    }
+}
+
+/// Nobody can tell a long outage from events that always fail, and rows for all would be many.
+#[tokio::test(start_paused = true)]
+async fn a_long_outage_leaves_one_row_however_many_events_wait() {
+    let env = TestEnv::with((0..1_000).map(|n| event(n % 20, n))).await;
+    let batch = BatchLimit { events: 20, ..BatchLimit::default() };
+    let capabilities = Capabilities { concurrency: 1, ..Capabilities::default() };
+    let (sink, relay) = env.recorded(capabilities, RelaySettings { batch, ..fast() });
+    sink.down(true);
+    env.run_while(&relay, async {
+        tokio::time::sleep(7_200 * S).await;
+        let rows = env.list(State::Retrying).await;
+        assert_eq!(
+            rows.iter().map(|row| (row.attempts, row.code.as_deref())).collect::<Vec<_>>(),
+            [(0, Some("connect_refused"))]
+        );
+        assert!(sink.calls() > 100 && env.list(State::Blocked).await.len() < 50, "of one key");
+        sink.down(false);
+        tokio::time::sleep(60 * S).await;
+    })
+    .await;
+    assert_eq!((env.stats().await.dispatched, sink.arrivals().len()), (1_000, 1_000));
+    assert!(sink.arrivals().iter().all(|arrival| arrival.attempt == 1));
 }
 
 /// What found the destination down is gone, and nothing else comes for days.

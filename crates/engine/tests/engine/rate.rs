@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use postbox_core::{Capabilities, Log as _, Outcome};
+use postbox_core::{Capabilities, Log as _, Outcome, RetryPolicy};
 use postbox_engine::RelaySettings;
 use tokio_util::sync::CancellationToken;
 
@@ -49,6 +49,29 @@ async fn with_a_slow_rate_events_that_always_fail_do_not_stand_in_the_way() {
         tokio::time::timeout(3_600 * S, sink.wait_for(37)).await.expect("an hour is enough for 37 at 11 a minute");
     })
     .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn retries_that_need_all_of_the_rate_leave_half_of_it_to_new_events() {
+    for capabilities in memory::all_capabilities() {
+        let env = TestEnv::with((0..60).map(|n| event(n, n))).await;
+        let retry = RetryPolicy { attempts_max: 1_000, delays: vec![S], ..RetryPolicy::default() };
+        let settings = RelaySettings { rate: "5/s".parse().ok(), retry, ..fast() };
+        let (sink, relay) = env.recorded(capabilities, settings);
+        sink.script(|delivery| match memory::version(delivery) {
+            0..60 => Outcome::retry("http_409", "not yet"),
+            _ => Outcome::DELIVERED,
+        });
+        env.run_while(&relay, async {
+            tokio::time::sleep(60 * S).await;
+            env.append((60..70).map(|n| event(n, n))).await;
+            let calls = sink.calls();
+            let arrived = tokio::time::timeout(8 * S, sink.wait_for(10)).await;
+            arrived.unwrap_or_else(|_| panic!("{} of 10: {capabilities:?}", sink.arrivals().len()));
+            assert!(sink.calls() - calls >= 15, "the retries go on: {} calls", sink.calls() - calls);
+        })
+        .await;
+    }
 }
 
 /// Each replica gets the share that its lanes are of all lanes; the last one gets the whole rate.

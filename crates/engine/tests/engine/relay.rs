@@ -13,6 +13,7 @@ use postbox_router::{InProcessBus, handler_sink};
 use tokio_util::sync::CancellationToken;
 
 use postbox_testkit::memory::{self, Answer, Recorder, TestEnv, event, fast};
+use postbox_testkit::warnings::Warnings;
 
 const S: Duration = Duration::from_secs(1);
 
@@ -102,6 +103,20 @@ async fn a_panic_a_timeout_and_a_broken_contract_are_failed_attempts() {
     assert_eq!(env.stats().await.dispatched, 4);
     let codes: Vec<String> = relay.metrics().failures_by_cause().into_keys().map(|(_, code)| code).collect();
     assert_eq!(codes, ["panic", "sink_contract", "timeout"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sink_that_fails_at_everything_fills_no_log() {
+    for (panics, text) in [(true, "sink panicked"), (false, "sink contract broken")] {
+        let env = TestEnv::with((0..400).map(|n| event(n, n))).await;
+        let (sink, relay) = env.recorded(Capabilities::default(), fast());
+        sink.script(move |_| if panics { Answer::Panic } else { Answer::SayTooMuch });
+        let (warnings, _hears) = Warnings::hear();
+        env.run_for(&relay, 10 * S).await;
+        assert!(relay.metrics().failures_by_cause().values().sum::<u64>() >= 400);
+        let lines = warnings.all().iter().filter(|line| line.contains(text)).count();
+        assert!((1..=12).contains(&lines), "{lines}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
