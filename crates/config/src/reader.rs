@@ -17,18 +17,21 @@ pub struct ReadOptions<'a> {
     pub file: &'a str,
     /// Looks up `env:NAME`.
     pub env: &'a dyn Fn(&str) -> Option<String>,
-    /// Whether the program delivers or receives. Commands that only look at the store need no secret
-    /// of a sink or source. To them a fault of a [`Kind::for_delivery`] is a warning, and nothing
-    /// else is.
+    /// Whether the program delivers or receives. Commands that only look at the store need no
+    /// secret of a sink or source. To them a fault of a [`Kind::for_delivery`] or within
+    /// [`Reader::for_delivery`] is a warning, and nothing else is.
     pub delivers: bool,
     /// Whether the files that sinks name are read as well, to find faults in them.
     pub files: bool,
+    /// The full name of a key whose value the command line replaces, so that its variable may be
+    /// missing; the key then has its default.
+    pub replaced: Option<&'a str>,
 }
 
 impl ReadOptions<'_> {
     /// No environment, no file name, and no need for secrets.
     pub fn none() -> Self {
-        ReadOptions { file: "", env: &|_| None, delivers: false, files: false }
+        ReadOptions { file: "", env: &|_| None, delivers: false, files: false, replaced: None }
     }
 }
 
@@ -80,9 +83,9 @@ impl<'a> Reader<'a> {
         self.faults.borrow().len()
     }
 
-    /// Reads a value that only delivery needs: if the program does not deliver, its faults become
+    /// Reads or checks what only delivery needs: if the program does not deliver, its faults become
     /// warnings.
-    pub(crate) fn for_delivery<T>(&self, read: impl FnOnce() -> T) -> T {
+    pub fn for_delivery<T>(&self, read: impl FnOnce() -> T) -> T {
         let before = self.count();
         let value = read();
         if !self.options.delivers {

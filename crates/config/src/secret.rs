@@ -48,7 +48,7 @@ fn read(place: &Place<'_>, is_needed: bool) -> Option<Secret> {
     let Some(name) = text.strip_prefix("env:") else { return Some(Secret::new(text)) };
     match (place.reader.options.env)(name).filter(|value| !value.is_empty()) {
         Some(value) => Some(Secret(value)),
-        None if !is_needed => None,
+        None if !is_needed || place.reader.options.replaced == Some(path.as_str()) => None,
         None if is_variable(name) => {
             place.fault(format!("{path} needs the environment variable {name}, which is not set; export {name}=…"))
         }

@@ -8,9 +8,9 @@ use bytes::Bytes;
 use http::HeaderMap;
 use postbox_core::{BoxError, NewEvent, SourceName};
 use postbox_webhook::Verified;
-use tracing::{error, warn};
 
 use crate::answer::Answer;
+use crate::mapping::Rejection;
 
 /// A verified message. Only the headers that the scheme signs are verified; see the scheme's table.
 #[derive(Debug, Clone, Copy)]
@@ -40,21 +40,14 @@ impl Convert {
         Self(Arc::new(function))
     }
 
-    /// Returns the event, or the answer to the sender. A panic is caught here: it may concern this
-    /// message only.
-    pub(crate) fn call(&self, message: &Message<'_>) -> Result<NewEvent, Answer> {
-        let source = message.source;
+    /// Returns the event, or why there is none. A panic is caught here: it may concern this message
+    /// only.
+    pub(crate) fn call(&self, message: &Message<'_>) -> Result<NewEvent, Rejection> {
         match catch_unwind(AssertUnwindSafe(|| (self.0)(message))) {
             Ok(Ok(Some(event))) => Ok(event),
-            Ok(Ok(None)) => Err(Answer::Ignored),
-            Ok(Err(failure)) => {
-                warn!(%source, message_id = message.message_id, error = %failure, "webhook conversion failed");
-                Err(Answer::Unmapped("convert_failed"))
-            }
-            Err(_) => {
-                error!(%source, message_id = message.message_id, "webhook conversion panicked");
-                Err(Answer::ConvertPanicked)
-            }
+            Ok(Ok(None)) => Err(Answer::Ignored.into()),
+            Ok(Err(failure)) => Err(Rejection::NotConverted(message.message_id.to_owned(), Some(failure.to_string()))),
+            Err(_) => Err(Rejection::NotConverted(message.message_id.to_owned(), None)),
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::routing::post;
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
-use postbox_core::{Bucket, Clock, Error, Rate, Receive, Result, SourceName, lock};
+use postbox_core::{Bucket, Clock, Error, Outage, Rate, Receive, Result, SourceName, lock};
 use postbox_receiver::{LogThrottle, Receiver, ReceiverSettings, Storm};
 use tokio::sync::Semaphore;
 use tracing::warn;
@@ -114,6 +114,12 @@ impl Ingress {
     pub fn storms(&self) -> Vec<(SourceName, Storm)> {
         let storm = |state: &SourceState| Some((state.source.name.clone(), state.receiver.storm()?));
         self.sources.values().filter_map(storm).collect()
+    }
+
+    /// The sources whose messages cannot be stored, since when and why.
+    pub fn store_outages(&self) -> Vec<(SourceName, Outage)> {
+        let outage = |state: &SourceState| Some((state.source.name.clone(), state.receiver.store_outage()?));
+        self.sources.values().filter_map(outage).collect()
     }
 
     /// Number of headers that were left out of each source's events because they did not fit or are

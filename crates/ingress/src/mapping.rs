@@ -150,8 +150,11 @@ pub(crate) struct VerifiedRequest<'a> {
 
 /// Why a verified message is not stored.
 pub(crate) enum Rejection {
-    /// Decided, and logged, by the source's `convert` function.
+    /// Decided by the source's `convert` function.
     Answered(Answer),
+    /// The `convert` function failed for the message with this id, or panicked (`None`). Not logged
+    /// yet.
+    NotConverted(String, Option<String>),
     /// The mapping failed. Not logged yet.
     Mapping(MappingFailure),
 }

@@ -9,7 +9,7 @@ use http::request::Parts;
 use postbox_core::{ErrorKind, Inbound, Received, lock};
 use postbox_receiver::Receiver;
 use postbox_webhook::{Headers, Refusal, UnixSeconds, Verified};
-use tracing::{debug, warn};
+use tracing::{debug, error, warn};
 
 use crate::answer::Answer;
 use crate::body::{check_headers, read};
@@ -95,11 +95,24 @@ impl Ingress {
     /// mapping is fixed in time, so it is logged. The log is rate limited, because anybody who
     /// captured one such message can send it all day.
     fn answer_to(&self, state: &SourceState, rejection: &Rejection) -> Answer {
+        let (source, logs) = (&state.source.name, || state.logging().unmapped.take(self.clock.monotonic()).is_ok());
         match rejection {
             Rejection::Answered(answer) => answer.clone(),
+            Rejection::NotConverted(message_id, Some(error)) => {
+                if logs() {
+                    warn!(%source, message_id, error, "webhook conversion failed");
+                }
+                Answer::Unmapped("convert_failed")
+            }
+            Rejection::NotConverted(message_id, None) => {
+                if logs() {
+                    error!(%source, message_id, "webhook conversion panicked");
+                }
+                Answer::ConvertPanicked
+            }
             Rejection::Mapping(failure) => {
-                if state.logging().unmapped.take(self.clock.monotonic()).is_ok() {
-                    failure.log(&state.source.name);
+                if logs() {
+                    failure.log(source);
                 }
                 failure.answer()
             }

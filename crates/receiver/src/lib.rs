@@ -19,6 +19,7 @@ mod group_commit;
 mod log_throttle;
 mod metrics;
 mod pull;
+mod unstored;
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -35,11 +36,13 @@ pub use metrics::{ReceiverMetrics, ReceiverSnapshot};
 
 use duplicate_rate::DuplicateRate;
 use group_commit::GroupCommit;
+use unstored::Unstored;
 
 /// A source that failed within this time counts as failing. It is asked again within a moment, and
 /// an idle source returns nothing that would show it is back, so the state must expire. A source
-/// has to end a failing call within this time, or it would count as back in between.
-const FAILING_KEPT: Duration = Duration::from_secs(15);
+/// has to end a failing call within this time, or it would count as back in between: SQS takes 30 s
+/// to find that its endpoint is silent.
+const FAILING_KEPT: Duration = Duration::from_secs(45);
 
 /// The result of one message, or why it is not stored. All messages of a commit share one error.
 pub type Committed = Result<Received, Arc<Error>>;
@@ -165,6 +168,9 @@ struct Watch {
     failures: LogThrottle,
     source_failures: LogThrottle,
     poison: LogThrottle,
+    cut: LogThrottle,
+    rejected: LogThrottle,
+    unstored: Unstored,
     /// Since when the source fails, and when it last failed (monotonic).
     failing: Option<(Outage, Duration)>,
 }
@@ -225,6 +231,12 @@ impl Receiver {
         (self.clock.monotonic().saturating_sub(last) <= FAILING_KEPT).then_some(outage)
     }
 
+    /// Returns since when and why its messages cannot be stored, if that is so: several failed in a
+    /// row. One message that the store refuses does not count.
+    pub fn store_outage(&self) -> Option<Outage> {
+        self.watch().unstored.outage(self.clock.monotonic())
+    }
+
     /// Counts and logs the result of a message.
     fn observe(&self, message_id: &str, committed: &Committed) {
         let metrics = &self.metrics;
@@ -242,12 +254,18 @@ impl Receiver {
             Err(failure) => self.observe_failure(message_id, failure),
         }
         if let Ok(received) = committed {
+            self.watch().unstored.clear();
             self.note_arrival(*received == Received::Duplicate);
         }
     }
 
     fn observe_failure(&self, message_id: &str, failure: &Error) {
-        self.metrics.add(&self.metrics.store_errors, 1);
+        // An invalid message says nothing about the store.
+        if failure.kind() != ErrorKind::Invalid {
+            self.metrics.add(&self.metrics.store_errors, 1);
+            let outage = Outage { since: self.clock.now(), code: failure.code().to_owned() };
+            self.watch().unstored.observe(message_id, failure, outage, self.clock.monotonic());
+        }
         let Some(failures) = self.watch().failures.observe(self.clock.monotonic()) else { return };
         let (source, code) = (&self.source, failure.code());
         match failure.kind() {

@@ -44,7 +44,7 @@ counters! {
     returned,
     /// Messages refused at once because too many were being stored.
     busy,
-    /// Messages that the store failed to store.
+    /// Messages that the store failed to store. Invalid ones, which it refuses, do not count.
     store_errors,
     /// Calls to the source that failed.
     source_errors,

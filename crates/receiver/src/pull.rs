@@ -23,7 +23,8 @@ const BACKOFF_MAX: Duration = Duration::from_millis(500);
 const RETURN_DELAY: Duration = Duration::from_secs(30);
 
 /// Most bytes of payloads at hand before no others are pulled: large messages must not fill the
-/// memory. A portion that was asked for may go beyond it.
+/// memory. A portion that was asked for may go beyond it, and so may what a source holds by itself:
+/// RabbitMQ and MQTT send up to `in_flight` messages of any size.
 const BYTES_MAX: usize = 64 * 1024 * 1024;
 
 /// Exponential backoff.
@@ -278,7 +279,10 @@ impl Receiver {
                 ErrorKind::Invalid if source.capabilities().dead_letters => settlement.reject.push(pending.token),
                 ErrorKind::Invalid if let Some(bytes) = pending.message.cut() => {
                     let why = format!("{}; only the first of its {bytes} bytes are stored", failure.message());
-                    error!(source = %self.source, message_id = %log_excerpt(&id), bytes, "message cut: no store can keep it whole");
+                    if let Some(messages) = self.watch().cut.observe(self.clock.monotonic()) {
+                        let message_id = log_excerpt(&id);
+                        error!(source = %self.source, message_id, bytes, messages, "message cut: no store can keep it whole");
+                    }
                     pending.poison = Some((failure.code().to_owned(), why));
                     kept.push(pending);
                 }
@@ -345,7 +349,10 @@ impl Receiver {
             settled.push(source.nak(&nak, RETURN_DELAY).await);
         }
         if !reject.is_empty() {
-            error!(source = %self.source, messages = reject.len(), "messages rejected: they cannot even be kept as poison");
+            if let Some(times) = self.watch().rejected.observe(self.clock.monotonic()) {
+                let messages = reject.len();
+                error!(source = %self.source, messages, times, "messages rejected: they cannot even be kept as poison");
+            }
             settled.push(source.reject(&reject).await);
         }
         let failed = settled.iter().any(Result::is_err);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::stream::{StreamExt as _, iter};
-use postbox_core::kit::check_logs;
+use postbox_core::kit::{check_log, check_logs};
 use postbox_core::{Clock, Error, ErrorKind, Result};
 use postbox_engine::TokioClock;
 use tokio::time::timeout;
@@ -73,8 +73,9 @@ fn with_cure(error: Error) -> Error {
     Error::new(error.kind(), error.operation(), error.code().to_owned(), text).with_source(error)
 }
 
-/// Opens the store, validates its schema, and checks its cursors and that it has every log that is
-/// named; with sources, also checks that it can receive.
+/// Opens the store, validates its schema, and checks its cursors, that it has every log that is
+/// named, and that its subscriptions read those logs; with sources, also checks that it can
+/// receive.
 async fn store(config: &Config) -> Result<String> {
     let store = open_store(&config.store).await?;
     store.validate().await?;
@@ -82,6 +83,10 @@ async fn store(config: &Config) -> Result<String> {
     let has = store.logs().await?;
     let of_subscriptions = config.subscriptions.iter().map(|it| &it.subscription.log);
     check_logs("connect", of_subscriptions.chain(config.sources.iter().map(|it| &it.log)), &has)?;
+    for info in store.subscriptions().await? {
+        let wanted = config.subscriptions.iter().find(|it| it.subscription.name == info.name);
+        wanted.map_or(Ok(()), |wanted| check_log(&wanted.subscription, &info.log))?;
+    }
     if !config.sources.is_empty() {
         store.check_receiving().await?;
     }

@@ -55,7 +55,7 @@ impl Api {
         let faults = join_all(self.stores.iter().map(|store| store.faults())).await;
         // One working store is enough. Readiness covers all stores, so "not ready" because of one
         // store would take the working ones out of service too.
-        let ready = faults.iter().any(Vec::is_empty);
+        let ready = faults.iter().any(|of| !of.iter().any(Fault::stops_work));
         let faults = faults.into_iter().flatten().collect();
         let work = self.stores.iter().flat_map(|of| of.relays().iter().map(|it| WorkJson::of(of.name.as_ref(), it)));
         let storms = self.stores.iter().flat_map(|of| {
@@ -122,12 +122,13 @@ fn names_this_machine(headers: &HeaderMap) -> bool {
 }
 
 /// Ready: the store is reachable with the right schema, every relay works, no breaker is open and
-/// no source fails. Of several stores, one in that state is enough.
+/// no source fails, nor the storing of its messages. Of several stores, one in that state is
+/// enough.
 async fn readyz(State(api): State<Arc<Api>>, headers: HeaderMap) -> (StatusCode, String) {
     let status = api.status().await;
     let (code, head) = match (status.ready, status.faults.is_empty()) {
         (true, true) => return (StatusCode::OK, "ready\n".into()),
-        (true, false) => (StatusCode::OK, "ready, but not every store is"),
+        (true, false) => (StatusCode::OK, "ready, but not everything works"),
         (false, _) => (StatusCode::SERVICE_UNAVAILABLE, "not ready"),
     };
     if !api.may_read(&headers) {

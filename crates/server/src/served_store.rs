@@ -13,7 +13,7 @@ use postbox_core::{
     Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName, Subscription,
     SubscriptionInfo, lock,
 };
-use postbox_engine::{Schedule, SupervisedRelay, Sweeper, UnroutedFinder, wait_for_store};
+use postbox_engine::{FailingPart, Schedule, SupervisedRelay, Sweeper, UnroutedFinder, wait_for_store};
 use postbox_ingress::SnsClient;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -54,6 +54,8 @@ pub(crate) struct ServedStore {
     leases: LaneLeases,
     sources: Sources,
     taken_up: Arc<TakenUp>,
+    /// Set once they run.
+    parts: OnceLock<(Arc<Sweeper>, Arc<UnroutedFinder>)>,
     /// Why the store is not taken up yet.
     missing: Mutex<Option<Fault>>,
     /// When the store was created; `None`: not known yet.
@@ -92,6 +94,7 @@ impl ServedStore {
             leases,
             sources,
             taken_up,
+            parts: OnceLock::new(),
             missing: Mutex::default(),
             created_at: Mutex::default(),
             clock: Arc::clone(clock),
@@ -185,9 +188,14 @@ impl ServedStore {
         for receiver in self.sources.receivers().iter().map(Arc::clone) {
             begin(&mut tasks, receiver.supervise(Arc::clone(&self.clock), stop.clone()));
         }
+        let sweeper = self.sweeper(&store)?;
         let finder = UnroutedFinder::new(Arc::clone(&store) as _, logs(&self.config), Arc::clone(&self.clock));
-        begin(&mut tasks, Arc::new(finder).supervise(stop.clone()));
-        begin(&mut tasks, Arc::new(self.sweeper(&store)?).supervise(stop.clone()));
+        let (sweeper, finder) = self.parts.get_or_init(|| (Arc::new(sweeper), Arc::new(finder)));
+        // Refused to a store that works for one tenant.
+        if !self.config.store.is_of_one_tenant() {
+            begin(&mut tasks, Arc::clone(finder).supervise(stop.clone()));
+        }
+        begin(&mut tasks, Arc::clone(sweeper).supervise(stop.clone()));
         join(&mut tasks, &stop).await
     }
 
@@ -256,6 +264,15 @@ impl ServedStore {
         &self.sources
     }
 
+    /// The parts beside its relays that fail at every try, each by its name.
+    pub(crate) fn failing_parts(&self) -> Vec<(&'static str, FailingPart)> {
+        let Some((sweeper, finder)) = self.parts.get() else { return Vec::new() };
+        let parts = [(Fault::RETENTION, sweeper.failing()), (Fault::UNROUTED, finder.failing())];
+        let failing = parts.into_iter().filter_map(|(part, failing)| Some((part, failing?)));
+        // One tenant's service must leave pruning to that of all tenants.
+        failing.filter(|(_, it)| it.code != "tenant_limited").collect()
+    }
+
     /// Returns everything that keeps it from working.
     pub(crate) async fn faults(self: &Arc<Self>) -> Vec<Fault> {
         // For a single store, the query itself times out before this does.
@@ -287,14 +304,18 @@ impl ServedStore {
         };
         let store_is_up = of_the_store.is_none();
         let of_relays = self.relays().iter().filter_map(|relay| Fault::of_relay(relay, store_is_up));
-        let of_sources = self.sources.receivers().iter().filter_map(|receiver| receiver.fault());
-        of_the_store.into_iter().chain(of_relays).chain(of_sources).collect()
+        let of_sources = self.sources.faults(store_is_up);
+        let of_parts = self.failing_parts().into_iter().filter(|_| store_is_up);
+        let of_parts = of_parts.map(|(part, failing)| Fault::of_part(part, &failing));
+        of_the_store.into_iter().chain(of_relays).chain(of_sources).chain(of_parts).collect()
     }
 
     /// Returns the store's depth and lag; `None` if it does not answer.
     pub(crate) async fn measured(self: &Arc<Self>) -> Option<Arc<Measured>> {
         let this = Arc::clone(self);
-        self.measured.get(async move { Measured::ask(this.store()?.as_ref(), this.relays()).await.ok() }).await
+        let is_of_one_tenant = self.config.store.is_of_one_tenant();
+        let ask = async move { Measured::ask(this.store()?.as_ref(), this.relays(), is_of_one_tenant).await.ok() };
+        self.measured.get(ask).await
     }
 }
 

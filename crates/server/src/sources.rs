@@ -12,6 +12,7 @@ use postbox_ingress::{Count, Ingress, SnsClient, WebhookTable};
 use postbox_receiver::{Receiver, ReceiverSettings, Storm};
 
 use crate::config::store_names;
+use crate::fault::Fault;
 use crate::supervised_receiver::SupervisedReceiver;
 
 /// Every type of source. A new one is one row here.
@@ -290,6 +291,15 @@ impl Sources {
     pub(crate) fn storms(&self) -> Vec<(SourceName, Storm)> {
         let pulled = self.receivers.iter().filter_map(|it| Some((it.name.clone(), it.storm()?)));
         self.ingress.storms().into_iter().chain(pulled).collect()
+    }
+
+    /// What keeps the sources from receiving. That messages cannot be stored is left out if the
+    /// store is down: that is the reason, and the caller knows it already.
+    pub(crate) fn faults(&self, store_is_up: bool) -> Vec<Fault> {
+        let unread = self.receivers.iter().filter_map(|receiver| receiver.fault());
+        let pulled = self.receivers.iter().filter_map(|it| Some((it.name.clone(), it.store_outage()?)));
+        let unstored = self.ingress.store_outages().into_iter().chain(pulled).filter(|_| store_is_up);
+        unread.chain(unstored.map(Fault::of_storing)).collect()
     }
 
     /// What became of each source's messages: the answers given to webhook senders, and the

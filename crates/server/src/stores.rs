@@ -112,11 +112,13 @@ impl StoreConfig {
     pub(crate) fn read_with(section: &Section<'_>, url: Secret) -> Self {
         let options = STORES.iter().map(|store| (store.read)(section)).collect();
         let config = Self { url, url_from: None, options, is_one_of_many: false };
-        let is_postgres = config.chosen().is_ok_and(|store| (store as &dyn Any).is::<PostgresTable>());
-        // Without a URL here, --store names the store; a secret that is not needed is empty.
-        if section.has("url") && !config.url.expose().is_empty() && section.has("tenant") && !is_postgres {
-            let name = section.name("tenant");
-            section.fault("tenant", format!("{name}: only a Postgres store separates tenants; leave it out"));
+        // Where --store names the store, its tenant is checked with that one.
+        let is_replaced = section.reader.options.replaced == Some(section.name("url").as_str());
+        if section.has("url")
+            && !is_replaced
+            && let Some(why) = config.tenant_refused()
+        {
+            section.fault("tenant", format!("{}: {why}", section.name("tenant")));
         }
         if let Some(risk) = config.risk() {
             section.warning("url", format!("{}: {risk}", section.name("url")));
@@ -130,6 +132,16 @@ impl StoreConfig {
         let chosen = self.chosen().ok().map(|chosen| chosen as &dyn Any);
         let postgres = chosen.and_then(|chosen| chosen.downcast_ref::<PostgresTable>());
         postgres.is_some_and(|postgres| postgres.config(self.url.expose()).tenant.is_some())
+    }
+
+    /// Returns why its `tenant` must be left out, if it has one: the store would ignore it.
+    pub fn tenant_refused(&self) -> Option<&'static str> {
+        let of_postgres = |options: &Arc<dyn StoreOptions>| {
+            let postgres = (&**options as &dyn Any).downcast_ref::<PostgresTable>();
+            postgres.is_some_and(|postgres| postgres.config(self.url.expose()).tenant.is_some())
+        };
+        let is_ignored = self.chosen().is_ok() && !self.is_of_one_tenant() && self.options.iter().any(of_postgres);
+        is_ignored.then_some("only a Postgres store separates tenants; leave it out")
     }
 
     /// Returns what is risky about the connection to the store, if anything. Never repeats the URL.

@@ -35,7 +35,12 @@ impl SupervisedReceiver {
     pub(crate) fn fault(&self) -> Option<Fault> {
         let Outage { since, code } = self.receiver.outage()?;
         let what = format!("it has failed since {since:.0}, nothing is received; last reason: {code}");
-        Some(Fault { store: None, subscription: None, source: Some(self.name.clone()), lane: None, code, what })
+        Some(Fault { source: Some(self.name.clone()), code, what, ..Fault::default() })
+    }
+
+    /// Returns since when and why its messages cannot be stored, if that is so.
+    pub(crate) fn store_outage(&self) -> Option<Outage> {
+        self.receiver.store_outage()
     }
 
     /// Counts what became of its messages, with the codes that webhook answers have.

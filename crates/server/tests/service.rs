@@ -8,7 +8,9 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use async_trait::async_trait;
 use postbox_config::{SourceConfig, SourceContext};
-use postbox_core::{Append as _, Count, Inspect as _, LogName, Migrate as _, NewEvent, RawMessage, Source, Store};
+use postbox_core::{
+    Append as _, Count, Error, ErrorKind, Inspect as _, LogName, Migrate as _, NewEvent, RawMessage, Source, Store,
+};
 use postbox_engine::TokioClock;
 use postbox_memory::{Call, MemorySource, MemoryStore, Wire};
 use postbox_server::status::{ServiceStatus, StatsJson, add_marks, fetch};
@@ -254,6 +256,7 @@ async fn verified_webhooks_are_stored_once() -> Result<()> {
     let (_, page) = get(service.address(), "/metrics").await?;
     for line in [
         "postbox_received_total{source=\"partner\",result=\"accepted\"} 1\n",
+        "postbox_received_total{source=\"partner\",result=\"store_unavailable\"} 0\n",
         "postbox_duplicates_total{layer=\"timestamp\",source=\"partner\"} 0\n",
         "postbox_duplicates_total{layer=\"inbox\",source=\"partner\"} 1\n",
         "postbox_duplicates_total{layer=\"destination\",source=\"partner\",subscription=\"apply\"} 0\n",
@@ -263,6 +266,22 @@ async fn verified_webhooks_are_stored_once() -> Result<()> {
         ensure!(page.contains(line), "{line} is not in\n{page}");
     }
     check_page(&page)?;
+    stop(service).await
+}
+
+#[tokio::test]
+async fn events_of_a_log_that_nobody_reads_are_counted_as_unrouted() -> Result<()> {
+    let store = memory();
+    for log in ["inbox", "outbox"] {
+        store.append(&log.parse()?, &[NewEvent::json("order.paid", "{}")]).await?;
+    }
+    let service = start("[subscriptions.out]\n", &store).await?;
+    until("the inbox and no other", async || {
+        let (_, page) = get(service.address(), "/metrics").await?;
+        Ok(page.contains("postbox_unrouted_events{log=\"inbox\",topic=\"other\"} 1\n")
+            && !page.contains("postbox_unrouted_events{log=\"outbox\""))
+    })
+    .await?;
     stop(service).await
 }
 
@@ -307,6 +326,49 @@ async fn one_source_may_use_all_that_the_connections_leave_and_no_more() -> Resu
     while let Some(answer) = posts.join_next().await {
         ensure!(answer??.0 == 202);
     }
+    stop(service).await
+}
+
+/// Stores no message and removes nothing.
+struct Refuses;
+
+#[async_trait]
+impl Wire for Refuses {
+    async fn carry(&self, call: Arc<Call>) -> postbox_core::Result<()> {
+        if ["receive", "prune"].contains(&call.operation) {
+            return Err(Error::new(ErrorKind::Unauthorized, "write", "permission_denied", "no right; grant it"));
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn what_fails_at_every_call_is_shown() -> Result<()> {
+    let store = memory().client(Some(Arc::new(Refuses)));
+    let text = webhook("partner") + "[retention]\nschedule = \"* * * * * *\"\n";
+    let service = Service::start_on(config(&text)?, Arc::new(store)).await?;
+    // Retention keeps nobody from sending and receiving.
+    until("retention fails", async || {
+        let (status, body) = get(service.address(), "/readyz").await?;
+        Ok(status == 200 && body.contains("ready, but not everything works:\nretention: it has failed"))
+    })
+    .await?;
+    let (_, page) = get(service.address(), "/metrics").await?;
+    let gauge = "postbox_part_failing_since_seconds{part=\"retention\",code=\"permission_denied\"} ";
+    ensure!(page.contains(gauge), "{page}");
+    let (mut sent, body) = (0, "{\"type\":\"invoice.paid\"}");
+    until("unready", async || {
+        sent += 1;
+        let head = signed("partner", &format!("msg_{sent}"), body)?;
+        ensure!(exchange(service.address(), &head, body).await?.0 == 503);
+        let (status, reasons) = get(service.address(), "/readyz").await?;
+        Ok(status == 503 && reasons.contains("source partner: its messages cannot be stored since"))
+    })
+    .await?;
+    let status = asked(&service).await?;
+    let parts: Vec<_> = status.faults.iter().filter_map(|fault| fault.part.as_deref()).collect();
+    ensure!(!status.ready && parts == ["storing", "retention"], "{status:?}");
     stop(service).await
 }
 

@@ -5,12 +5,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{AckToken, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Error, ErrorKind, LogName, Result, Source, SourceCapabilities, SourceMessage};
 use postbox_engine::TokioClock;
 use postbox_memory::MemorySource;
+use postbox_receiver::Receiver;
 use postbox_testkit::inbox::Inbox;
+use tokio_util::sync::CancellationToken;
 
-use crate::source::{Mended, message, receive_while};
+use crate::source::{Mended, message, name, receive_while};
 
 /// How long an acknowledgement takes, on the paused clock.
 const HEARING: Duration = Duration::from_secs(1);
@@ -161,4 +163,50 @@ async fn a_refused_acknowledgement_is_no_busy_loop() {
         assert!((60..=260).contains(&calls), "{calls} calls in a minute");
     };
     receive_while(Arc::new(Inbox::default()), source.clone(), watch).await;
+}
+
+/// A broker's silent endpoint, as the source of SQS finds it.
+struct Silent;
+
+#[async_trait]
+impl Source for Silent {
+    fn capabilities(&self) -> SourceCapabilities {
+        SourceCapabilities { in_flight_max: 32, ordered: true, nak_delay: true, dead_letters: false }
+    }
+
+    async fn next(&self, _max: usize) -> Result<Vec<SourceMessage>> {
+        tokio::time::sleep(Duration::from_secs(30)).await;
+        Err(Error::new(ErrorKind::Unavailable, "receive", "aws_timeout", "no answer in time"))
+    }
+
+    async fn ack(&self, _tokens: &[AckToken]) -> Result<()> {
+        Ok(())
+    }
+
+    async fn nak(&self, _tokens: &[AckToken], _delay: Duration) -> Result<()> {
+        Ok(())
+    }
+
+    async fn reject(&self, _tokens: &[AckToken]) -> Result<()> {
+        Ok(())
+    }
+
+    async fn close(&self) {}
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_source_that_fails_slowly_does_not_count_as_back_in_between() {
+    let clock = Arc::new(TokioClock::new());
+    let receiver = Receiver::builder(Arc::new(Inbox::default()), name(), LogName::inbox(), clock);
+    let receiver = receiver.pull(Arc::new(Silent)).build().expect("good settings");
+    let stop = CancellationToken::new();
+    let watch = async {
+        tokio::time::sleep(Duration::from_secs(31)).await;
+        for second in 0..120 {
+            assert!(receiver.outage().is_some(), "after {second} s");
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        stop.cancel();
+    };
+    tokio::join!(receiver.run(stop.clone()), watch);
 }

@@ -335,6 +335,59 @@ async fn a_store_that_refuses_everything_gives_nothing_back() {
     assert_eq!(receiver.metrics().snapshot().returned, 0);
 }
 
+/// A store that refuses every message for this reason, or none.
+#[derive(Default)]
+struct Refusing {
+    inbox: Inbox,
+    reason: Mutex<Option<(ErrorKind, &'static str)>>,
+}
+
+#[async_trait]
+impl Receive for Refusing {
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        let reason = *self.reason.lock().expect("no panic while held");
+        match reason {
+            Some((kind, code)) => Err(Error::new(kind, "receive", code, "as asked")),
+            None => self.inbox.receive_many(log, inbound).await,
+        }
+    }
+
+    async fn forget(&self, _older_than: Duration) -> Result<u64> {
+        Ok(0)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn messages_that_cannot_be_stored_are_an_outage_and_a_single_refused_one_is_none() {
+    let store = Arc::new(Refusing::default());
+    let builder = Receiver::builder(store.clone(), name(), LogName::inbox(), Arc::new(TokioClock::new()));
+    let receiver = builder.build().expect("good settings");
+    let refuse = |reason| *store.reason.lock().expect("no panic while held") = reason;
+    // Its outcome after a message, one second later.
+    let outage = async |id: &str| {
+        _ = receiver.receive(message(id, "a").into_inbound(&name()).expect("valid")).await;
+        let outage = receiver.store_outage().map(|outage| outage.code);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        outage
+    };
+    refuse(Some((ErrorKind::Invalid, "event_refused")));
+    assert_eq!(outage("0").await, None, "it says nothing about the store");
+    assert_eq!(receiver.metrics().snapshot().store_errors, 0, "no alert for one message that is refused");
+    refuse(Some((ErrorKind::Internal, "store_error")));
+    for _ in 0..10 {
+        assert_eq!(outage("1").await, None, "a trigger may refuse one message");
+    }
+    assert_eq!(outage("2").await.as_deref(), Some("store_error"));
+    refuse(None);
+    assert_eq!(outage("3").await, None, "one is stored");
+    refuse(Some((ErrorKind::Unauthorized, "permission_denied")));
+    assert_eq!(outage("4").await, None, "it may be over soon");
+    assert_eq!(outage("4").await, None);
+    assert_eq!(outage("4").await.as_deref(), Some("permission_denied"), "a store that refuses everything");
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert_eq!(receiver.store_outage(), None, "nobody sends any more");
+}
+
 /// A queue that counts the messages it has handed out.
 struct Counted {
     queue: MemorySource,

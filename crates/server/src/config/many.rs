@@ -43,11 +43,15 @@ impl Config {
                 root.reader.fault(line, text);
             }
         }
-        let subscriptions =
-            self.subscriptions.iter().map(|it| ("subscriptions", it.subscription.name.as_str(), &it.stores));
-        let sources = self.sources.iter().map(|it| ("sources", it.name.as_str(), &it.stores));
-        for (section, name, stores) in subscriptions.chain(sources) {
-            self.check_named(root, [section, name], stores);
+        for it in &self.subscriptions {
+            self.check_named(root, ["subscriptions", it.subscription.name.as_str()], &it.stores);
+        }
+    }
+
+    /// Checks the stores of the sources, which only who receives needs.
+    pub(super) fn check_sources(&self, root: &Section<'_>) {
+        for it in &self.sources {
+            self.check_named(root, ["sources", it.name.as_str()], &it.stores);
         }
         for source in self.sources.iter().filter(|source| source.is_pulled()) {
             let count = if source.stores.is_empty() { self.stores.len() } else { source.stores.len() };

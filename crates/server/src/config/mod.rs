@@ -75,7 +75,7 @@ table! {
         stores: Vec<NamedStore> = stores(), unset("", "acme");
         // Read before the sinks: they need the listen address, which they must not call.
         /// The HTTP server.
-        server: ServerConfig = nested::<ServerConfig>().for_delivery();
+        server: ServerConfig = nested::<ServerConfig>();
         /// Who reads which log, and where the events go. One section for each reader.
         subscriptions: Vec<SubscriptionConfig> = subscriptions(), unset("", "orders-out");
         /// Where messages come from.
@@ -99,14 +99,15 @@ impl Config {
         Self::parse_with(text, from_environment(FILE_DEFAULT)).map(|(config, _)| config)
     }
 
-    /// Reads a configuration with these options. Also returns warnings: what is allowed but risky, or
-    /// with `delivers = false` faults of what only delivery needs.
+    /// Reads a configuration with these options. Also returns warnings: what is allowed but risky,
+    /// or with `delivers = false` faults of what only delivery needs.
     pub fn parse_with(text: &str, options: ReadOptions<'_>) -> Result<(Self, Vec<Fault>), Faults> {
         read(text, options)
     }
 
     /// Reads a configuration from a file. Files that it names are checked only by a program that
-    /// delivers. `store` is the value of `--store`. Faults begin with the path as given.
+    /// delivers. `store` is the value of `--store`, with which the variable of `[store] url` may be
+    /// missing. Faults begin with the path as given.
     pub fn load(path: &Path, store: Option<&str>, delivers: bool) -> Result<(Self, Vec<Fault>), LoadError> {
         let text = std::fs::read_to_string(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
         let file = path.display().to_string();
@@ -115,12 +116,14 @@ impl Config {
             (STORE_VARIABLE, Some(store)) => Some(store.to_owned()),
             _ => std::env::var(name).ok(),
         };
-        Ok(Self::parse_with(&text, ReadOptions { file: &file, env: &env, delivers, files: delivers })?)
+        let replaced = store.map(|_| "store.url");
+        Ok(Self::parse_with(&text, ReadOptions { file: &file, env: &env, delivers, files: delivers, replaced })?)
     }
 
     /// Returns the configuration without a file: the defaults, and one subscription for each of
-    /// `SQS_QUEUE_URL` and `DISPATCHER_URL` that is set.
-    pub fn without_file(env: impl Fn(&str) -> Option<String>) -> Result<Self, LoadError> {
+    /// `SQS_QUEUE_URL` and `DISPATCHER_URL` that is set. Also returns warnings, as
+    /// [`Config::load`] does.
+    pub fn without_file(env: impl Fn(&str) -> Option<String>, delivers: bool) -> Result<(Self, Vec<Fault>), LoadError> {
         let text: String = ENVIRONMENT
             .iter()
             .filter_map(|(variable, name, sink)| {
@@ -130,15 +133,16 @@ impl Config {
                 Some(format!("[subscriptions.{name}]\nsink = {}\n", sink.replace("VALUE", &value)))
             })
             .collect();
-        Ok(Self::parse_with(&text, from_environment("environment"))?.0)
+        Ok(Self::parse_with(&text, ReadOptions { delivers, ..from_environment("environment") })?)
     }
 
     fn check(&self, root: &Section<'_>) {
         self.check_stores(root);
-        if root.reader.options.delivers {
+        root.reader.for_delivery(|| {
+            self.check_sources(root);
             self.check_memory(root);
             self.check_freshness(root);
-        }
+        });
     }
 
     /// Checks `remember_ids`: an id that is forgotten while its sender still repeats the message
@@ -192,7 +196,7 @@ impl Config {
 /// Takes all secrets from the environment; none may be missing. Files that the configuration names
 /// are not read.
 fn from_environment(file: &str) -> ReadOptions<'_> {
-    ReadOptions { file, env: &|name| std::env::var(name).ok(), delivers: true, files: false }
+    ReadOptions { file, env: &|name| std::env::var(name).ok(), delivers: true, files: false, replaced: None }
 }
 
 /// The commented file that `postbox init` writes; every value in it is the default.

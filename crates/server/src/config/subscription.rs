@@ -188,7 +188,7 @@ impl SubscriptionTable {
         if self.dead_to.as_ref().is_some_and(|sink| !sink.sends_headers()) {
             let name = section.name("dead_to");
             let text = "has an envelope without headers, but headers carry the reason of a dead event; write envelope = \"json\"";
-            section.fault("dead_to", format!("{name} {text}"));
+            section.reader.for_delivery(|| section.fault("dead_to", format!("{name} {text}")));
         }
     }
 

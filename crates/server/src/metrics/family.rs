@@ -32,6 +32,8 @@ families! {
         "Which program this is; always 1.";
     STORE_UP: Gauge "postbox_store_up" ["store"]
         "Whether the store answered the last query.";
+    PART_FAILING: Gauge "postbox_part_failing_since_seconds" ["store" "part" "code"]
+        "When retention (part retention) or the search for unrouted events (unrouted) began to fail at each try, in seconds since 1970; absent while it works.";
 
     STATS_UP: Gauge "postbox_stats_up" ["store" "subscription"]
         "Whether the events of the subscription could be counted; if not, its counts are missing.";
@@ -48,7 +50,7 @@ families! {
     LAG: Gauge "postbox_lag_seconds" ["store" "subscription" "topic"]
         "Age of the oldest event to be delivered, by topic.";
     UNROUTED: Gauge "postbox_unrouted_events" ["store" "log" "topic"]
-        "Events that no subscription wants, by topic.";
+        "Events that no subscription wants, by topic; of a log that no subscription reads all of them, as topic other.";
 
     FETCHED: Counter "postbox_fetched" ["store" "subscription"]
         "Events read.";

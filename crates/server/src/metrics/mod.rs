@@ -90,8 +90,13 @@ type Counted = (SubscriptionName, Option<StatsJson>);
 
 impl Measured {
     /// An error means that the store does not answer. A store that answers that it cannot count
-    /// right now (locked, busy, timed out) is not an error.
-    pub(crate) async fn ask(store: &dyn Store, relays: &[Arc<SupervisedRelay>]) -> Result<Self> {
+    /// right now (locked, busy, timed out) is not an error. One tenant does not see who reads for
+    /// all of them.
+    pub(crate) async fn ask(
+        store: &dyn Store,
+        relays: &[Arc<SupervisedRelay>],
+        is_of_one_tenant: bool,
+    ) -> Result<Self> {
         let deadline = Instant::now() + status::STATS_WAIT;
         let infos = match timeout_at(deadline, store.subscriptions()).await.map_err(|_| status::too_slow())? {
             Err(error) if ["table_locked", "store_contention", "statement_timeout"].contains(&error.code()) => {
@@ -102,8 +107,10 @@ impl Measured {
         };
         let counted = status::stats(store, &infos, deadline).await;
         let unrouted = timeout_at(deadline, status::unrouted(store, &infos)).await.ok().and_then(Result::ok);
+        let unread = async { if is_of_one_tenant { Ok(Vec::new()) } else { status::unread(store, &infos).await } };
+        let unread = timeout_at(deadline, unread).await.ok().and_then(Result::ok);
         let counted = infos.into_iter().map(|info| info.name).zip(counted.into_iter().map(Result::ok)).collect();
-        Ok(Self { counted, unrouted: unrouted.unwrap_or_default() })
+        Ok(Self { counted, unrouted: unrouted.into_iter().chain(unread).flatten().collect() })
     }
 }
 
@@ -131,6 +138,11 @@ impl Collector for Scrape {
         page.family(&family::BUILD_INFO, [([env!("CARGO_PKG_VERSION").into()], 1_u64)])?;
         let up = self.stores.iter().map(|(store, measured)| ([label(store)], u64::from(measured.is_some())));
         page.family(&family::STORE_UP, up)?;
+        let failing = self.stores.iter().flat_map(|(store, _)| {
+            let parts = store.failing_parts().into_iter();
+            parts.map(move |(part, it)| ([label(store), part.into(), it.code], it.since.as_second().unsigned_abs()))
+        });
+        page.family(&family::PART_FAILING, failing)?;
         let measured: Vec<(String, &Measured)> =
             self.stores.iter().filter_map(|(store, measured)| Some((label(store), measured.as_deref()?))).collect();
         if !measured.is_empty() {
@@ -277,8 +289,10 @@ fn received(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
         .flat_map(|store| store.sources().counts().into_iter().map(|count| (label(store), count)))
         .collect();
     let name = |count: &Count| count.source.as_ref().map_or_else(|| NONE.to_owned(), SourceName::to_string);
-    // Every answer given at least once, and always the three that dashboards draw.
-    let is_drawn = |count: &Count| count.count > 0 || ["accepted", "duplicate", "conflict"].contains(&count.code);
+    // Every answer given at least once, and always those that dashboards and alerts read: a series
+    // that begins at zero shows its first count as a rise.
+    let always = ["accepted", "duplicate", "conflict", "store_unavailable"];
+    let is_drawn = |count: &Count| count.count > 0 || always.contains(&count.code);
     let drawn = counts.iter().filter(|(_, count)| is_drawn(count));
     let drawn = drawn.map(|(store, count)| ([store.clone(), name(count), count.code.into()], count.count));
     page.family(&family::RECEIVED, drawn)?;

@@ -21,8 +21,8 @@ pub(crate) use marks::marks;
 pub use service::{ServiceStatus, StoreJson, add_marks, fetch};
 
 pub use crate::fault::Fault;
-pub(crate) use stats::too_slow;
-pub use stats::{STATS_WAIT, StatsJson, TopicJson, stats};
+pub use stats::{STATS_WAIT, StatsJson, TopicJson, stats, too_slow};
 pub use subscription::{LaneJson, PauseJson, SubscriptionJson};
+pub(crate) use unrouted::unread;
 pub use unrouted::{UnroutedLog, unrouted};
 pub use work::{CallsJson, FailsJson, StormJson, WorkJson};

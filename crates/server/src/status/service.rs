@@ -38,7 +38,7 @@ pub struct ServiceStatus {
     /// Whether nothing keeps it from working; with several stores, whether that holds for at least
     /// one.
     pub ready: bool,
-    /// What keeps it from working.
+    /// What keeps it from working, and parts that fail beside its work.
     pub faults: Vec<Fault>,
     /// How each subscription proceeds.
     #[serde(default)]

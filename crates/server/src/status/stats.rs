@@ -40,8 +40,8 @@ pub struct StatsJson {
     pub skipped: u64,
     /// `dispatched + pending + dead + discarded`.
     pub total: u64,
-    /// Events of the log that no subscription wants, counted up to a limit.
-    pub unrouted: u64,
+    /// Events of the log that no subscription wants, counted up to a limit; `None`: not counted.
+    pub unrouted: Option<u64>,
     /// Whether there was too much to count. Then unread events are estimated from samples, and the
     /// counts of states kept as delivery rows are lower bounds.
     pub estimated: bool,
@@ -96,7 +96,7 @@ impl StatsJson {
             dispatched: stats.dispatched,
             skipped: stats.skipped,
             total: stats.total,
-            unrouted: 0,
+            unrouted: None,
             estimated: stats.is_estimate,
             skipped_estimated: stats.skipped_is_estimate,
             share: stats.share,
@@ -115,7 +115,8 @@ impl StatsJson {
     /// The counts of a log that no subscription reads.
     pub fn unread(log: LogName, count: Count) -> Self {
         let Count { events, is_estimate } = count;
-        Self::new(None, log, false, Stats { pending: events, total: events, is_estimate, ..Stats::default() })
+        let stats = Stats { pending: events, total: events, is_estimate, ..Stats::default() };
+        Self { unrouted: Some(0), ..Self::new(None, log, false, stats) }
     }
 }
 
@@ -127,7 +128,8 @@ pub async fn stats(store: &dyn Inspect, infos: &[SubscriptionInfo], deadline: In
     infos.iter().zip(counted).map(|(info, stats)| stats.map(|stats| StatsJson::of(info, stats))).collect()
 }
 
-pub(crate) fn too_slow() -> Error {
+/// The error for counts that did not arrive within [`STATS_WAIT`].
+pub fn too_slow() -> Error {
     let text =
         format!("the counts did not arrive within {STATS_WAIT:?}; is the database overloaded, or a table locked?");
     Error::new(ErrorKind::Unavailable, "stats", "stats_timeout", text)

@@ -46,6 +46,20 @@ pub async fn unrouted(store: &dyn Inspect, infos: &[SubscriptionInfo]) -> Result
     Ok(found)
 }
 
+/// All events of each log that no subscription reads. Nobody looks for unrouted events there, so
+/// their topics are unknown.
+pub(crate) async fn unread(store: &dyn Inspect, infos: &[SubscriptionInfo]) -> Result<Vec<UnroutedLog>> {
+    let mut found = Vec::new();
+    for log in store.logs().await? {
+        if infos.iter().all(|info| info.log != log) {
+            let count = store.count(&log).await?.events;
+            let cure = cure(&[], &[]);
+            found.extend((count > 0).then_some(UnroutedLog { log, count, topics: Vec::new(), cure }));
+        }
+    }
+    Ok(found)
+}
+
 impl UnroutedLog {
     /// One sentence: how many, of which topics, for how long.
     pub fn what(&self) -> String {

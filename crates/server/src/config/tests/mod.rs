@@ -227,7 +227,7 @@ fn unknown_sinks_are_refused_with_the_nearest_name() {
 fn without_a_file_a_variable_is_a_sink() {
     let of = |variables: &[(&str, &str)]| {
         let find = |name: &str| variables.iter().find(|(its, _)| *its == name).map(|(_, value)| (*value).to_owned());
-        let config = Config::without_file(find).map_err(|error| error.to_string())?;
+        let (config, _) = Config::without_file(find, true).map_err(|error| error.to_string())?;
         let sinks = config.subscriptions.iter().map(|it| (it.subscription.name.to_string(), it.sink.type_name()));
         Ok::<_, String>(sinks.collect::<Vec<_>>())
     };
@@ -242,6 +242,9 @@ fn without_a_file_a_variable_is_a_sink() {
         let fault = of(&[("DISPATCHER_URL", hostile)]).expect_err("no address");
         assert!(fault.starts_with("environment:2: subscriptions.dispatcher.sink.url"), "{fault}");
     }
+    let looking = Config::without_file(|name| (name == "DISPATCHER_URL").then(|| "ftp://x".to_owned()), false);
+    let (_, warnings) = looking.expect("what is wrong with a sink keeps nobody from looking");
+    assert_eq!(warnings.iter().map(|fault| fault.line).collect::<Vec<_>>(), [2]);
 }
 
 #[test]
@@ -279,6 +282,18 @@ fn what_only_delivery_needs_keeps_nobody_from_looking() {
     assert_eq!(warnings.iter().map(|fault| fault.line).collect::<Vec<_>>(), [5, 7]);
     assert_eq!(Config::parse(text).expect_err("two faults").to_string().lines().count(), 2);
     assert!(Config::parse_with("[subscriptions.a]\nlanes = 0", reading).is_err());
+    let source = "[sources.a]\ntype = \"webhook\"\nscheme = \"slack\"\nsecret = \"env:HOOK_SECRET\"\n";
+    for (text, line) in [
+        (format!("{source}stores = [\"b\"]"), 5),
+        (format!("{source}tolerance = \"60d\""), 5),
+        ("[retention]\nremember_ids = \"1h\"".to_owned(), 2),
+        ("[subscriptions.a]\ndead_to = { type = \"stdout\", envelope = \"replica\" }".to_owned(), 2),
+    ] {
+        let (_, warnings) = Config::parse_with(&text, reading).expect("its store is right");
+        assert_eq!(warnings.iter().map(|fault| fault.line).collect::<Vec<_>>(), [line], "{text}");
+        assert!(parse(&text).is_err(), "{text}");
+    }
+    assert!(Config::parse_with("[subscriptions.a]\nstores = [\"b\"]", reading).is_err());
 }
 
 #[test]

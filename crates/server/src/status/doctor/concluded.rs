@@ -21,6 +21,7 @@ const CRASHES_MIN: u32 = 3;
 pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Vec<Finding> {
     let address = service.map(|service| service.address.to_string());
     let mut findings: Vec<Finding> = known.info.paused.iter().map(|pause| paused(known, pause)).collect();
+    findings.extend(log_differs(known));
     findings.extend(filter_differs(known));
     findings.extend(lease_fails(known));
     findings.push(driven(known, address.as_deref()));
@@ -45,6 +46,15 @@ pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Ve
     }
     findings.push(pending(known, service));
     findings.into_iter().map(|finding| finding.of(&known.info.name)).collect()
+}
+
+/// A relay of this configuration does not start: a position in one log means nothing in another.
+fn log_differs(known: &Known<'_>) -> Option<Finding> {
+    let (reads, wanted) = (&known.info.log, &known.config?.subscription.log);
+    let what =
+        format!("it reads the {reads}, and this configuration says {wanted}, with which `postbox run` refuses it");
+    let cure = format!("write log = \"{reads}\" again, and add a subscription with another name for the {wanted}");
+    (reads != wanted).then(|| Finding::problem("log_differs", what, cure))
 }
 
 /// The last relay to start sets the filter, for all of them.
@@ -111,8 +121,10 @@ fn driven(known: &Known<'_>, address: Option<&str>) -> Finding {
     }
     let what = format!("no relay drives lane {} of {count}", idle.join(", "));
     let finding = match known.config {
-        // Reported elsewhere: a pause, a schedule and a missing sink each have their own finding.
+        // Reported elsewhere: a pause, another log, a schedule and a missing sink each have their
+        // own finding.
         _ if info.paused.is_some() => return Finding::fine("not_driven", what),
+        Some(config) if config.subscription.log != info.log => return Finding::fine("not_driven", what),
         Some(config) if config.schedule.is_some() || config.sink.is_none() => return Finding::fine("not_driven", what),
         // It runs already, so another start would change nothing.
         Some(config) if known.work.is_some() => Finding::problem(
@@ -430,6 +442,15 @@ mod tests {
         let finding = of(&found_with, "not_driven").expect("found");
         assert!(finding.message.contains("127.0.0.1:8600 runs"), "{finding:?}");
         assert!(finding.cure.as_ref().is_some_and(|cure| !cure.contains(start)), "{finding:?}");
+    }
+
+    /// Calls that hung when their relay stopped keep their rows, which the next relay takes.
+    #[test]
+    fn a_call_is_in_flight_only_while_a_relay_holds_the_lane() {
+        for owner in [Some("relay-1"), None] {
+            let found = found(record(State::Retrying, 0, Disposition::IN_FLIGHT), owner, None);
+            assert_eq!(of(&found, "in_flight").is_some(), owner.is_some(), "{found:#?}");
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use postbox_config::duration_text;
 use postbox_core::{Disposition, Record, Unreadable};
 
 use super::Finding;
-use super::asked::{Known, LOOK};
+use super::asked::{Known, LOOK, is_driven};
 use crate::status::StatsJson;
 use crate::text::{cut, span};
 
@@ -88,7 +88,9 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
         Finding::note("untried", format!("{of}: to be sent again, not tried yet"))
     });
     if failed.is_empty() && untried.is_none() {
-        let under_way = (!known.retrying.is_empty()).then(|| format!("{count} in flight for longer than others"));
+        // A relay that has stopped left such rows for the next one.
+        let is_under_way = !known.retrying.is_empty() && known.info.lanes.iter().any(is_driven);
+        let under_way = is_under_way.then(|| format!("{count} in flight for longer than others"));
         return under_way.map(|what| Finding::note("in_flight", what)).into_iter().collect();
     }
     let soonest = soonest(&known.retrying);

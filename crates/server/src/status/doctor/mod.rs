@@ -7,6 +7,7 @@ mod destination;
 mod finding;
 mod speed;
 
+use futures::future::join_all;
 use postbox_core::{Blocker, Error, Hold, Result, Store, SubscriptionInfo, SubscriptionName};
 use tokio::time::{Instant, timeout_at};
 
@@ -21,7 +22,8 @@ use crate::config::{Config, SubscriptionConfig};
 use crate::text::{cut, grouped, span};
 
 /// Returns all findings, causes before symptoms: first the store, then each subscription, then the
-/// sources. `configured` is what the local configuration has for these subscriptions.
+/// parts beside them and the sources. `configured` is what the local configuration has for these
+/// subscriptions.
 pub async fn diagnose(
     store: &dyn Store,
     infos: &[SubscriptionInfo],
@@ -36,35 +38,39 @@ pub async fn diagnose(
     standby.truncate(1);
     findings.extend(standby.into_iter().chain(locks).map(blocker));
     findings.extend(service.iter().flat_map(|service| of_service(service, infos)));
-    let mut all = stats(store, infos, deadline).await;
-    count_alone(store, infos, &mut all, deadline).await;
-    let deadline = Instant::now() + STATS_WAIT;
-    for (info, counted) in infos.iter().zip(all) {
-        let config = configured.iter().find(|config| config.subscription.name == info.name);
-        let stats = match &counted {
-            Ok(stats) => stats,
-            Err(error) => {
-                let (code, what) = (error.code(), error.message());
-                let found = Finding::failed(code, &format!("its events could not be counted: {what}"));
-                let cure = "end what keeps the database busy, or wait; `postbox stats` shows when the counts are back";
-                findings.push(if found.cure.is_none() { found.cure(cure) } else { found }.of(&info.name));
-                continue;
-            }
-        };
-        let (known, failed) = Known::ask(store, (info, stats), config, service, deadline).await;
-        findings.extend(conclude(&known, service));
-        findings.extend(failed.map(|error| Finding::from(error).of(&info.name)));
-    }
+    let counts = async {
+        let mut all = stats(store, infos, deadline).await;
+        count_alone(store, infos, &mut all, deadline).await;
+        all
+    };
     let others = async {
         let unrouted = unrouted(store, infos).await?;
         let mut others: Vec<Finding> = unrouted.iter().map(UnroutedLog::finding).collect();
         others.extend(conflicts(store).await?);
-        Ok(others)
+        Ok::<_, Error>(others)
     };
-    match timeout_at(Instant::now() + STATS_WAIT, others).await.unwrap_or_else(|_| Err(too_slow())) {
+    // At once, so that both wait for the same lock.
+    let (all, others) = tokio::join!(counts, timeout_at(deadline, others));
+    // At once and with a time limit of their own: a distant database takes long for each. The
+    // store's connections bound how many run.
+    let deadline = Instant::now() + STATS_WAIT;
+    let concluded = join_all(infos.iter().zip(&all).map(|(info, counted)| async move {
+        let stats = match counted {
+            Ok(stats) => stats,
+            Err(error) => return vec![uncounted(error).of(&info.name)],
+        };
+        let config = configured.iter().find(|config| config.subscription.name == info.name);
+        let (known, failed) = Known::ask(store, (info, stats), config, service, deadline).await;
+        let mut found = conclude(&known, service);
+        found.extend(failed.map(|error| Finding::from(error).of(&info.name)));
+        found
+    }));
+    findings.extend(concluded.await.into_iter().flatten());
+    match others.unwrap_or_else(|_| Err(too_slow())) {
         Ok(others) => findings.extend(others),
         Err(error) => findings.push(Finding::from(error)),
     }
+    findings.extend(service.iter().flat_map(|service| of_parts(service)));
     findings.extend(service.iter().flat_map(|service| service.storms.iter().map(storm)));
     findings
 }
@@ -93,6 +99,13 @@ pub fn unopened(error: Error, config: &Config, service: Option<ServiceStatus>) -
         findings.push(Finding::from(error));
     }
     findings
+}
+
+/// A subscription whose events could not be counted.
+fn uncounted(error: &Error) -> Finding {
+    let found = Finding::failed(error.code(), &format!("its events could not be counted: {}", error.message()));
+    let cure = "end what keeps the database busy, or wait; `postbox stats` shows when the counts are back";
+    if found.cure.is_none() { found.cure(cure) } else { found }
 }
 
 /// Counts each estimated subscription again, alone. Several share what one count may cost, and an
@@ -160,15 +173,32 @@ fn cure_of_source(code: &str) -> &'static str {
     }
 }
 
+/// The parts of the service that fail beside its work.
+fn of_parts(service: &ServiceStatus) -> impl Iterator<Item = Finding> {
+    service.faults.iter().filter(|fault| !fault.stops_work()).map(|fault| {
+        let (code, what) = match fault.part.as_deref() {
+            Some(Fault::RETENTION) => ("retention_failing", "retention"),
+            _ => ("unrouted_failing", "the search for events that no subscription wants"),
+        };
+        let found = Finding::failed(code, &format!("{what}: {}", fault.what)).reason(&fault.code);
+        let cure = "the service's log says more; it is tried again by itself";
+        if found.cure.is_none() { found.cure(cure) } else { found }
+    })
+}
+
 /// What the service reports about the store, its sources, and subscriptions that no longer exist.
 fn of_service(service: &ServiceStatus, infos: &[SubscriptionInfo]) -> Vec<Finding> {
     let is_known = |name: &SubscriptionName| infos.iter().any(|info| info.name == *name);
-    let others = service.faults.iter().filter(|fault| !fault.subscription.as_ref().is_some_and(is_known));
+    let is_meant = |fault: &&Fault| fault.stops_work() && !fault.subscription.as_ref().is_some_and(is_known);
+    let others = service.faults.iter().filter(is_meant);
     let finding = |fault: &Fault| match (&fault.source, &fault.subscription) {
         (Some(source), _) => Finding::problem(
             "source_failing",
             format!("the source {source}: {}", fault.what),
-            cure_of_source(&fault.code),
+            match fault.part.as_deref() {
+                Some(Fault::STORING) => "the service's log says at `store failed` or `store unavailable` what is wrong",
+                _ => cure_of_source(&fault.code),
+            },
         )
         .reason(&fault.code),
         (None, Some(name)) => {
@@ -231,6 +261,35 @@ mod tests {
         assert!(found.message.starts_with(who) && found.message.contains("unrouted"), "{found:?}");
         assert!(found.cure.is_some_and(|cure| cure.ends_with(": ROLLBACK PREPARED 'x'")));
         assert!(!held(false).message.contains("unrouted"), "a snapshot only keeps dead rows");
+    }
+
+    #[test]
+    fn a_part_that_fails_is_a_problem_with_the_cure_of_its_reason() {
+        let fault = |part: &str, what: &str| Fault {
+            part: Some(part.to_owned()),
+            source: (part == Fault::STORING).then(|| "partner".parse().expect("a name")),
+            code: "reason".to_owned(),
+            what: what.to_owned(),
+            ..Fault::default()
+        };
+        let held = "it has failed: it is held; drop the foreign key";
+        let service = ServiceStatus {
+            version: String::new(),
+            address: ([127, 0, 0, 1], 8600).into(),
+            ready: true,
+            faults: vec![fault("retention", held), fault("unrouted", "it has failed"), fault("storing", "not stored")],
+            work: Vec::new(),
+            storms: Vec::new(),
+            stores: Vec::new(),
+        };
+        let found: Vec<Finding> = of_parts(&service).collect();
+        let codes: Vec<&str> = found.iter().map(|it| it.code.as_str()).collect();
+        assert_eq!(codes, ["retention_failing", "unrouted_failing"]);
+        assert_eq!(found[0].cure.as_deref(), Some("drop the foreign key"));
+        assert!(found.iter().all(|it| it.severity == Severity::Problem && it.cure.is_some()), "{found:?}");
+        let of_work = of_service(&service, &[]);
+        assert_eq!(of_work.len(), 1, "{of_work:?}");
+        assert!(of_work[0].code == "source_failing" && of_work[0].cure.as_deref().unwrap_or_default().contains("log"));
     }
 
     #[test]

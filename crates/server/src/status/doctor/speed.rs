@@ -143,3 +143,99 @@ fn a_second(number: f64) -> String {
         _ => format!("{}/s", grouped(number.round() as u64)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use postbox_core::{Filter, LogName, Stats, SubscriptionInfo};
+
+    use super::*;
+    use crate::status::doctor::asked::Arrivals;
+    use crate::status::{StatsJson, WorkJson};
+
+    /// Two calls at once, of 125 ms and one event each: 16/s.
+    fn calls() -> CallsJson {
+        CallsJson {
+            ended: 100,
+            events_each: 1.0,
+            seconds_each: 0.125,
+            at_once: 2.0,
+            at_once_max: 2,
+            in_flight: 2,
+            rate: None,
+            rate_per_second: None,
+            held_by_rate: false,
+        }
+    }
+
+    /// What is said of 2,000 late events if so many arrive per second, and so many of the last
+    /// 1,000 have one key.
+    fn said(calls: CallsJson, per_second: f64, of_one_key: usize) -> (String, String) {
+        let info = SubscriptionInfo {
+            name: "out".parse().expect("a name"),
+            log: LogName::outbox(),
+            filter: Filter::default(),
+            ordering: Ordering::Key,
+            generation: 1,
+            lanes: Vec::new(),
+            paused: None,
+        };
+        let oldest_pending = Some(Duration::from_secs(30));
+        let stats = StatsJson::of(&info, Stats { pending: 2_000, total: 2_000, oldest_pending, ..Stats::default() });
+        let work = WorkJson {
+            store: None,
+            subscription: info.name.clone(),
+            calls: Some(calls),
+            destination_fails: None,
+            store_fails: None,
+            dead_to_fails: None,
+        };
+        let known = Known {
+            info: &info,
+            stats: &stats,
+            config: None,
+            work: Some(&work),
+            fault: None,
+            retrying: Vec::new(),
+            blocked: Vec::new(),
+            scheduled: Vec::new(),
+            dead: Vec::new(),
+            arrivals: Some(Arrivals { per_second, key: Some(("hot".to_owned(), of_one_key)), of: 1_000 }),
+        };
+        let found = speed(&known).expect("they are late");
+        (found.message, found.cure.expect("a cure"))
+    }
+
+    #[test]
+    fn a_slow_destination_is_calculated_from_the_calls_and_the_arrivals() {
+        let (what, cure) = said(calls(), 64.0, 1);
+        let slow = "the destination is slow: each call takes 125ms, 2 at once = 16/s";
+        assert_eq!(what, format!("{slow}, 64/s arrive; 2,000 wait, and the backlog grows"));
+        // A quarter more than 64/s.
+        assert!(cure.starts_with("set concurrency = 10 in the subscription"), "{cure}");
+        let (what, cure) = said(calls(), 6.0, 1);
+        assert_eq!(what, format!("{slow}, 6.0/s arrive; 2,000 wait, drained in 3m 20s"));
+        assert!(cure.starts_with("wait, or raise the subscription's `concurrency`"), "{cure}");
+        let (_, cure) = said(calls(), 5_000.0, 1);
+        assert!(cure.starts_with("make the destination faster: ") && cure.contains(" 782 concurrent calls"), "{cure}");
+        let (what, _) = said(CallsJson { ended: 0, seconds_each: 2.0, ..calls() }, 6.0, 1);
+        assert!(what.contains("each call takes 2.0s and more, 2 at once = 1.0/s"), "{what}");
+    }
+
+    #[test]
+    fn a_rate_and_a_frequent_key_have_their_own_arithmetic() {
+        let limited =
+            CallsJson { rate: Some("5/s".to_owned()), rate_per_second: Some(5.0), held_by_rate: true, ..calls() };
+        let (what, cure) = said(limited, 64.0, 1);
+        assert_eq!(what, "rate = \"5/s\" allows 5.0/s, 64/s arrive; 2,000 wait, and the backlog grows");
+        assert!(cure.contains("to \"80/s\""), "{cure}");
+        let key = "750 of the last 1000 events have the key hot, and are delivered one after the other";
+        let (what, _) = said(calls(), 64.0, 750);
+        assert_eq!(
+            what,
+            format!("{key}: each call takes 125ms = 8.0/s, 48/s arrive; 2,000 wait, and the backlog grows")
+        );
+        // 1,500 of the events that wait have the key, and 2/s more of it go out than arrive.
+        let (what, _) = said(calls(), 8.0, 750);
+        assert!(what.ends_with("6.0/s arrive; 2,000 wait, drained in 12m 30s"), "{what}");
+    }
+}
