@@ -84,6 +84,16 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
             "the log has another event under this id; nothing was appended: give each an id of its own".to_owned(),
         ),
         "23505" => make(Conflict, "unique_violation", text()),
+        // A foreign key of the application refers to what would be deleted; since Postgres 18 with
+        // a state of its own for ON DELETE RESTRICT.
+        "23503" | "23001" if ["prune", "forget"].contains(&operation) => make(
+            Conflict,
+            "reference_held",
+            format!(
+                "{}; drop the foreign key that refers to the log, or give it ON DELETE CASCADE",
+                fields.message
+            ),
+        ),
         "23503" => make(NotFound, REFERENCE_MISSING, text()),
         // character_not_in_repertoire, untranslatable_character, invalid text or binary
         // representation, stack depth.
@@ -114,6 +124,12 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
             make(Unauthorized, "permission_denied", format!("{}; {cure}", fields.message))
         }
         "3D000" => make(Mismatch, "database_missing", format!("{}; create it first", fields.message)),
+        // ALLOW_CONNECTIONS is false.
+        "55000" if fields.message.contains("not currently accepting connections") => make(
+            Unavailable,
+            "store_unavailable",
+            format!("{}; delivery continues once it does: ALTER DATABASE NAME ALLOW_CONNECTIONS true", fields.message),
+        ),
         "57014" => {
             // These may have to pass a large log, or 200,000 rows. The statements of other changes
             // are short, so that a lock is the cause.
@@ -159,7 +175,12 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
         // a handler can have ended the transaction.
         "25P01" | "3B001" if operation == "apply" => Error::transaction_ended(operation),
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
-        "40001" | "40P01" | "55P03" => make(Unavailable, "store_contention", text()),
+        "40001" | "40P01" => make(Unavailable, "store_contention", text()),
+        "55P03" => make(
+            Unavailable,
+            "store_contention",
+            format!("{}; postbox doctor names the locks it may wait for", fields.message),
+        ),
         // A row, or its out-of-line (TOAST) storage, is damaged.
         "XX001" | "XX002" => make(Internal, "row_damaged", text()),
         state => match state.get(..2).unwrap_or_default() {
@@ -236,6 +257,7 @@ mod tests {
             ("25006", Unavailable, "store_read_only"),
             ("40001", Unavailable, "store_contention"),
             ("40P01", Unavailable, "store_contention"),
+            ("55P03", Unavailable, "store_contention"),
             ("23505", Conflict, "unique_violation"),
             ("PB001", Mismatch, "cursor_foreign"),
             ("PB002", NotFound, "subscription_unknown"),
@@ -249,10 +271,27 @@ mod tests {
     }
 
     #[test]
+    fn a_reference_is_missing_to_a_writer_and_held_against_retention() {
+        let of = |operation| of_database(operation, &fields("23503"));
+        let held = of("prune");
+        assert_eq!((held.kind(), held.code()), (ErrorKind::Conflict, "reference_held"));
+        assert!(held.message().contains("; drop the foreign key"), "{held}");
+        assert_eq!((of("append").kind(), of("append").code()), (ErrorKind::NotFound, REFERENCE_MISSING));
+    }
+
+    #[test]
     fn a_timeout_of_a_long_change_names_its_setting() {
         let names_it = |operation| of_database(operation, &fields("57014")).message().contains("`statement_timeout`");
         assert!(names_it("remove") && names_it("reset") && names_it("set_lanes"));
         assert!(!names_it("rename"), "a larger one would only wait longer for a lock");
+    }
+
+    #[test]
+    fn a_wait_that_ended_says_who_names_the_lock() {
+        for state in ["55P03", "57014"] {
+            let error = of_database("settle", &fields(state));
+            assert!(error.message().ends_with("; postbox doctor names the locks it may wait for"), "{error}");
+        }
     }
 
     #[test]
@@ -287,6 +326,10 @@ mod tests {
         assert_eq!((error.kind(), error.code()), (ErrorKind::Unauthorized, "login_refused"));
         assert!(error.message().contains("sslmode=require") && !error.message().contains("password"), "{error}");
         assert!(said("28P01", "password authentication failed").message().contains("the password"));
+        let error = said("55000", "database \"shop\" is not currently accepting connections");
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "store_unavailable"));
+        assert!(error.message().contains("ALLOW_CONNECTIONS true"), "{error}");
+        assert_eq!(said("55000", "text").code(), "store_error");
     }
 
     #[test]

@@ -20,6 +20,7 @@ use tracing::Instrument as _;
 use crate::PostgresStore;
 use crate::classify::classify;
 use crate::execute::{Execute as _, Row};
+use crate::session::Session;
 use crate::settle::settle_in;
 
 /// A handler that works inside the store's transaction.
@@ -30,6 +31,8 @@ use crate::settle::settle_in;
 /// - Several events share the transaction. The role, the search_path and the statement and lock
 ///   timeouts that a handler sets end with its call; any other setting (`SET LOCAL`) stays for the
 ///   handlers after it.
+/// - A `SET` without `LOCAL` outlives the transaction. If it changed one of these, the connection
+///   is closed afterwards; any other would reach later calls, as would a lock of the session.
 /// - The handler must not commit or roll back by SQL. It should wait for nothing but the database,
 ///   because the transaction stays open meanwhile.
 #[async_trait]
@@ -114,6 +117,16 @@ fn copied(from: &str, to: &str) -> String {
 pub(crate) static SETTINGS_BACK: LazyLock<String> =
     LazyLock::new(|| format!("SELECT {}", SETTINGS.map(|name| copied(&kept(name), name)).join(", ")));
 
+/// The [`SETTINGS`] of the session and its user. Reads nothing.
+static SESSION_SETTINGS: LazyLock<String> = LazyLock::new(|| {
+    let settings = SETTINGS.map(|name| format!("pg_catalog.current_setting('{name}')")).join(", ");
+    format!("SELECT pg_catalog.concat_ws(' ', session_user, {settings})")
+});
+
+/// How long they are asked for after the commit. The work is done, so it must not wait for a
+/// connection that broke meanwhile.
+const SETTINGS_TIME_MAX: Duration = Duration::from_secs(1);
+
 /// What became of the transaction with this id; reads the commit log.
 const XACT_STATUS: &str = "SELECT pg_catalog.pg_xact_status('{xid}')";
 
@@ -150,7 +163,9 @@ impl<H: TxHandler> Apply for TxApply<H> {
     ) -> Result<Vec<Option<Outcome>>> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
         let mut session = self.store.session("apply").await?;
-        let subscription = self.store.leased_for_handlers(&session, lease).await?;
+        let (settings, subscription) =
+            futures::join!(settings_of(&session), self.store.leased_for_handlers(&session, lease));
+        let (settings, subscription) = (settings?, subscription?);
         let mut tx = session
             .client_mut()
             .build_transaction()
@@ -174,10 +189,18 @@ impl<H: TxHandler> Apply for TxApply<H> {
         settled?;
         tx.batch_execute(&SETTINGS_THEIRS).await.map_err(failed)?;
         tx.commit().await.map_err(failed)?;
-        session.ended();
         committed(&self.store, lease, &settlement);
+        // The settlement's own settings hid what a handler set for the whole session until now.
+        let left = tokio::time::timeout(SETTINGS_TIME_MAX, settings_of(&session)).await;
+        if left.is_ok_and(|left| left.is_ok_and(|left| left == settings)) {
+            session.ended();
+        }
         Ok(outcomes)
     }
+}
+
+async fn settings_of(session: &Session) -> Result<String> {
+    session.row(&SESSION_SETTINGS, &[]).await.map(|row| row.get(0))
 }
 
 /// The store's transaction, lent to a handler as a savepoint.

@@ -25,8 +25,9 @@ pub struct PostgresConfig {
     pub url: String,
     /// The schema of all tables and functions. Default `postbox`.
     pub schema: String,
-    /// The most connections at once. Default 8: a relay with prefetch uses two for each lane, and
-    /// operators need a few. Status queries use up to two more.
+    /// The most connections at once. Default 8. A busy lane uses up to three: to read ahead, to
+    /// settle or run handlers, and for due rows. Status queries use up to two more, and renewals of
+    /// leases share these while no other is free.
     pub pool_size: usize,
     /// Whether idle relays ask writers for a NOTIFY. Default false: polling is fast enough for
     /// almost everyone, and NOTIFY takes a server-wide lock at commit. The relay's role must own

@@ -2,19 +2,24 @@
 
 use std::error::Error as _;
 use std::net::IpAddr;
+use std::path::Path;
 use std::str::FromStr as _;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+use std::time::SystemTime;
 
 use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod, Runtime, Timeouts};
-use postbox_core::{Error, ErrorKind, Result};
+use postbox_core::{Error, ErrorKind, Result, lock};
 use rustls::ClientConfig;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
+use tokio_postgres::Socket;
 use tokio_postgres::config::{Host, SslMode};
+use tokio_postgres::tls::MakeTlsConnect;
 use tokio_postgres_rustls::MakeRustlsConnect;
+use tracing::{info, warn};
 
 use crate::config::PostgresConfig;
 
@@ -30,7 +35,7 @@ const ROOT_FILES: [&str; 4] = [
 #[derive(Clone)]
 pub(crate) struct Target {
     pub(crate) settings: tokio_postgres::Config,
-    pub(crate) tls: MakeRustlsConnect,
+    pub(crate) tls: Tls,
 }
 
 impl Target {
@@ -49,7 +54,7 @@ impl Target {
         if tls_options.verify {
             settings.ssl_mode(SslMode::Require);
         }
-        Ok(Self { settings, tls: MakeRustlsConnect::new(tls_options.client_config()?) })
+        Ok(Self { settings, tls: Tls::new(tls_options)? })
     }
 
     /// Describes the database, the server and the user, without the password.
@@ -74,6 +79,56 @@ impl Target {
                     .with_source(error)
             },
         )
+    }
+}
+
+/// TLS for new connections. It is set up again when the file of authorities has changed, so that a
+/// renewed authority needs no restart.
+#[derive(Clone)]
+pub(crate) struct Tls {
+    options: Arc<TlsOptions>,
+    built: Arc<Mutex<Built>>,
+}
+
+/// What was built, and the state of the file that it was built from.
+struct Built {
+    connect: MakeRustlsConnect,
+    file: Stamp,
+}
+
+/// When a file was changed, and its length. None if it is not needed, or that cannot be read.
+type Stamp = Option<(SystemTime, u64)>;
+
+impl Tls {
+    fn new(options: TlsOptions) -> Result<Self> {
+        let built = Arc::new(Mutex::new(options.build(options.stamp())?));
+        Ok(Self { options: Arc::new(options), built })
+    }
+}
+
+impl MakeTlsConnect<Socket> for Tls {
+    type Stream = <MakeRustlsConnect as MakeTlsConnect<Socket>>::Stream;
+    type TlsConnect = <MakeRustlsConnect as MakeTlsConnect<Socket>>::TlsConnect;
+    type Error = <MakeRustlsConnect as MakeTlsConnect<Socket>>::Error;
+
+    /// Connections are opened rarely, so the file is looked at for each. While it is unusable, for
+    /// example half written, the old authorities stay in use.
+    fn make_tls_connect(&mut self, domain: &str) -> Result<Self::TlsConnect, Self::Error> {
+        let mut built = lock(&self.built);
+        let file = self.options.stamp();
+        if file != built.file {
+            match self.options.build(file) {
+                Ok(renewed) => {
+                    info!(file = self.options.file(), "changed certificate file of the database's authorities read");
+                    *built = renewed;
+                }
+                Err(error) => {
+                    let cure = "the old authorities stay in use; correct the file, each new connection reads it again";
+                    warn!(code = error.code(), why = error.message(), cure, "changed certificate file unusable");
+                }
+            }
+        }
+        MakeTlsConnect::<Socket>::make_tls_connect(&mut built.connect, domain)
     }
 }
 
@@ -187,13 +242,34 @@ impl TlsOptions {
         (url, wish)
     }
 
+    /// The file's state is taken before it is read: a change in between is seen at the next look.
+    fn build(&self, file: Stamp) -> Result<Built> {
+        Ok(Built { connect: MakeRustlsConnect::new(self.client_config()?), file })
+    }
+
+    /// Whether the server's certificate is checked.
+    fn is_checked(&self) -> bool {
+        self.verify || self.root_file.is_some()
+    }
+
+    /// The file of authorities: the one that the URL names, or the system's.
+    fn file(&self) -> Option<&str> {
+        self.root_file.as_deref().or_else(|| ROOT_FILES.into_iter().find(|file| Path::new(file).exists()))
+    }
+
+    fn stamp(&self) -> Stamp {
+        let file = self.is_checked().then(|| self.file())??;
+        let file = std::fs::metadata(file).ok()?;
+        Some((file.modified().ok()?, file.len()))
+    }
+
     fn client_config(&self) -> Result<ClientConfig> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder =
             ClientConfig::builder_with_provider(provider.clone()).with_safe_default_protocol_versions().map_err(
                 |error| Error::new(ErrorKind::Internal, "connect", "tls", "TLS could not be set up").with_source(error),
             )?;
-        if self.verify || self.root_file.is_some() {
+        if self.is_checked() {
             return Ok(builder.with_root_certificates(self.roots()?).with_no_client_auth());
         }
         // What libpq means by `prefer` and `require`: encrypt, and accept any certificate.
@@ -205,12 +281,9 @@ impl TlsOptions {
 
     fn roots(&self) -> Result<RootCertStore> {
         let fault = |message: String| Error::new(ErrorKind::Mismatch, "connect", "tls_roots", message);
-        let file = match &self.root_file {
-            Some(file) => file.as_str(),
-            None => ROOT_FILES.into_iter().find(|file| std::path::Path::new(file).exists()).ok_or_else(|| {
-                fault("no certificates found to verify the server by; name a file with sslrootcert".to_owned())
-            })?,
-        };
+        let file = self.file().ok_or_else(|| {
+            fault("no certificates found to verify the server by; name a file with sslrootcert".to_owned())
+        })?;
         let mut roots = RootCertStore::empty();
         let certificates = CertificateDer::pem_file_iter(file)
             .map_err(|error| fault(format!("{file} cannot be read as PEM certificates")).with_source(error))?;

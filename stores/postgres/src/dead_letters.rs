@@ -74,7 +74,7 @@ impl DeadLetters for PostgresStore {
                 }
                 session.execute(&write, &of_letters).await.map(drop)
             };
-            session.step_by_step(&self.inner.modes.write, write).await
+            session.step_by_step(&self.inner.modes.relay, write).await
         };
         self.call("hand_over", call).await
     }

@@ -25,6 +25,7 @@ use crate::row_security::require_sight;
 use crate::session::Session;
 use crate::subscription::{filter_of, look_up};
 use crate::unrouted::count_unrouted;
+use crate::walk::walk;
 
 /// The largest payload to read inline after the server failed to return one of them: none. Payloads
 /// are then fetched one by one, so that a damaged one fails alone.
@@ -55,16 +56,6 @@ WHERE d.subscription = $2 AND d.state = $3 AND d.seq > $4 AND ($6::text IS NULL 
   AND ($12::text IS NULL OR l.headers ->> 'correlation-id' = $12)
 ORDER BY d.seq LIMIT $7";
 
-/// Records whose state follows from the cursor. Index: the log's primary key, walked from `$4`. No
-/// lock.
-const RECORD_LIST_STREAM: &str = "
-SELECT {record_columns} FROM {log} AS l
-JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $13
-LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
-WHERE l.seq > $4 AND d.seq IS NULL AND {state} = $3 AND $6::text IS NULL AND {is_meant}
-  AND ($12::text IS NULL OR l.headers ->> 'correlation-id' = $12)
-ORDER BY l.seq LIMIT $7";
-
 /// Records in any state, the newest first. Index: the log's primary key, walked down from `$4`, and
 /// that of `delivery`. No lock.
 const RECORD_LIST_NEWEST: &str = "
@@ -93,8 +84,9 @@ const LOG_COUNT: &str = "
 SELECT (SELECT count(*) FROM (SELECT FROM {log} AS l ORDER BY l.seq LIMIT $1) AS looked),
   coalesce((SELECT l.seq FROM {log} AS l ORDER BY l.seq DESC LIMIT 1) - (SELECT l.seq FROM {log} AS l ORDER BY l.seq LIMIT 1) + 1, 0)";
 
-/// The session or prepared transaction that locks everyone out of one of our tables, in the columns
-/// of `diagnose.rs`. Reads the server's list of locks; waits for nothing.
+/// The session or prepared transaction that locks writers out of one of our tables, as CREATE INDEX
+/// does, in the columns of `diagnose.rs`. One that locks out readers as well goes first. Reads the
+/// server's list of locks; waits for nothing.
 const LOCK_HOLDERS: &str = "
 SELECT CASE WHEN l.pid IS NULL THEN 'prepared' ELSE 'session' END, coalesce(l.pid::pg_catalog.text, pg_catalog.quote_literal(p.gid)),
   coalesce(a.application_name, 'role ' {||} p.owner, ''), pg_catalog.left(coalesce(a.query, ''), 80), c.relname::pg_catalog.text
@@ -104,10 +96,11 @@ JOIN pg_catalog.pg_namespace AS n ON n.oid {=} c.relnamespace
 LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid {=} l.pid
 LEFT JOIN pg_catalog.pg_locks AS x ON l.pid IS NULL AND x.pid IS NULL AND x.virtualtransaction {=} l.virtualtransaction AND x.locktype {=} 'transactionid'
 LEFT JOIN pg_catalog.pg_prepared_xacts AS p ON p.transaction {=} x.transactionid
-WHERE l.granted AND l.mode {=} 'AccessExclusiveLock' AND n.nspname {=} $1 AND c.relkind {=} 'r'
+WHERE l.granted AND l.mode {=} ANY (ARRAY['AccessExclusiveLock', 'ExclusiveLock', 'ShareRowExclusiveLock', 'ShareLock'])
+  AND n.nspname {=} $1 AND c.relkind {=} 'r'
   AND l.database {=} (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname {=} pg_catalog.current_database())
   AND (l.pid IS NOT NULL OR p.gid IS NOT NULL)
-ORDER BY l.pid LIMIT 1";
+ORDER BY l.mode {=} 'AccessExclusiveLock' DESC, l.pid LIMIT 1";
 
 #[async_trait]
 impl Inspect for PostgresStore {
@@ -172,10 +165,10 @@ impl Inspect for PostgresStore {
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
         let inline = i32::try_from(LIST_PAYLOAD_BYTES_MAX / LIST_RECORDS_MAX).unwrap_or(i32::MAX);
         let found = match self.list_rows(query, inline).await {
-            Err(error) if is_damage(&error) => self.list_rows(query, WITHOUT_PAYLOADS).await?,
-            found => found?,
+            Err(error) if is_damage(&error) => self.list_rows(query, WITHOUT_PAYLOADS).await,
+            found => found,
         };
-        self.records("list", found).await
+        self.records("list", found.map_err(took_long)?).await
     }
 
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
@@ -234,6 +227,17 @@ impl Inspect for PostgresStore {
 /// Whether an error may concern one subscription only, so that the others can be counted.
 fn may_be_of_one(error: &Error) -> bool {
     error.kind() != ErrorKind::Unavailable || ["table_locked", "store_contention"].contains(&error.code())
+}
+
+/// A list reads all that its query does not exclude, so a time that is exceeded has more cures than
+/// that of other calls.
+fn took_long(error: Error) -> Error {
+    if !["statement_timeout", "store_timeout"].contains(&error.code()) {
+        return error;
+    }
+    let message = "the list took too long; ask for fewer events (--since, --key), or raise `statement_timeout` in [store]; \
+                   postbox doctor names the locks it may wait for";
+    Error::new(error.kind(), error.operation(), error.code().to_owned(), message).with_source(error)
 }
 
 /// Adds up the rows of [`SUBSCRIPTION_DEPTH`] for one subscription. `None` if there are none: the
@@ -323,13 +327,27 @@ impl PostgresStore {
         operation: &'static str,
         read: impl AsyncFnOnce(&Session) -> Result<T>,
     ) -> Result<T> {
-        let report = async |session: &Session| session.step_by_step(&self.inner.modes.report, read).await;
+        self.report_in(&self.inner.modes.report, operation, read).await
+    }
+
+    async fn report_in<T>(
+        &self,
+        mode: &str,
+        operation: &'static str,
+        read: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
+        let report = async |session: &Session| session.step_by_step(mode, read).await;
         self.with_lock_named(self.call_to_look(operation, report).await).await
     }
 
     async fn list_rows(&self, query: &ListQuery, inline: i32) -> Result<(LogName, Vec<Row>)> {
+        let stream = query.state.filter(|state| !state.has_row());
         let read = async |session: &Session| {
             let subscription = look_up(session, &query.subscription).await?;
+            if let Some(state) = stream {
+                let rows = walk(session, &subscription, (query, state), inline).await?;
+                return Ok((subscription.log, rows));
+            }
             let end = if query.state.is_some() { i64::MIN } else { i64::MAX };
             let (state, after) = (query.state.map(State::as_str), query.after.map_or(end, |seq| seq.0));
             let Meant { topic, key, since, until, tenant } = Meant::by(&query.which);
@@ -338,9 +356,8 @@ impl PostgresStore {
             let (code, correlation) = (&query.code, &query.correlation);
             let params =
                 params![inline, id, state, after, topic, code, limit, key, since, until, tenant, correlation, lanes];
-            let (template, params) = match query.state.map(State::has_row) {
-                Some(true) => (RECORD_LIST_ROWS, &params[..12]),
-                Some(false) => (RECORD_LIST_STREAM, &params[..]),
+            let (template, params) = match query.state {
+                Some(_) => (RECORD_LIST_ROWS, &params[..12]),
                 None => (RECORD_LIST_NEWEST, &params[..]),
             };
             let sql = session.schema().log_sql_with(
@@ -351,7 +368,8 @@ impl PostgresStore {
             let rows = session.rows(&sql, params).await?;
             Ok((subscription.log, rows))
         };
-        self.report("list", read).await
+        let modes = &self.inner.modes;
+        self.report_in(if stream.is_some() { &modes.dry_run } else { &modes.report }, "list", read).await
     }
 
     async fn get_row(&self, name: &SubscriptionName, id: EventId, inline: i32) -> Result<(LogName, Vec<Row>)> {

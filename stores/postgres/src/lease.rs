@@ -129,7 +129,7 @@ pub(crate) async fn acquire(
         counted?;
         Ok((lane, state?))
     };
-    let (lane, state) = match session.at_once(&store.inner.modes.write, take).await {
+    let (lane, state) = match session.at_once(&store.inner.modes.relay, take).await {
         // The subscription was removed while the heartbeat was written.
         Err(error) if error.code() == REFERENCE_MISSING => (Vec::new(), Vec::new()),
         taken => taken?,
@@ -172,7 +172,14 @@ pub(crate) fn pause_of(row: &Row, at: usize) -> Option<Pause> {
     Some(Pause { by, why: row.get::<_, Option<String>>(at + 1).unwrap_or_default(), until: row.get(at + 2) })
 }
 
-pub(crate) async fn renew(store: &PostgresStore, session: &Session, lease: &Lease, ttl: Duration) -> Result<()> {
+/// `mode` comes with the session: [`PostgresStore::renewal_session`].
+pub(crate) async fn renew(
+    store: &PostgresStore,
+    session: &Session,
+    mode: &str,
+    lease: &Lease,
+    ttl: Duration,
+) -> Result<()> {
     let subscription = store.leased(session, lease).await?;
     let (heartbeat, renew) = (session.sql(REPLICA_HEARTBEAT), session.sql(LANE_RENEW));
     let (lane, owner, ttl_micros) = (lease.lane.cast_signed(), lease.owner.as_str(), micros(ttl));
@@ -184,7 +191,7 @@ pub(crate) async fn renew(store: &PostgresStore, session: &Session, lease: &Leas
         let renewed = renewed?;
         noted.map(|_| renewed)
     };
-    match session.at_once(&store.inner.modes.write, hold).await? {
+    match session.at_once(mode, hold).await? {
         0 => Err(Error::stale("renew")),
         _ => Ok(()),
     }
@@ -200,7 +207,7 @@ pub(crate) async fn release(store: &PostgresStore, session: &Session, lease: &Le
     let crashes = i32::try_from(lease.crashes).unwrap_or(i32::MAX);
     let held = params![subscription.id, lane, lease.epoch, crashes];
     let give_back = async |session: &Session| session.execute(&release, &held).await;
-    session.at_once(&store.inner.modes.write, give_back).await?;
+    session.at_once(&store.inner.modes.relay, give_back).await?;
     // Relays in this process that wait for a free lane need not wait for their next poll.
     store.wake();
     Ok(())
@@ -215,7 +222,7 @@ pub(crate) async fn leave(
     let (leaves, name, owner) = (session.sql(REPLICA_LEAVES), subscription.as_str(), owner.as_str());
     let of = params![name, owner];
     let leave = async |session: &Session| session.execute(&leaves, &of).await;
-    session.at_once(&store.inner.modes.write, leave).await?;
+    session.at_once(&store.inner.modes.relay, leave).await?;
     // Relays in this process take their larger share without waiting for their next poll.
     store.wake();
     Ok(())

@@ -37,6 +37,7 @@ mod store;
 mod subscription;
 mod tail;
 mod unrouted;
+mod walk;
 mod window;
 
 /// The pool of [`PostgresStore::from_pool`].

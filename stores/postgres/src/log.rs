@@ -40,11 +40,15 @@ impl Log for PostgresStore {
         ttl: Duration,
     ) -> Result<Acquired> {
         let acquire = async |session: &Session| lease::acquire(self, session, subscription, owner, held, ttl).await;
-        self.call("acquire", acquire).await
+        self.with_lock_named(self.call("acquire", acquire).await).await
     }
 
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
-        self.call("renew", async |session: &Session| lease::renew(self, session, lease, ttl).await).await
+        let renew = async {
+            let (session, mode) = self.renewal_session("renew").await?;
+            lease::renew(self, &session, mode, lease, ttl).await
+        };
+        self.bounded("renew", renew).await
     }
 
     async fn release(&self, lease: &Lease) -> Result<()> {
@@ -56,15 +60,17 @@ impl Log for PostgresStore {
     }
 
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        self.bounded("next_batch", next_batch(self, lease, limit)).await
+        self.with_lock_named(self.bounded("next_batch", next_batch(self, lease, limit)).await).await
     }
 
     async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        self.call("due", async |session: &Session| due(self, session, lease, limit).await).await
+        let due = async |session: &Session| due(self, session, lease, limit).await;
+        self.with_lock_named(self.call("due", due).await).await
     }
 
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
-        self.call("settle", async |session: &Session| settle(self, session, lease, &settlement).await).await
+        let settle = async |session: &Session| settle(self, session, lease, &settlement).await;
+        self.with_lock_named(self.call("settle", settle).await).await
     }
 
     async fn hint(&self, lease: &Lease) {

@@ -35,7 +35,7 @@ impl Maintain for PostgresStore {
     async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
         self.for_all_tenants("note_unrouted")?;
         let step = async |session: &Session| note_unrouted(session, log).await;
-        self.write("note_unrouted", &self.inner.modes.write, step).await
+        self.with_lock_named(self.write("note_unrouted", &self.inner.modes.relay, step).await).await
     }
 
     async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {

@@ -8,7 +8,7 @@ use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use deadpool_postgres::{Object, Pool, PoolError, TimeoutType};
+use deadpool_postgres::{Object, PoolError, TimeoutType, Timeouts};
 use postbox_core::{Error, ErrorKind, LogName, Result, Tenant};
 use postbox_postgres_sql::{Param, SchemaName};
 use tokio_postgres::{Client, Row};
@@ -24,6 +24,12 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// round trip, shorter than any lease. Otherwise a host that vanishes during a settlement would
 /// hold the lane's lock and prevent a take-over.
 const IDLE_IN_TRANSACTION: Duration = Duration::from_secs(3);
+
+/// The longest that a relay's statement waits for a lock. While it waits for a table, it may hold
+/// the row of a lane or of the replica, and a renewal waits for one after the other: together that
+/// must be less than half of the default lease. Renewals are not limited: the engine gives them up
+/// in time, and the doctor sees who keeps them waiting.
+const RELAY_LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The longest that a read waits for a lock: an operator wants to be shown the lock, and soon.
 const LOOK_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
@@ -174,17 +180,30 @@ impl Drop for Session {
 impl PostgresStore {
     /// Borrows a connection, within the pool's timeouts.
     pub(crate) async fn session(&self, operation: &'static str) -> Result<Session> {
-        self.borrow(&self.inner.pool, operation).await
+        self.borrowed(operation, self.inner.pool.get().await)
     }
 
     /// The same for status queries.
     pub(crate) async fn look_session(&self, operation: &'static str) -> Result<Session> {
-        self.borrow(&self.inner.look_pool, operation).await
+        self.borrowed(operation, self.inner.look_pool.get().await)
     }
 
-    async fn borrow(&self, pool: &Pool, operation: &'static str) -> Result<Session> {
+    /// Borrows a connection to renew a lease, with the mode of its transaction. While handlers hold
+    /// every connection of the pool, it is one of those for status queries: to wait for a handler
+    /// could cost the lease.
+    pub(crate) async fn renewal_session(&self, operation: &'static str) -> Result<(Session, &str)> {
+        let (pool, modes) = (&self.inner.pool, &self.inner.modes);
+        match pool.timeout_get(&Timeouts { wait: Some(Duration::ZERO), ..pool.timeouts() }).await {
+            Err(PoolError::Timeout(TimeoutType::Wait)) => {
+                Ok((self.look_session(operation).await?, modes.renew_beside.as_str()))
+            }
+            got => Ok((self.borrowed(operation, got)?, modes.write.as_str())),
+        }
+    }
+
+    fn borrowed(&self, operation: &'static str, got: Result<Object, PoolError>) -> Result<Session> {
         let unavailable = |code, message| Error::new(ErrorKind::Unavailable, operation, code, message);
-        let object = pool.get().await.map_err(|error| match error {
+        let object = got.map_err(|error| match error {
             PoolError::Backend(error) => self.not_connected(classify(operation, &error)),
             PoolError::Timeout(TimeoutType::Wait) => {
                 let message = "no free database connection in time; raise the pool size or look for long calls";
@@ -241,7 +260,7 @@ impl PostgresStore {
 /// schema of the role's search_path would run with our rights. A statement outside of such a
 /// transaction qualifies every name instead.
 pub(crate) struct TransactionModes {
-    /// For reading: the planner is pinned to nested loops over indexes.
+    /// For what a relay reads: the planner is pinned to nested loops over indexes.
     ///
     /// Without statistics the planner believes that a LIMIT is cheap to reach by a sequential scan,
     /// a hash join or a sort. Each of these reads the whole table (measured: 3 to 250 times
@@ -250,18 +269,25 @@ pub(crate) struct TransactionModes {
     /// For writing: durable even if the role or database sets `synchronous_commit = off`, and never
     /// left open by a stopped process.
     pub(crate) write: String,
-    /// For a function of ours that only reads and sets the planner options itself.
+    /// For what a relay writes beside renewals: as `write`, with a limit to the wait for a lock.
+    pub(crate) relay: String,
+    /// For a renewal on a connection of the status queries: as `write`, but it never waits long for
+    /// a lock, so that they are answered while relays wait for one.
+    pub(crate) renew_beside: String,
+    /// For a function of the relay that only reads and sets the planner options itself.
     pub(crate) look: String,
-    /// For a function of ours that writes and sets the planner options itself.
+    /// For a function of the relay that writes and sets the planner options itself.
     pub(crate) call: String,
     /// For an operator's queries, which may scan a table. They never wait long for a lock.
     pub(crate) report: String,
-    /// For a dry run: as a report, but through the indexes that the change itself uses.
+    /// For a dry run, and a list that walks the log: as a report, but through indexes.
     pub(crate) dry_run: String,
     /// For counts, which are polled: never slow, whatever the reason.
     pub(crate) count: String,
     /// For an operator's changes: as durable as a relay's, without planner options.
     pub(crate) change: String,
+    /// For a settlement that only moves the position: as `change`, with a relay's limit.
+    pub(crate) settle: String,
     /// For a change that locks a table. Its lock timeout is short, because later sessions queue
     /// behind it.
     pub(crate) enable: String,
@@ -283,10 +309,16 @@ impl TransactionModes {
             let escaped = tenant.as_str().replace('\\', "\\\\").replace('\'', "''");
             format!("; SET LOCAL postbox.tenant = E'{escaped}'")
         });
-        let timeouts = format!(
-            "SET LOCAL statement_timeout = {timeout_ms}; {soon_over}; SET LOCAL lock_timeout = 0; SET LOCAL search_path = pg_catalog"
-        ) + named.as_deref().unwrap_or_default();
-        let common = format!("{timeouts}; SET LOCAL jit = off");
+        let timeouts = |lock_ms: u128| {
+            format!(
+                "SET LOCAL statement_timeout = {timeout_ms}; {soon_over}; SET LOCAL lock_timeout = {lock_ms}; SET LOCAL search_path = pg_catalog{}",
+                named.as_deref().unwrap_or_default()
+            )
+        };
+        let (relay_ms, lock_ms) = (RELAY_LOCK_TIMEOUT.as_millis(), LOOK_LOCK_TIMEOUT.as_millis());
+        let limited = timeouts(relay_ms);
+        let common = |lock_ms: u128| format!("{}; SET LOCAL jit = off", timeouts(lock_ms));
+        let (patient, of_relay, soon) = (common(0), common(relay_ms), common(lock_ms));
         let planner = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_hashjoin = off; \
                        SET LOCAL enable_mergejoin = off; SET LOCAL enable_sort = off; SET LOCAL enable_incremental_sort = off; \
                        SET LOCAL enable_material = off; SET LOCAL max_parallel_workers_per_gather = 0";
@@ -301,22 +333,23 @@ impl TransactionModes {
         // guarded updates would fail.
         let (reading, writing) =
             ("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY", "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE");
-        let lock_ms = LOOK_LOCK_TIMEOUT.as_millis();
-        let report =
-            format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}; SET LOCAL lock_timeout = {lock_ms}");
+        let report = format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {soon}");
         let by_index = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL work_mem = '64MB'";
         let count_ms = COUNT_TIMEOUT.as_millis().min(timeout_ms);
         Self {
-            read: format!("{reading}; {common}; {planner}"),
-            write: format!("{writing}; {common}; {planner}; {durable}"),
-            look: format!("{reading}; {timeouts}"),
-            call: format!("{writing}; {timeouts}"),
+            read: format!("{reading}; {of_relay}; {planner}"),
+            write: format!("{writing}; {patient}; {planner}; {durable}"),
+            relay: format!("{writing}; {of_relay}; {planner}; {durable}"),
+            renew_beside: format!("{writing}; {soon}; {planner}; {durable}"),
+            look: format!("{reading}; {limited}"),
+            call: format!("{writing}; {limited}"),
             dry_run: format!("{report}; {by_index}"),
             count: format!("{report}; SET LOCAL statement_timeout = {count_ms}"),
             report,
-            change: format!("{writing}; {common}; {durable}"),
-            enable: format!("{writing}; {common}; SET LOCAL lock_timeout = {lock_ms}"),
-            prune: format!("{writing}; {common}; {paced}; {by_index}"),
+            change: format!("{writing}; {patient}; {durable}"),
+            settle: format!("{writing}; {of_relay}; {durable}"),
+            enable: format!("{writing}; {soon}"),
+            prune: format!("{writing}; {patient}; {paced}; {by_index}"),
             alone: named.map(|named| format!("BEGIN ISOLATION LEVEL READ COMMITTED{named}")),
             soon_over,
         }

@@ -157,7 +157,7 @@ pub(crate) async fn settle(
     let settled = match settlement.entries.is_empty() {
         // Everything was delivered: one update, sent together with BEGIN and COMMIT in one round
         // trip.
-        true => session.at_once(&modes.change, async |_: &Session| call.move_position().await).await.map(drop),
+        true => session.at_once(&modes.settle, async |_: &Session| call.move_position().await).await.map(drop),
         false => call.write_all(session).await,
     };
     let lane = store.lane(lease);
@@ -208,7 +208,7 @@ impl<E: Execute> SettleCall<'_, E> {
     async fn write_all(&self, session: &Session) -> Result<()> {
         // Not sent together: if only BEGIN were refused, the position would be committed alone, and
         // the repetition would find it written, without the rows.
-        session.begin(&self.store.inner.modes.write).await?;
+        session.begin(&self.store.inner.modes.relay).await?;
         let position = self.move_position().await?;
         let writing = async {
             match position {

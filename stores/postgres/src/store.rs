@@ -28,7 +28,7 @@ pub struct PostgresStore {
 pub(crate) struct Inner {
     pub(crate) pool: Pool,
     /// For status queries: they are answered even while relays wait for locks on every connection
-    /// of `pool`.
+    /// of `pool`. Leases are renewed on them while handlers hold all of `pool`.
     pub(crate) look_pool: Pool,
     /// The database, server and user, for error messages. Unknown for a pool that the caller made.
     pub(crate) address: Option<String>,
@@ -75,8 +75,9 @@ impl PostgresStore {
     /// connections to run transactions, and leaves no state on them.
     ///
     /// While others hold connections of the pool, the store waits for them, and so does the renewal
-    /// of leases: a relay that gets no connection for seconds loses its lanes. Leave two
-    /// connections for each subscription, and a few more.
+    /// of leases: a relay that gets no connection for seconds loses its lanes. Leave three
+    /// connections for each lane (a subscription has two lanes unless you set another number), and
+    /// two for renewals and status queries.
     pub fn from_pool(pool: Pool, schema: SchemaName) -> Self {
         let config = PostgresConfig { schema: schema.to_string(), ..PostgresConfig::new("") };
         Self::on((pool.clone(), pool), None, None, schema, config)

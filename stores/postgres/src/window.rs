@@ -188,7 +188,7 @@ async fn take_filter(
     let sql = session.sql(LANE_TAKE_FILTER);
     let params = params![subscription, lane, epoch, window, settled];
     let take = async |session: &Session| session.rows(&sql, &params).await;
-    let rows = session.at_once(&store.inner.modes.write, take).await?;
+    let rows = session.at_once(&store.inner.modes.relay, take).await?;
     rows.first().map(|row| row.get(0)).ok_or_else(|| Error::stale("next_batch"))
 }
 

@@ -55,6 +55,12 @@ BEGIN
     EXECUTE CASE WHEN c.at IS NOT NULL THEN 'COMMENT ON COLUMN ' || c.relation || '.' || quote_ident(c.at)
       WHEN c.relkind = 'v' THEN 'COMMENT ON VIEW ' || c.relation ELSE 'COMMENT ON TABLE ' || c.relation END || ' IS ' || quote_literal(c.text);
   END LOOP;
+  FOR c IN
+    SELECT p.oid::regprocedure AS signature FROM unnest(ARRAY['window', 'append', 'append_many', 'has', 'receive', 'receive_many', 'depth']) AS made(suffix)
+    JOIN pg_proc AS p ON p.pronamespace = {schema_literal}::regnamespace AND p.proname = log_name || '_' || made.suffix
+  LOOP
+    EXECUTE 'COMMENT ON FUNCTION ' || c.signature || ' IS ''internal''';
+  END LOOP;
 END
 ${tag}$;
 
@@ -79,9 +85,143 @@ BEGIN
       ('notify_disable', 'ends notify_enable; for the owner'),
       ('guard_log', 'puts the checks back on a log''s rows, after they were removed; for the owner')) AS said(name, text)
     JOIN pg_proc AS p ON p.pronamespace = {schema_literal}::regnamespace AND p.proname = said.name
+    UNION ALL
+    SELECT p.oid::regprocedure, 'internal' FROM unnest(ARRAY['create_window', 'create_append', 'create_receive', 'create_depth', 'create_views',
+      'comment_log', 'depths', 'lock_lanes', 'subscription_unknown', 'change', 'check_message', 'receive_body', 'settle_lane', 'recognise',
+      'event_is_valid', 'headers_fault', 'check_json', 'uuid_v7', 'cluster_id', 'notify_sleepers']) AS ours(name)
+    JOIN pg_proc AS p ON p.pronamespace = {schema_literal}::regnamespace AND p.proname = ours.name
+      -- The schema may have functions of others under these names.
+      AND pg_get_userbyid(p.proowner) = current_user AND obj_description(p.oid, 'pg_proc') IS NULL
   LOOP
     EXECUTE 'COMMENT ON FUNCTION ' || c.signature || ' IS ' || quote_literal(c.text);
   END LOOP;
+END
+${tag}$;
+
+DO ${tag}$
+DECLARE
+  c record;
+BEGIN
+  FOR c IN
+    SELECT {schema_literal} || '.' || quote_ident(said.of) || '.' || quote_ident(said.at) AS place, said.text FROM (VALUES
+      ('log', 'name', 'its name'),
+      ('log', 'created_at', 'when it was created'),
+      ('log', 'routed_xid', 'up to which transaction its events were looked at, whether a subscription wants them'),
+      ('log', 'routed_seq', 'up to which place within that transaction'),
+      ('log', 'taken_snap', 'events that this snapshot sees had a reader that took everything'),
+      ('log', 'epoch_next', 'the first epoch of new lanes'),
+      ('subscription', 'id', 'its number, which other tables refer to'),
+      ('subscription', 'name', 'its name'),
+      ('subscription', 'log', 'the log that it reads'),
+      ('subscription', 'topics', 'part of its filter: patterns, one of which has to match the topic'),
+      ('subscription', 'kinds', 'part of its filter: the kinds it wants; empty: all'),
+      ('subscription', 'aggregates', 'part of its filter: the aggregates it wants; empty: all'),
+      ('subscription', 'headers', 'part of its filter: headers that an event must have; NULL: none'),
+      ('subscription', 'tenant', 'the only tenant whose events it wants; NULL: all'),
+      ('subscription', 'mixed', 'whether it once had another tenant, or none'),
+      ('subscription', 'ordering', 'key: events of one key go out in order; none: in any order'),
+      ('subscription', 'on_dead', 'what a dead event does to later ones of its key: continue, or halt'),
+      ('subscription', 'lanes', 'how many replicas can work at once'),
+      ('subscription', 'revision', 'the number of its filter, raised by every change'),
+      ('subscription', 'rerouted', 'the revision of the filter that was compared with unrouted events'),
+      ('subscription', 'rerouted_seq', 'and up to which place'),
+      ('subscription', 'replays', 'the highest replay that any of its events had'),
+      ('subscription', 'again_seq', 'since the last reset: up to which place events belong to again_replay'),
+      ('subscription', 'again_replay', 'that replay'),
+      ('subscription', 'generation', 'distinguishes it from earlier subscriptions of its name'),
+      ('subscription', 'paused_by', 'who paused it; NULL: it is not paused'),
+      ('subscription', 'paused_why', 'why'),
+      ('subscription', 'paused_until', 'until when; NULL: until somebody resumes'),
+      ('subscription', 'created_at', 'when it began'),
+      ('lane', 'subscription', 'the number of its subscription'),
+      ('lane', 'lane', 'its own number, from 0'),
+      ('lane', 'from_snap', 'its cursor: the snapshot where its window begins'),
+      ('lane', 'to_snap', 'its cursor: the snapshot where its window ends'),
+      ('lane', 'low', 'the lowest place in its window'),
+      ('lane', 'high', 'the highest place in its window'),
+      ('lane', 'last_seq', 'its cursor: the last place within the window'),
+      ('lane', 'revision', 'the number of the filter that it reads with'),
+      ('lane', 'delivered', 'how many events were ever delivered'),
+      ('lane', 'epoch', 'the number of its lease'),
+      ('lane', 'owner', 'the relay that drives it'),
+      ('lane', 'lease_until', 'when its lease ends'),
+      ('lane', 'lease_ttl', 'the length of its lease in microseconds'),
+      ('lane', 'granted_at', 'when its lease was granted'),
+      ('lane', 'crashes', 'how many relays in a row crashed while they held it'),
+      ('lane', 'cluster', 'the cluster that its snapshots belong to'),
+      ('filter', 'subscription', 'the number of its subscription'),
+      ('filter', 'revision', 'its own number'),
+      ('filter', 'topics', 'patterns, one of which has to match the topic'),
+      ('filter', 'kinds', 'the kinds it wants; empty: all'),
+      ('filter', 'aggregates', 'the aggregates it wants; empty: all'),
+      ('filter', 'headers', 'headers that an event must have; NULL: none'),
+      ('filter', 'tenant', 'the only tenant whose events it wants; NULL: all'),
+      ('passage', 'subscription', 'the number of its subscription'),
+      ('passage', 'revision', 'the number of the former filter'),
+      ('passage', 'lanes', 'how many lanes there were'),
+      ('passage', 'lane', 'which of them this was'),
+      ('passage', 'from_snap', 'the snapshot where its window began'),
+      ('passage', 'to_snap', 'the snapshot where its window ended'),
+      ('passage', 'last_seq', 'the last place it read'),
+      ('passage', 'seq_max', 'events beyond this place count as not passed, because a reset took them back'),
+      ('sent', 'subscription', 'the number of its subscription'),
+      ('sent', 'seq', 'the place of the event in the log'),
+      ('unrouted', 'log', 'the log'),
+      ('unrouted', 'seq', 'the place of the event in the log'),
+      ('replica', 'subscription', 'the number of its subscription'),
+      ('replica', 'owner', 'the relay'),
+      ('replica', 'alive_until', 'until when it counts as alive'),
+      ('replica', 'alive_ttl', 'for how long it said so, in microseconds'),
+      ('delivery', 'subscription', 'the number of its subscription'),
+      ('delivery', 'seq', 'the place of the event in the log'),
+      ('delivery', 'lane', 'the lane that the event belongs to'),
+      ('delivery', 'key', 'the key of the event'),
+      ('delivery', 'state', 'retrying, blocked, scheduled, dead or discarded'),
+      ('delivery', 'ordered', 'whether the subscription was ordered by key when the row was added'),
+      ('delivery', 'halt', 'whether the event, once dead, holds back later ones of its key'),
+      ('delivery', 'holds', 'whether it holds back later events of its key now'),
+      ('delivery', 'attempts', 'counted attempts since the last retry or replay'),
+      ('delivery', 'replays', 'how often it was retried or replayed by a person'),
+      ('delivery', 'crashes', 'how many relays crashed while they sent it alone'),
+      ('delivery', 'due_at', 'the time of the next attempt'),
+      ('delivery', 'code', 'the reason of the last failure'),
+      ('delivery', 'error', 'the text of the last failure'),
+      ('delivery', 'updated_at', 'when this last changed'),
+      ('delivery', 'last_attempts', 'the last 8 failed calls: at, code, took_us, answer, next_at'),
+      ('delivery', 'letters', 'the last death that was handed to a dead-letter sink, counted from 1'),
+      ('delivery', 'letter_at', 'when the next dead letter is due'),
+      ('receipt', 'source', 'where the message came from'),
+      ('receipt', 'tenant', 'its tenant; empty: none'),
+      ('receipt', 'message_id', 'its id'),
+      ('receipt', 'digest', 'a digest of its body, to recognise another body under the same id'),
+      ('receipt', 'received_at', 'when it was received'),
+      ('once', 'source', 'the source that the caller of once named'),
+      ('once', 'tenant', 'the tenant that the transaction named; empty: none'),
+      ('once', 'message_id', 'the id of the message'),
+      ('once', 'seen_at', 'when it was applied'),
+      ('conflict', 'source', 'where the message came from'),
+      ('conflict', 'tenant', 'its tenant; empty: none'),
+      ('conflict', 'message_id', 'its id'),
+      ('conflict', 'digest_stored', 'the digest of the body that is stored'),
+      ('conflict', 'digest_refused', 'the digest of the body that was rejected'),
+      ('conflict', 'times', 'how often it was rejected'),
+      ('conflict', 'first_at', 'when it was first rejected'),
+      ('conflict', 'last_at', 'when it was last rejected'),
+      ('sleeper', 'log', 'the log that it waits for'),
+      ('sleeper', 'owner', 'the relay'),
+      ('sleeper', 'asleep_until', 'until when it sleeps unless it is woken'),
+      ('sleeper', 'tenant', 'the tenant that it works for; empty: all'),
+      ('migration', 'version', 'its number'),
+      ('migration', 'name', 'its name'),
+      ('migration', 'applied_at', 'when it was applied')) AS said(of, at, text)
+  LOOP
+    EXECUTE 'COMMENT ON COLUMN ' || c.place || ' IS ' || quote_literal(c.text);
+  END LOOP;
+  -- Only its owner may comment on the schema, and an application may have done so before.
+  IF (SELECT pg_has_role(n.nspowner, 'USAGE') AND obj_description(n.oid, 'pg_namespace') IS NULL
+    FROM pg_namespace AS n WHERE n.oid = {schema_literal}::regnamespace) THEN
+    EXECUTE 'COMMENT ON SCHEMA ' || {schema_literal} || ' IS ''Postbox: events to be delivered (outbox), received messages (inbox), and the state of their delivery''';
+  END IF;
 END
 ${tag}$;
 

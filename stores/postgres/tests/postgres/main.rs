@@ -19,3 +19,4 @@ mod shared_transaction;
 mod side_by_side;
 mod sql;
 mod surface;
+mod tls;

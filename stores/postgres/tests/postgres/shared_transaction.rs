@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Append as _, Apply, BatchLimit, Delivery, Disposition, Log as _, LogName, NewEvent, Outcome, Result, Settlement,
+    Append as _, Apply, BatchLimit, Delivery, Disposition, Lease, Log as _, LogName, NewEvent, Outcome, Result,
+    Settlement,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
 use postbox_testkit::conformance::ApplyFixture as _;
@@ -84,6 +85,32 @@ async fn the_role_and_path_that_a_handler_sets_end_with_it() {
     assert_eq!(fixture.effects().await, ["a", "b", "c"]);
 }
 
+/// Does the same for the whole session.
+struct SetsForGood;
+
+#[async_trait]
+impl TxHandler for SetsForGood {
+    async fn handle(&self, tx: &tokio_postgres::Transaction<'_>, delivery: &Delivery) -> Outcome {
+        let payload = String::from_utf8_lossy(&delivery.event.payload);
+        tx.execute("INSERT INTO effect (payload) VALUES ($1)", &[&payload]).await.expect("written");
+        tx.batch_execute("SET ROLE pg_monitor; SET search_path = pg_catalog").await.expect("set");
+        Outcome::DELIVERED
+    }
+}
+
+/// The pool's only connection would give the role to the next call.
+#[tokio::test]
+async fn what_a_handler_sets_for_the_session_reaches_no_later_call() {
+    let mut fixture = support::on(Version::V15).await;
+    let config = PostgresConfig { pool_size: 1, ..PostgresConfig::new(&fixture.url) };
+    fixture.store = PostgresStore::connect(config).await.expect("a store");
+    for _ in 0..2 {
+        let apply = fixture.store.apply(SetsForGood);
+        assert_eq!(applied(&fixture, apply, ["a", "b", "c"]).await, [true; 3]);
+    }
+    assert_eq!(fixture.effects().await, ["a", "b", "c", "a", "b", "c"]);
+}
+
 struct Commits;
 
 #[async_trait]
@@ -104,4 +131,26 @@ async fn a_commit_that_the_store_cannot_ask_about_is_not_known() {
     let error = apply_all(&fixture, store.apply(Commits), ["a", "b", "c"]).await.expect_err("nothing is settled");
     assert_eq!(error.code(), "handler_ended_transaction");
     assert!(error.message().contains("not known whether it was committed"), "{error}");
+}
+
+/// Renews a lease while it holds its connection.
+struct Renews(PostgresStore, Lease);
+
+#[async_trait]
+impl TxHandler for Renews {
+    async fn handle(&self, _: &tokio_postgres::Transaction<'_>, _: &Delivery) -> Outcome {
+        self.0.renew(&self.1, Duration::from_secs(60)).await.expect("renewed");
+        Outcome::DELIVERED
+    }
+}
+
+#[tokio::test]
+async fn handlers_that_hold_every_connection_cost_no_lease() {
+    let mut fixture = support::on(Version::V15).await;
+    let mut config = PostgresConfig::new(&fixture.url);
+    (config.pool_size, config.pool_timeout) = (1, Duration::from_millis(50));
+    fixture.store = PostgresStore::connect(config).await.expect("a store");
+    let lease = support::leased(&fixture.store, "other").await;
+    let renews = fixture.store.apply(Renews(fixture.store.clone(), lease));
+    assert_eq!(applied(&fixture, renews, ["a", "b", "c"]).await, [true; 3]);
 }

@@ -4,11 +4,11 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Change, Diagnose as _, Disposition, Entry, Filter, Hold, Inspect as _,
-    Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Routed, Selection, Settlement, Store as _,
-    Subscription, SubscriptionName,
+    Admin as _, Append as _, BatchLimit, Change, Criteria, Diagnose as _, Disposition, Entry, Error, Filter, Hold,
+    Inspect as _, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Routed, Selection,
+    Settlement, State, Store as _, Subscription, SubscriptionName,
 };
-use postbox_postgres::PostgresConfig;
+use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 
 use crate::support;
@@ -136,6 +136,25 @@ async fn a_locked_log_keeps_no_other_from_being_counted() {
     assert_eq!(outbox.expect("counted").pending, 1);
 }
 
+/// A list may have to read the whole log.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_list_that_takes_too_long_says_how_to_ask_for_less() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let name = SubscriptionName::new("s").expect("a name");
+    let subscription = Subscription::new(name.clone(), LogName::outbox());
+    support::migrated(PostgresConfig::new(&url)).await.subscribe(&subscription).await.expect("subscribed");
+    let config = PostgresConfig { statement_timeout: Duration::from_millis(500), ..PostgresConfig::new(&url) };
+    let store = PostgresStore::connect(config).await.expect("a store");
+    let holder = support::client(&url).await;
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
+    let (which, code, correlation, after) = (Criteria::default(), None, None, None);
+    let state = Some(State::Dispatched);
+    let query = ListQuery { subscription: name, state, which, code, correlation, after, limit: 10 };
+    let error = store.list(&query).await.expect_err("locked");
+    assert_eq!(error.code(), "statement_timeout", "{error}");
+    assert!(["--since", "--key", "`statement_timeout`"].iter().all(|cure| error.message().contains(cure)), "{error}");
+}
+
 /// Relays wait for a lock on every connection of their pool. An operator's query is answered all
 /// the same.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -151,7 +170,15 @@ async fn whoever_looks_waits_for_no_relay() {
     holder.batch_execute("BEGIN; LOCK TABLE postbox.delivery IN ACCESS EXCLUSIVE MODE").await.expect("locked");
     let (of_name, waiting) = (name.clone(), store.clone());
     let owner = OwnerId::new("me").expect("a name");
-    let relay = tokio::spawn(async move { waiting.acquire(&of_name, &owner, &[], TTL).await });
+    // It waits again and again, and never for long.
+    let relay = tokio::spawn(async move {
+        loop {
+            match waiting.acquire(&of_name, &owner, &[], TTL).await {
+                Err(error) if error.code() == "table_locked" => {}
+                acquired => return acquired,
+            }
+        }
+    });
     support::until_waited_for(&holder).await;
     let looked = tokio::time::timeout(Duration::from_secs(5), async {
         store.validate().await.expect("the database answers");
@@ -161,6 +188,55 @@ async fn whoever_looks_waits_for_no_relay() {
     assert!(!relay.is_finished());
     holder.batch_execute("COMMIT").await.expect("released");
     assert!(relay.await.expect("no panic").expect("asked").lease.is_some());
+}
+
+/// A relay that waited for a locked log for longer than its lease lasts would lose the lane, and
+/// name no lock.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_relay_waits_for_a_locked_log_no_longer_than_its_lease_lasts() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let name = SubscriptionName::new("s").expect("a name");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
+    store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
+    let (owner, lease_ttl) = (OwnerId::new("me").expect("a name"), Duration::from_secs(10));
+    let lease = store.acquire(&name, &owner, &[], lease_ttl).await.expect("acquired").lease.expect("a free lane");
+    let holder = support::client(&url).await;
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
+    let renew = async {
+        support::until_waited_for(&holder).await;
+        store.renew(&lease, lease_ttl).await
+    };
+    let log = LogName::outbox();
+    let (read, _, renewed) =
+        tokio::join!(store.next_batch(&lease, BatchLimit::default()), store.note_unrouted(&log), renew);
+    renewed.expect("renewed");
+    let error = read.expect_err("locked");
+    assert_eq!(error.code(), "table_locked", "{error}");
+    assert!(error.message().contains("the table outbox is locked by session"), "{error}");
+    holder.batch_execute("COMMIT").await.expect("released");
+    assert_eq!(store.next_batch(&lease, BatchLimit::default()).await.expect("read").deliveries.len(), 1);
+}
+
+/// CREATE INDEX locks out writers, but not whoever looks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_relay_names_whoever_locks_out_only_writers() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let name = SubscriptionName::new("s").expect("a name");
+    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    let (owner, holder) = (OwnerId::new("me").expect("a name"), support::client(&url).await);
+    let is_named = |error: Error, table: &str| {
+        assert_eq!(error.code(), "table_locked", "{error}");
+        assert!(error.message().contains(&format!("the table {table} is locked by session")), "{error}");
+    };
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.lane IN SHARE MODE").await.expect("locked");
+    is_named(store.acquire(&name, &owner, &[], TTL).await.expect_err("locked"), "lane");
+    holder.batch_execute("ROLLBACK; BEGIN; LOCK TABLE postbox.log IN EXCLUSIVE MODE").await.expect("locked");
+    is_named(store.note_unrouted(&LogName::outbox()).await.expect_err("locked"), "log");
 }
 
 /// A prepared transaction has no session to end. What a program says of itself must not become the
