@@ -21,11 +21,6 @@ use crate::settle::{Owned, OwnedEntry, refuse_settled, write};
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 
-/// Whether a table of the application checks foreign keys only at the commit. Walks the small
-/// schema table; no lock of its own.
-const DEFERRED_KEYS_USED: &str =
-    "SELECT EXISTS (SELECT 1 FROM sqlite_master WHERE type = 'table' AND sql LIKE '%initially%deferred%')";
-
 /// A handler whose effect is in the same database. It runs on the store's writing thread, inside
 /// the transaction that settles the event: both commit, or neither.
 ///
@@ -190,7 +185,6 @@ impl Application {
     }
 
     fn handle_all(&self, tx: &Transaction<'_>, committed: &AtomicBool) -> Work<Outcomes> {
-        let deferred = tx.query_row(DEFERRED_KEYS_USED, [], |row| row.get(0))?;
         let mut blocked = BlockedKeys::new(self.settlement.hold_keys);
         let mut outcomes = Vec::with_capacity(self.deliveries.len());
         for delivery in &self.deliveries {
@@ -199,7 +193,7 @@ impl Application {
                 continue;
             }
             let traced = Traced::process(delivery, self.lease.subscription.as_str());
-            let outcome = traced.span().in_scope(|| self.handle(tx, traced.delivery(), deferred, committed))?;
+            let outcome = traced.span().in_scope(|| self.handle(tx, traced.delivery(), committed))?;
             traced.end(&outcome);
             blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
@@ -207,20 +201,16 @@ impl Application {
         Ok(outcomes)
     }
 
-    /// Runs the handler inside a savepoint. `deferred`: there are constraints that SQLite would
-    /// check only at the commit. `committed` is set once a handler tried to commit.
-    fn handle(
-        &self,
-        tx: &Transaction<'_>,
-        delivery: &Delivery,
-        deferred: bool,
-        committed: &AtomicBool,
-    ) -> Work<Outcome> {
+    /// Runs the handler inside a savepoint. `committed` is set once a handler tried to commit.
+    ///
+    /// A deferred foreign key is checked by the commit alone: the only check before it walks every
+    /// table of the file. The relay then applies one event at a time, so only the one at fault
+    /// fails.
+    fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery, committed: &AtomicBool) -> Work<Outcome> {
         tx.execute_batch("SAVEPOINT postbox_handler")?;
-        let broken_before = if deferred { broken_keys(tx)? } else { 0 };
         let context = delivery.context();
         let handle = || context.scope_sync(|| self.handler.handle(tx, delivery));
-        let mut outcome = catch_unwind(AssertUnwindSafe(handle))
+        let outcome = catch_unwind(AssertUnwindSafe(handle))
             .unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic).to_owned()));
         if tx.is_autocommit() {
             // After an error, SQLite may have rolled back by itself: the disk is full, or a page
@@ -231,10 +221,6 @@ impl Application {
             };
             return Err(ended.into());
         }
-        if deferred && outcome.is_delivered() && broken_keys(tx)? > broken_before {
-            // Otherwise the commit would fail for all events, at every attempt.
-            outcome = Outcome::retry("foreign_key", "the handler left a foreign key that points nowhere");
-        }
         tx.execute_batch(if outcome.is_delivered() {
             "RELEASE postbox_handler"
         } else {
@@ -242,12 +228,6 @@ impl Application {
         })?;
         Ok(outcome)
     }
-}
-
-/// The number of rows whose foreign key points nowhere. Walks every child table, but only if
-/// constraints are deferred.
-fn broken_keys(tx: &Transaction<'_>) -> Work<i64> {
-    Ok(tx.query_row("SELECT count(*) FROM pragma_foreign_key_check", [], |row| row.get(0))?)
 }
 
 fn abandoned() -> Error {

@@ -66,6 +66,9 @@ pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> E
     if is_own_table_missing(text) {
         return schema_missing(operation, None);
     }
+    // SQLite refuses for ON DELETE RESTRICT with a trigger of its own.
+    let is_reference = extended == ffi::SQLITE_CONSTRAINT_FOREIGNKEY
+        || (extended == ffi::SQLITE_CONSTRAINT_TRIGGER && text.contains("FOREIGN KEY constraint failed"));
     let (kind, code, message) = match (extended & 0xff, extended) {
         (_, ffi::SQLITE_BUSY_SNAPSHOT) => (
             ErrorKind::Unavailable,
@@ -119,6 +122,21 @@ pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> E
             ErrorKind::Conflict,
             "event_id_taken",
             "the log has another event under this id; nothing was written: give each an id of its own".into(),
+        ),
+        // A foreign key of the application refers to what would be deleted.
+        _ if is_reference && ["prune", "forget"].contains(&operation) => (
+            ErrorKind::Conflict,
+            "reference_held",
+            "a row refers to an event that would be deleted; drop the foreign key that refers to the log, or give it \
+             ON DELETE CASCADE"
+                .into(),
+        ),
+        // Internal, so that the relay finds the event whose handler left it.
+        _ if is_reference => (
+            ErrorKind::Internal,
+            "foreign_key",
+            "a foreign key points nowhere, so nothing was written; write the row it points to in the same transaction"
+                .into(),
         ),
         (_, ffi::SQLITE_CONSTRAINT_NOTNULL) => {
             (ErrorKind::Invalid, "column_missing", format!("a column must not be null ({text}); give it a value"))
@@ -181,11 +199,18 @@ mod tests {
                 ErrorKind::Conflict,
                 "event_id_taken",
             ),
+            (ffi::SQLITE_CONSTRAINT_FOREIGNKEY, "FOREIGN KEY constraint failed", ErrorKind::Internal, "foreign_key"),
+            (ffi::SQLITE_CONSTRAINT_TRIGGER, "FOREIGN KEY constraint failed", ErrorKind::Internal, "foreign_key"),
+            (ffi::SQLITE_CONSTRAINT_TRIGGER, "not on a Sunday", ErrorKind::Internal, "store_error"),
             (ffi::SQLITE_ERROR, "no such table: postbox_outbox", ErrorKind::Mismatch, "schema_missing"),
             (ffi::SQLITE_ERROR, "near \"x\": syntax error", ErrorKind::Internal, "store_error"),
         ] {
             let error = from_code("test", extended, text);
             assert_eq!((error.kind(), error.code()), (kind, code), "{extended} {text}");
+        }
+        for extended in [ffi::SQLITE_CONSTRAINT_FOREIGNKEY, ffi::SQLITE_CONSTRAINT_TRIGGER] {
+            let held = from_code("prune", extended, "FOREIGN KEY constraint failed");
+            assert_eq!((held.kind(), held.code()), (ErrorKind::Conflict, "reference_held"));
         }
     }
 }

@@ -96,6 +96,10 @@ impl SqliteConfig {
     }
 }
 
+/// Why a URL with a `?` or a URI of SQLite is refused.
+const NO_PARAMETERS: &str = "sqlite: takes the path of a file, no parameters and no URI; leave out \"file:\", the \"?\" and what follows it, \
+     e.g. \"sqlite:postbox.db\"";
+
 table! {
     /// SQLite.
     pub struct SqliteTable {}
@@ -105,7 +109,15 @@ table! {
 impl StoreOptions for SqliteTable {
     fn check(&self, url: &str) -> Result<(), String> {
         let cure = "sqlite: needs a file, e.g. \"sqlite:postbox.db\"; for a store without one write \"memory:\"";
-        path(url).map(drop).ok_or_else(|| cure.to_owned())
+        // Other programs read parameters and a URI there. As a part of the name they would make
+        // another file.
+        match path(url) {
+            Some(path) if url.contains('?') || path.to_string_lossy().starts_with("file:") => {
+                Err(NO_PARAMETERS.to_owned())
+            }
+            Some(_) => Ok(()),
+            None => Err(cure.to_owned()),
+        }
     }
 
     fn risk(&self, _: &str) -> Option<&'static str> {
@@ -138,5 +150,14 @@ mod tests {
         assert_eq!(path("sqlite:a.db"), Some("a.db".into()));
         assert_eq!(path("sqlite:///tmp/a.db"), Some("/tmp/a.db".into()));
         assert_eq!(path("sqlite:").or(path("sqlite::memory:")), None);
+    }
+
+    #[test]
+    fn a_url_has_no_parameters_and_is_no_uri() {
+        let table = SqliteTable {};
+        for url in ["sqlite:shop.db?mode=rwc", "sqlite:file:shop.db", "sqlite://file:shop.db"] {
+            assert_eq!(table.check(url), Err(NO_PARAMETERS.to_owned()), "{url}");
+        }
+        assert_eq!(table.check("sqlite:shop.db"), Ok(()));
     }
 }

@@ -58,6 +58,8 @@ pub(crate) const LOOK_COLUMNS: &str = concat!(
     "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers, ",
     micros_of!("deliver_at")
 );
+/// The time at which an event expires.
+pub(crate) const EXPIRES_AT: &str = micros_of!("expires_at");
 /// The columns' names, for error texts.
 const LOG_COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
     "seq",

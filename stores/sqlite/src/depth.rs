@@ -8,7 +8,7 @@ use rusqlite::{Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::until;
-use crate::decode::{Head, LOOK_COLUMNS, LOOK_COLUMNS_COUNT, LOOK_DELIVER_AT, integer, seq};
+use crate::decode::{HEAD_COLUMNS, Head, LOOK_COLUMNS, LOOK_COLUMNS_COUNT, LOOK_DELIVER_AT, integer, seq};
 use crate::inspect::{Reader, count};
 use crate::window::log_end;
 
@@ -55,14 +55,27 @@ pub(crate) fn count_events(tx: &Transaction<'_>, table: &str) -> Work<Count> {
     Ok(Count { events: events.unsigned_abs(), is_estimate })
 }
 
-/// Whether any event has still to be delivered. May walk the log.
+/// Whether any event has still to be delivered. Stops at the first one; without one, it walks the
+/// log from the slowest lane on.
 pub(crate) fn is_undelivered(tx: &Transaction<'_>, reader: &Reader) -> Work<bool> {
-    let waits: bool = tx.prepare_cached(DELIVERY_WAITS)?.query_row([reader.name.as_str()], |row| row.get(0))?;
-    let mut unread = Look::default();
-    if !waits {
-        unread.look(tx, reader, Part { after: reader.position_min(), up_to: i64::MAX, rows_max: i64::MAX })?;
+    let name = reader.name.as_str();
+    if tx.prepare_cached(DELIVERY_WAITS)?.query_row([name], |row| row.get(0))? {
+        return Ok(true);
     }
-    Ok(waits || !unread.pending.is_empty())
+    // Walks the primary key; no lock. What has a delivery row does not wait, as was just seen.
+    let log_walk = format!(
+        "SELECT {HEAD_COLUMNS} FROM {} l WHERE l.seq > ?2 \
+         AND NOT EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq) ORDER BY l.seq",
+        reader.table
+    );
+    let mut statement = tx.prepare(&log_walk)?;
+    let mut rows = statement.query(params![name, reader.position_min()])?;
+    while let Some(row) = rows.next()? {
+        if reader.state(&Head::read(row)?, seq(row)?) == State::Pending {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Adds the waiting rows of one state.
@@ -201,11 +214,31 @@ impl Look {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plans::judge;
+    use crate::lease::FILTER_KEEP;
+    use crate::plans::{ROWS, database, instructions, judge};
 
     #[test]
     fn rows_of_a_state_are_found_by_an_index() {
         let by_state = "postbox_delivery_state (subscription=? AND state=?)";
         judge(&[("DELIVERY_COUNT", DELIVERY_COUNT, &[by_state]), ("DELIVERY_WAITS", DELIVERY_WAITS, &[by_state])]);
+    }
+
+    #[test]
+    fn the_first_event_to_deliver_ends_the_look() {
+        let mut database = database();
+        let fill = format!(
+            "INSERT INTO postbox_subscription (name, log, topics, ordering, lanes, generation, created_at) \
+             VALUES ('s', 'outbox', '[]', 'key', 1, 0, 0); \
+             INSERT INTO postbox_lane (subscription, lane, position, window_end, revision) \
+             SELECT name, 0, 0, 0, revision FROM postbox_subscription; \
+             INSERT INTO postbox_outbox (topic, payload) \
+             WITH RECURSIVE n(n) AS (VALUES (1) UNION ALL SELECT n + 1 FROM n WHERE n < {ROWS}) SELECT 't', '' FROM n"
+        );
+        database.execute_batch(&fill).expect("filled");
+        database.execute(FILTER_KEEP, ["s"]).expect("kept");
+        let tx = database.transaction().expect("begun");
+        let reader = Reader::find("migrate", &tx, &"s".parse().expect("a name")).expect("found");
+        let (waits, steps) = instructions(&tx, || is_undelivered(&tx, &reader).expect("read"));
+        assert!(waits && steps < ROWS, "{steps} instructions");
     }
 }

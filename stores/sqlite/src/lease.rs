@@ -312,7 +312,8 @@ fn check_cursor(operation: &'static str, tx: &Transaction<'_>, name: &str, log: 
     let Some((lane, position)) = ahead else { return Ok(()) };
     let message = format!(
         "lane {lane} of {name} stands at {position}, but log {log} ends at {last}: the log was restored from an older copy; restore the newer one, \
-         or start from here with: UPDATE postbox_lane SET position = {last}, window_end = {last} WHERE subscription = '{name}'"
+         or start from here with: UPDATE postbox_lane SET position = min(position, {last}), window_end = min(window_end, {last}) \
+         WHERE subscription = '{name}'"
     );
     Err(Error::new(ErrorKind::Mismatch, operation, "cursor_from_future", message).into())
 }

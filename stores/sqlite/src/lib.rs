@@ -20,6 +20,7 @@ mod log;
 mod maintain;
 mod migrate;
 mod once;
+mod parts;
 #[cfg(test)]
 mod plans;
 mod receive;

@@ -76,6 +76,10 @@ SELECT name, ?2, ?3, ?4, ?5, ?6, ?7, ?8, revision FROM postbox_subscription WHER
 /// By primary key; takes the write lock.
 const DELIVERY_MOVE: &str = "UPDATE postbox_delivery SET lane = ?3 WHERE subscription = ?1 AND seq = ?2 AND lane <> ?3";
 
+/// The most events that each number of a reset's plan is counted among: some hundred milliseconds,
+/// however rare the subscription's topics are.
+const PLAN_LOOK_MAX: u64 = 100_000;
+
 /// Counts the rows of a subscription, up to a limit. By primary key; no lock of its own.
 const ROWS_COUNT: &str = "SELECT count(*) FROM (SELECT 1 FROM postbox_delivery WHERE subscription = ?1 LIMIT ?2)";
 
@@ -173,25 +177,27 @@ pub(crate) fn place(tx: &Transaction<'_>, name: &SubscriptionName, to: ResetTo) 
 pub(crate) fn plan(tx: &Transaction<'_>, name: &SubscriptionName, to: ResetTo) -> Work<ResetPlan> {
     let reader = Reader::find("reset", tx, name)?;
     let place = place_of(tx, &reader.table, to)?;
-    let again = count(tx, &reader, (place, reader.position_max()), true)?;
-    let skipped = count(tx, &reader, (reader.position_min(), place), false)?;
-    let is_estimate = again.max(skipped) > LOOK_EVENTS_MAX;
+    let (again, more_again) = count(tx, &reader, (place, reader.position_max()), true)?;
+    let (skipped, more_skipped) = count(tx, &reader, (reader.position_min(), place), false)?;
+    let is_estimate = more_again || more_skipped;
     Ok(ResetPlan { again, skipped, is_estimate, stamp: stamp(tx, name, 0)?.0 })
 }
 
 /// Counts the events between two places that the subscription wants and has passed, or not passed.
-/// Stops one beyond the limit.
-fn count(tx: &Transaction<'_>, reader: &Reader, (after, up_to): (i64, i64), passed: bool) -> Work<u64> {
+/// Stops one beyond the limit, or after enough events of the log, and says whether it stopped.
+fn count(tx: &Transaction<'_>, reader: &Reader, (after, up_to): (i64, i64), passed: bool) -> Work<(u64, bool)> {
     // Walks the primary key; no lock.
     let log_walk =
         format!("SELECT {HEAD_COLUMNS} FROM {} l WHERE l.seq > ?1 AND l.seq <= ?2 ORDER BY l.seq", reader.table);
     let mut statement = tx.prepare_cached(&log_walk)?;
     let mut rows = statement.query([after, up_to])?;
     let mut state = tx.prepare_cached(DELIVERY_STATE)?;
-    let mut counted = 0;
-    while counted <= LOOK_EVENTS_MAX
-        && let Some(row) = rows.next()?
-    {
+    let (mut counted, mut looked) = (0, 0);
+    while let Some(row) = rows.next()? {
+        if counted > LOOK_EVENTS_MAX || looked == PLAN_LOOK_MAX {
+            return Ok((counted, true));
+        }
+        looked += 1;
         let (head, seq) = (Head::read(row)?, seq(row)?);
         if reader.wants(&head) && reader.has_passed(&head, seq) == passed {
             let mut of_row = state.query(params![reader.name.as_str(), seq])?;
@@ -202,7 +208,7 @@ fn count(tx: &Transaction<'_>, reader: &Reader, (after, up_to): (i64, i64), pass
             counted += u64::from(!discarded);
         }
     }
-    Ok(counted)
+    Ok((counted, counted > LOOK_EVENTS_MAX))
 }
 
 /// The epochs of all lanes, and whether one is leased.

@@ -12,9 +12,10 @@ use crate::decode::{HEAD_COLUMNS, Head, integer, is_meant, seq};
 use crate::inspect::Reader;
 use crate::lease::check_cursors;
 use crate::migrate::{self, checked_log, require_log};
+use crate::parts::check_parts;
 use crate::schema::log_table;
 use crate::store::SqliteStore;
-use crate::thread::Flush;
+use crate::thread::{Flush, Session};
 use crate::unrouted::{UNROUTED_FORGET, is_unrouted, note_unrouted, routed};
 
 /// Subscriptions of a log: a walk of a small table; no lock of its own.
@@ -60,7 +61,13 @@ impl Maintain for SqliteStore {
     }
 
     async fn check_integrity(&self) -> Result<()> {
-        self.inspector().call("check_integrity", |session| check_cursors(&session.read()?)).await
+        let check = |session: &mut Session| {
+            let tx = session.read()?;
+            // The position of a missing log is not known.
+            check_parts(&tx)?;
+            check_cursors(&tx)
+        };
+        self.inspector().call("check_integrity", check).await
     }
 
     async fn rebase(&self) -> Result<()> {

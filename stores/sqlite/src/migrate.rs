@@ -127,15 +127,24 @@ pub(crate) fn enter_wal(connection: &Connection) -> Work<String> {
 /// Removes the schema. If the command was interrupted while it waited for the lock, nothing is
 /// removed when the lock becomes free: the end checks that `caller` is alive.
 fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<Vec<String>> {
-    if !session.settings.path.exists() || applied(session.connection()?)?.is_none() {
+    if !session.settings.path.exists() {
         return Ok(Vec::new());
+    }
+    let found = applied(session.connection()?)?;
+    if found.is_none() {
+        return Ok(Vec::new());
+    }
+    refuse_newer(found)?;
+    // First without the write lock: to refuse needs none.
+    if !discard_events {
+        refuse_undelivered(&session.read()?)?;
     }
     session.transact(Flush::Always, |tx| {
         let Some(last) = applied(tx)? else { return Ok(Vec::new()) };
         refuse_newer(Some(last))?;
         // Under the write lock nothing is appended between this check and the end.
-        if !discard_events && let Some(log) = undelivered(tx)? {
-            return Err(events_undelivered(&log).into());
+        if !discard_events {
+            refuse_undelivered(tx)?;
         }
         for log in log_names(tx)? {
             tx.execute_batch(&format!("DROP TABLE {}", log_table(&LogName::new(log)?)))?;
@@ -149,6 +158,10 @@ fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<
         }
         Ok(MIGRATIONS.iter().rev().filter(|step| step.number <= last).map(|step| step.name.to_owned()).collect())
     })
+}
+
+fn refuse_undelivered(tx: &Transaction<'_>) -> Work<()> {
+    undelivered(tx)?.map_or(Ok(()), |log| Err(events_undelivered(&log).into()))
 }
 
 /// Checks that the schema has exactly the version of this program.
@@ -182,7 +195,7 @@ fn refuse_newer(applied: Option<i64>) -> Work<()> {
 }
 
 /// The highest applied migration; `None` if there is no schema at all.
-fn applied(connection: &Connection) -> Work<Option<i64>> {
+pub(crate) fn applied(connection: &Connection) -> Work<Option<i64>> {
     match connection.query_row(MIGRATION_LAST, [], |row| row.get(0)).map_err(Fault::from) {
         Ok(number) => Ok(Some(number)),
         Err(fault) if fault.is_table_missing() => Ok(None),

@@ -8,15 +8,16 @@ use rusqlite::{Row, Transaction, params};
 
 use crate::admin::seqs_of;
 use crate::classify::Work;
-use crate::clock::timestamp;
-use crate::decode::{Decoded, Head, LOG_COLUMNS, integer, lossy, seq};
+use crate::decode::{
+    EXPIRES_AT, Head, LOOK_COLUMNS, LOOK_COLUMNS_COUNT, LOOK_DELIVER_AT, integer, is_meant, lossy, seq,
+};
 use crate::inspect::Reader;
 use crate::unrouted::UNROUTED_FORGET;
 use crate::window::{DELIVERY_KEY_HELD, log_end};
 
-/// How many rows one step reads: some tens of milliseconds of the write lock, however few of them
-/// match.
-const STEP_LOOK_MAX: usize = 20_000;
+/// How many places of the log one step reads: some tens of milliseconds of the write lock, however
+/// few events match and however many have a delivery row.
+const STEP_LOOK_MAX: i64 = 20_000;
 
 /// The replay number of this step, which no event of the subscription has had before. By primary
 /// key; takes the write lock.
@@ -26,9 +27,6 @@ pub(crate) const REPLAY_NEXT: &str =
 const DELIVERY_LEAVE: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, due_at, updated_at) \
 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, 0, ?10, ?11, ?12) ON CONFLICT DO NOTHING";
-
-/// The place of `deliver_at` in [`LOG_COLUMNS`].
-const DELIVER_AT: usize = 13;
 
 /// Records a skipped event that is sent all the same. By primary key; takes the write lock.
 const SENT_NOTE: &str = "INSERT OR IGNORE INTO postbox_sent (subscription, seq) VALUES (?1, ?2)";
@@ -94,33 +92,41 @@ pub(crate) fn leave_stream(
 pub(crate) fn replay(tx: &Transaction<'_>, name: &SubscriptionName, replay: &Replay, now: i64) -> Work<Replayed> {
     let reader = Reader::find("replay", tx, name)?;
     let again = if replay.dry_run { None } else { Some(SendAgain::new(tx, &reader, now)?) };
+    // The first place, by primary key; no lock of its own.
+    let log_first = format!("SELECT coalesce(min(seq), 1) FROM {}", reader.table);
+    let first: i64 = tx.query_row(&log_first, [], |row| row.get(0))?;
     let last = log_end(tx, &reader.table)?;
-    let (after, through) =
-        (replay.after.map_or(i64::MIN, |seq| seq.0), replay.through.map_or(last, |seq| seq.0.min(last)));
+    let through = replay.through.map_or(last, |seq| seq.0.min(last));
+    let after = replay.after.map_or(first - 1, |seq| seq.0.max(first - 1));
+    let until = match replay.ids {
+        Some(_) => through,
+        None => through.min(after.saturating_add(STEP_LOOK_MAX)),
+    };
     let named = match &replay.ids {
         Some(ids) => format!(" AND l.seq IN ({})", places(&seqs_of(tx, &reader.stored.log, ids)?)),
         None => String::new(),
     };
-    // Walks the log's primary key, or looks up places in it; no lock of its own.
+    // Walks the log's primary key, or looks up places in it; no lock of its own. Reads no payload.
     let log_walk = format!(
-        "SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq > ?2 AND l.seq <= ?3{named} \
+        "SELECT {LOOK_COLUMNS}, {EXPIRES_AT} FROM {} l WHERE l.seq > ?2 AND l.seq <= ?3{named} \
          AND NOT EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq) ORDER BY l.seq",
         reader.table
     );
     let mut statement = tx.prepare(&log_walk)?;
-    let mut rows = statement.query(params![name.as_str(), after, through])?;
-    let (mut looked, mut replayed) = (0, Replayed { count: 0, next: None, through: Seq(through) });
+    let mut rows = statement.query(params![name.as_str(), after, until])?;
+    let next = (until < through).then_some(Seq(until));
+    let mut replayed = Replayed { count: 0, next, through: Seq(through) };
     while let Some(row) = rows.next()? {
         let (head, seq) = (Head::read(row)?, seq(row)?);
-        looked += 1;
-        let is_meant = (replay.ids.is_some() || reader.wants(&head))
+        let is_sent = is_meant(&replay.which, row, &head)?
+            && (replay.ids.is_some() || reader.wants(&head))
             && reader.state(&head, seq) != State::Pending
-            && replay.means(Seq(seq), &Decoded::read(row)?.event, timestamp(now));
-        if is_meant {
-            again.as_ref().map_or(Ok(()), |again| again.send(row, integer(row, DELIVER_AT)?))?;
+            && integer(row, LOOK_COLUMNS_COUNT)?.is_none_or(|end| end > now);
+        if is_sent {
+            again.as_ref().map_or(Ok(()), |again| again.send(row, integer(row, LOOK_DELIVER_AT)?))?;
             replayed.count += 1;
         }
-        if looked == STEP_LOOK_MAX || replayed.count == replay.step_max() as u64 {
+        if replayed.count == replay.step_max() as u64 {
             replayed.next = Some(Seq(seq));
             break;
         }

@@ -110,8 +110,9 @@ pub(crate) fn write(
     flushed: bool,
     now: i64,
 ) -> Work<()> {
-    // The position never moves back.
-    let position = settlement.position.unwrap_or(lane.position).max(lane.position);
+    // The position never moves back, nor beyond the window: if the file was set back to an older
+    // copy while it was open, the places beyond it belong to other events.
+    let position = settlement.position.unwrap_or(lane.position).min(lane.window_end).max(lane.position);
     let in_stream = |seq: i64| lane.position < seq && seq <= position;
     let mut delivered = settlement.given.iter().filter(|seq| in_stream(**seq)).count();
     for entry in &settlement.entries {

@@ -13,14 +13,14 @@
 
 use std::collections::HashMap;
 
-use postbox_core::kit::BatchLimiter;
+use postbox_core::kit::{BatchLimiter, window_undone};
 use postbox_core::{Batch, BatchLimit, Delivery, Error, Key, Lease, Seq};
 use rusqlite::{OptionalExtension, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
 use crate::decode::{Decoded, Head, LOG_COLUMNS, payload_len, row_lane, seq};
-use crate::lease::{self, SubscriptionRow, held};
+use crate::lease::{self, LOG_LAST, LaneRow, SubscriptionRow, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
 
@@ -64,6 +64,8 @@ pub(crate) struct Cursor {
     /// The last row of the last batch that was handed out. It is unsettled while it is beyond the
     /// lane's position.
     given: i64,
+    /// The lane's position that was last read or written.
+    position: i64,
     /// The `seq` of the events that were handed out and not settled at the time of this read, in
     /// order.
     pub(crate) unsettled: Vec<i64>,
@@ -128,6 +130,11 @@ pub(crate) fn read(
     let tx = session.read()?;
     let lane = held("next_batch", &tx, lease, now)?;
     let stored = lease::find(&tx, &lease.subscription)?.ok_or_else(|| Error::stale("next_batch"))?;
+    if let Some(cursor) = &cursor
+        && is_undone(&tx, &stored, lane, cursor)?
+    {
+        return Err(window_undone("next_batch").into());
+    }
     if lane.revision != stored.revision {
         // Everything that was read with the former filter is settled first, so that each event is
         // judged by one filter only. Events that it rejected may be wanted now, and are read again.
@@ -139,7 +146,7 @@ pub(crate) fn read(
             }
             _ => Read {
                 batch: Batch { more: true, ..Batch::default() },
-                cursor: Cursor { epoch, read, given: 0, unsettled: Vec::new(), wakeups, idle: None },
+                cursor: Cursor { epoch, read, given: 0, position: read, unsettled: Vec::new(), wakeups, idle: None },
                 update: Some(Update::Filter(lane.position)),
             },
         });
@@ -169,8 +176,19 @@ pub(crate) fn read(
     let given = batch.end.map_or(given, |end| end.0);
     let unsettled = cursor.into_iter().flat_map(|cursor| cursor.unsettled).filter(|seq| *seq > lane.position);
     let unsettled = unsettled.chain(batch.deliveries.iter().map(|delivery| delivery.seq.0)).collect();
-    let cursor = Cursor { epoch: lease.epoch, read: last, given, unsettled, wakeups, idle };
+    let position = if passes { last } else { lane.position };
+    let cursor = Cursor { epoch: lease.epoch, read: last, given, position, unsettled, wakeups, idle };
     Ok(Read { batch, cursor, update })
+}
+
+/// Whether the file was set back to an older copy while it was open. Then the places beyond that
+/// copy are given to other events, which a cursor from before would skip.
+///
+/// Nothing is handed out beyond a window. Neither its end nor the position, which unwanted rows
+/// move alone, goes back under a lease.
+fn is_undone(tx: &Transaction<'_>, stored: &SubscriptionRow, lane: LaneRow, cursor: &Cursor) -> Work<bool> {
+    let last: i64 = tx.prepare_cached(LOG_LAST)?.query_row([log_table(&stored.log)], |row| row.get(0))?;
+    Ok(cursor.given > lane.window_end || cursor.position > lane.position || cursor.read > last)
 }
 
 /// Writes the update of a read. Flushes it if an event of the batch is going to be published.

@@ -8,7 +8,7 @@ use postbox_core::{
     Settlement, SourceName, State, Store as _, Subscription, SubscriptionName,
 };
 use postbox_engine::{Relay, RelaySettings};
-use postbox_sqlite::{Sqlite, once_in};
+use postbox_sqlite::{Sqlite, TxHandler, once_in};
 use rusqlite::Transaction;
 
 use crate::common::{self, Fixture, fixture};
@@ -71,6 +71,21 @@ impl Fixture {
         self.store.apply(ledger).apply(lease, &deliveries, settlement, decide).await
     }
 
+    /// Runs relays until this many events are dispatched.
+    async fn drain(&self, handler: impl TxHandler, settings: RelaySettings, dispatched: u64) {
+        let name: SubscriptionName = "drained".parse().expect("a name");
+        let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
+        let relay = Relay::builder(Arc::new(self.store.clone()), subscription).settings(settings);
+        let relay = relay.apply(self.store.apply(handler)).build().expect("built");
+        let all = async {
+            while self.store.stats(&name).await.map_or(0, |stats| stats.dispatched) < dispatched {
+                // It ends with an error when the lane is lost.
+                drop(relay.drain(None).await);
+            }
+        };
+        tokio::time::timeout(common::PATIENCE, all).await.expect("they end");
+    }
+
     fn entries(&self) -> Vec<String> {
         let connection = self.connect();
         let mut statement = connection.prepare("SELECT entry FROM ledger ORDER BY rowid").expect("prepared");
@@ -117,18 +132,8 @@ async fn handlers_that_together_outlast_the_lease_are_called_fewer_at_a_time() {
         std::thread::sleep(Duration::from_millis(200));
         ledger(tx, delivery)
     };
-    let name: SubscriptionName = "slow".parse().expect("a name");
-    let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
     let settings = RelaySettings { lease_ttl: Duration::from_secs(1), ..RelaySettings::default() };
-    let relay = Relay::builder(Arc::new(fixture.store.clone()), subscription).settings(settings);
-    let relay = relay.apply(fixture.store.apply(slow)).build().expect("built");
-    let all = async {
-        while fixture.store.stats(&name).await.map_or(0, |stats| stats.dispatched) < 12 {
-            // It ends with an error when the lane is lost.
-            drop(relay.drain(None).await);
-        }
-    };
-    tokio::time::timeout(common::PATIENCE, all).await.expect("they end");
+    fixture.drain(slow, settings, 12).await;
     assert_eq!(fixture.entries().len(), 12, "each once");
 }
 
@@ -139,12 +144,17 @@ async fn a_constraint_checked_at_the_commit_fails_its_handler_only() {
         .connect()
         .execute_batch(
             "CREATE TABLE account (id INTEGER PRIMARY KEY); \
-             CREATE TABLE booking (account INTEGER REFERENCES account (id) DEFERRABLE INITIALLY DEFERRED)",
+             CREATE TABLE booking (account INTEGER REFERENCES account (id) DEFERRABLE INITIALLY DEFERRED);
+             CREATE TABLE plan (n); CREATE TABLE mismatched (n REFERENCES plan (n))",
         )
         .expect("made");
-    let outcomes = fixture.apply(&lease).await.expect("applied");
-    assert_eq!(outcomes[1], Some(Outcome::retry("foreign_key", "the handler left a foreign key that points nowhere")));
+    assert_eq!(fixture.apply(&lease).await.expect_err("refused at the commit").code(), "foreign_key");
+    assert!(fixture.entries().is_empty(), "nothing is kept");
+    fixture.drain(ledger, RelaySettings::default(), 2).await;
     assert_eq!(fixture.entries(), ["1", "3"]);
+    let left = "SELECT group_concat(state || ' ' || code) FROM postbox_delivery";
+    let left: String = fixture.connect().query_row(left, [], |row| row.get(0)).expect("read");
+    assert_eq!(left, "retrying foreign_key");
 }
 
 #[tokio::test]

@@ -9,8 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Append as _, BatchLimit, Clock, Disposition, Entry, ErrorKind, Log as _, LogName, Migrate as _, NewEvent, OwnerId,
-    Settlement, Store as _, SubscriptionName,
+    Append as _, BatchLimit, Clock, Disposition, Entry, ErrorKind, Filter, Log as _, LogName, Migrate as _, NewEvent,
+    OwnerId, Settlement, Store as _, Subscription, SubscriptionName,
 };
 use postbox_sqlite::SqliteStore;
 
@@ -103,6 +103,56 @@ async fn a_lane_of_tables_made_anew_is_read_from_its_beginning() {
     assert_eq!(lease, before);
     fixture.store.append(&LogName::outbox(), &events[..1]).await.expect("appended");
     assert_eq!(fixture.next(&lease).await.deliveries.len(), 1);
+}
+
+/// The file was set back to an older copy while it was open, as the shell's `.restore` does. The
+/// places beyond the copy are given to other events.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_file_that_was_set_back_is_read_from_the_position_of_the_copy() {
+    for appended in [2, 10] {
+        let fixture = fixture().await;
+        let events: Vec<NewEvent> = (0..10).map(|n| NewEvent::json("t", n.to_string())).collect();
+        fixture.store.append(&LogName::outbox(), &events[..5]).await.expect("appended");
+        let lease = fixture.lane().await;
+        fixture.settle(&lease, &fixture.next(&lease).await).await;
+        fixture.store.append(&LogName::outbox(), &events[..5]).await.expect("appended");
+        let before = fixture.next(&lease).await;
+        assert_eq!(before.deliveries.len(), 5);
+        let back = "DELETE FROM postbox_outbox WHERE seq > 5; UPDATE postbox_lane SET window_end = 5; \
+             UPDATE sqlite_sequence SET seq = 5 WHERE name = 'postbox_outbox'";
+        fixture.connect().execute_batch(back).expect("set back");
+        fixture.store.append(&LogName::outbox(), &events[..appended]).await.expect("appended");
+        fixture.settle(&lease, &before).await;
+        let error = fixture.store.next_batch(&lease, BatchLimit::default()).await.expect_err("another log");
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Stale, "window_undone"));
+        let lease = fixture.lane().await;
+        assert_eq!(fixture.next(&lease).await.deliveries.len(), appended);
+    }
+}
+
+/// Unwanted rows are not handed out, so only the position tells that a lane has passed them.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_file_that_was_set_back_is_read_again_where_nothing_was_wanted() {
+    let fixture = fixture().await;
+    let (store, log) = (&fixture.store, LogName::outbox());
+    let filter = Filter { topics: vec!["rare".parse().expect("a pattern")], ..Filter::default() };
+    let rare = Subscription { lanes: 1, filter, ..Subscription::new(name(), log.clone()) };
+    store.subscribe(&rare).await.expect("subscribed");
+    let acquire = async || store.acquire(&name(), &owner("test"), &[], LONG).await.expect("asked").lease.expect("ours");
+    let lease = acquire().await;
+    let [unwanted, wanted] = ["t", "rare"].map(|topic| vec![NewEvent::json(topic, "1"); 5]);
+    store.append(&log, &unwanted).await.expect("appended");
+    // The second read writes the position.
+    for _ in 0..2 {
+        assert!(fixture.next(&lease).await.is_empty());
+    }
+    let back = "DELETE FROM postbox_outbox; UPDATE postbox_lane SET position = 0; \
+         UPDATE sqlite_sequence SET seq = 0 WHERE name = 'postbox_outbox'";
+    fixture.connect().execute_batch(back).expect("set back");
+    store.append(&log, &wanted).await.expect("appended");
+    let error = store.next_batch(&lease, BatchLimit::default()).await.expect_err("another log");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Stale, "window_undone"));
+    assert_eq!(fixture.next(&acquire().await).await.deliveries.len(), 5);
 }
 
 /// A position from a read that this store does not know: from a former process, or from before a

@@ -153,7 +153,56 @@ async fn the_script_makes_the_schema_that_validate_wants() {
     rusqlite::Connection::open(&path).expect("opened").execute_batch(&fixture.store.script()).expect("it runs");
     let other = SqliteStore::open(SqliteConfig::new(&path)).await.expect("opened");
     other.validate().await.expect("the same schema");
+    other.check_integrity().await.expect("all of it");
     assert!(other.up().await.expect("nothing to do").is_empty());
+}
+
+#[tokio::test]
+async fn a_part_that_was_dropped_or_changed_is_named_with_its_cure() {
+    let fixture = fixture().await;
+    let store = &fixture.store;
+    store.create_log(&LogName::new("audit").expect("valid")).await.expect("made");
+    store.check_integrity().await.expect("nothing is missing");
+    let connection = fixture.connect();
+    let drops = "SELECT 'DROP ' || type || ' ' || name FROM sqlite_master
+        WHERE type IN ('index', 'trigger') AND name LIKE 'postbox%'";
+    let mut statement = connection.prepare(drops).expect("prepared");
+    let drops = statement.query_map([], |row| row.get(0)).expect("listed").collect::<Result<Vec<String>, _>>();
+    let mut drops = drops.expect("text");
+    assert!(drops.len() > 12, "{drops:?}");
+    drops.push("DROP INDEX postbox_once_age; CREATE INDEX postbox_once_age ON postbox_once (message_id)".to_owned());
+    for drop in &drops {
+        connection.execute_batch(drop).expect(drop);
+        let error = store.check_integrity().await.expect_err(drop);
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "schema_damaged"), "{drop}: {error}");
+        store.validate().await.expect("relays go on");
+        let (_, cures) = error.message().split_once("run: ").expect("a cure");
+        connection.execute_batch(cures).expect(cures);
+        store.check_integrity().await.expect(drop);
+    }
+    let typed = "DROP INDEX postbox_outbox_id; create unique index postbox_outbox_id on postbox_outbox(id)";
+    connection.execute_batch(typed).expect(typed);
+    store.check_integrity().await.expect("the same index");
+    for table in ["postbox_audit", "postbox_log", "postbox_subscription"] {
+        connection.execute_batch(&format!("ALTER TABLE {table} RENAME TO attic")).expect("moved");
+        let error = store.check_integrity().await.expect_err(table);
+        assert_eq!(error.code(), "schema_damaged", "{error}");
+        assert!(error.message().contains(&format!("ALTER TABLE OTHER RENAME TO {table}")), "{error}");
+        connection.execute_batch(&format!("ALTER TABLE attic RENAME TO {table}")).expect("moved back");
+        store.check_integrity().await.expect("it is back");
+    }
+}
+
+#[tokio::test]
+async fn removal_is_refused_without_the_write_lock() {
+    let fixture = fixture().await;
+    fixture.store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
+    let config = SqliteConfig { busy_timeout: Duration::from_millis(50), ..SqliteConfig::new(fixture.path()) };
+    let store = SqliteStore::open(config).await.expect("opened");
+    let other = fixture.connect();
+    other.execute_batch("BEGIN IMMEDIATE").expect("locked");
+    let error = store.down(false).await.expect_err("refused");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Conflict, "events_undelivered"));
 }
 
 /// A row at or below a cursor would never be sent.
@@ -175,9 +224,13 @@ async fn a_row_with_a_seq_of_its_own_is_refused() {
 #[tokio::test]
 async fn a_cursor_beyond_the_log_names_the_cure() {
     let fixture = fixture().await;
-    let lease = fixture.lane().await;
-    fixture.connect().execute("UPDATE postbox_lane SET position = 900", []).expect("updated");
-    let subscription = Subscription { lanes: 1, ..Subscription::new(lease.subscription.clone(), LogName::outbox()) };
+    let name = SubscriptionName::new("reader").expect("valid");
+    let subscription = Subscription { lanes: 2, ..Subscription::new(name, LogName::outbox()) };
+    fixture.store.subscribe(&subscription).await.expect("subscribed");
+    let events = ["1", "2", "3"].map(|payload| NewEvent::json("t", payload));
+    fixture.store.append(&LogName::outbox(), &events).await.expect("appended");
+    let moved = "UPDATE postbox_lane SET position = 900, window_end = 900 WHERE lane = 1";
+    fixture.connect().execute(moved, []).expect("updated");
     let found = fixture.store.check_integrity().await.expect_err("no fit");
     let error = fixture.store.subscribe(&subscription).await.expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "cursor_from_future"));
@@ -185,6 +238,9 @@ async fn a_cursor_beyond_the_log_names_the_cure() {
     let cure = error.message().split("with: ").nth(1).expect("a cure").to_owned();
     fixture.connect().execute_batch(&cure).expect("the cure runs");
     fixture.store.subscribe(&subscription).await.expect("cured");
+    let positions = "SELECT group_concat(position) FROM (SELECT position FROM postbox_lane ORDER BY lane)";
+    let positions: String = fixture.connect().query_row(positions, [], |row| row.get(0)).expect("lanes");
+    assert_eq!(positions, "0,3", "the lane behind the end keeps what it has to deliver");
 }
 
 #[tokio::test]

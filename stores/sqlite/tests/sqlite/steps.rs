@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use postbox_core::kit::{PRUNE_YOUNG_MAX, ROWS_MOVED_MAX};
 use postbox_core::{
-    Admin as _, Append as _, Change, Disposition, Entry, ErrorKind, Log as _, LogName, Maintain as _, NewEvent, Prune,
-    Selection, Seq, Settlement, SubscriptionName,
+    Admin as _, Append as _, Change, Disposition, Entry, ErrorKind, Filter, Log as _, LogName, Maintain as _, NewEvent,
+    Prune, Replay, ResetTo, Selection, Seq, Settlement, Subscription, SubscriptionName,
 };
 use rusqlite::types::FromSql;
 
@@ -17,6 +17,15 @@ fn fill(fixture: &Fixture, count: i64) {
         "INSERT INTO postbox_delivery (subscription, seq, lane, id, topic, created_at, state, holds, attempts, updated_at) \
          WITH RECURSIVE n(n) AS (VALUES (1) UNION ALL SELECT n + 1 FROM n WHERE n < {count}) \
          SELECT 'reader', n, 0, '', 't', 0, 'discarded', 0, 0, 0 FROM n"
+    );
+    fixture.connect().execute_batch(&rows).expect("filled");
+}
+
+/// Adds events to the outbox.
+fn fill_log(fixture: &Fixture, count: i64) {
+    let rows = format!(
+        "INSERT INTO postbox_outbox (topic, payload) \
+         WITH RECURSIVE n(n) AS (VALUES (1) UNION ALL SELECT n + 1 FROM n WHERE n < {count}) SELECT 't', '' FROM n"
     );
     fixture.connect().execute_batch(&rows).expect("filled");
 }
@@ -59,6 +68,35 @@ async fn discarded_rows_count_as_looked_at() {
     assert_eq!(ask::<i64>(&fixture, discarded), 25_000);
 }
 
+/// They are not sent again, but the write lock is held while they are passed.
+#[tokio::test]
+async fn a_step_of_a_replay_passes_a_bounded_part_of_the_log() {
+    let fixture = fixture().await;
+    let name = fixture.lane().await.subscription;
+    fill_log(&fixture, 25_000);
+    fill(&fixture, 25_000);
+    let mut replay = Replay::default();
+    for next in [Some(Seq(20_000)), None] {
+        let replayed = fixture.store.replay(&name, &replay).await.expect("asked");
+        assert_eq!((replayed.count, replayed.next), (0, next));
+        (replay.after, replay.through) = (replayed.next, Some(replayed.through));
+    }
+}
+
+#[tokio::test]
+async fn the_plan_of_a_reset_looks_at_a_bounded_part_of_the_log() {
+    let fixture = fixture().await;
+    let name = SubscriptionName::new("reader").expect("valid");
+    let filter = Filter { topics: vec!["rare".parse().expect("a pattern")], ..Filter::default() };
+    let rare = Subscription { filter, ..Subscription::new(name.clone(), LogName::outbox()) };
+    fixture.store.subscribe(&rare).await.expect("subscribed");
+    for (count, is_estimate) in [(100_000, false), (1, true)] {
+        fill_log(&fixture, count);
+        let plan = fixture.store.reset(&name, ResetTo::Now, None).await.expect("planned");
+        assert_eq!((plan.again, plan.skipped, plan.is_estimate), (0, 0, is_estimate));
+    }
+}
+
 #[tokio::test]
 async fn more_rows_than_one_transaction_may_move_are_refused() {
     let fixture = fixture().await;
@@ -70,6 +108,27 @@ async fn more_rows_than_one_transaction_may_move_are_refused() {
     let error = fixture.store.rename(&lease.subscription, 0, &to).await.expect_err("refused");
     assert_eq!((error.kind(), error.code(), error.operation()), (ErrorKind::Conflict, "rows_many", "rename"));
     fixture.store.renew(&lease, LONG).await.expect("nothing was changed");
+}
+
+/// SQLite refuses the two with different codes.
+#[tokio::test]
+async fn retention_names_a_foreign_key_that_refers_to_the_log() {
+    for action in ["NO ACTION", "RESTRICT"] {
+        let fixture = fixture().await;
+        let lease = fixture.lane().await;
+        fixture.store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
+        let batch = fixture.next(&lease).await;
+        fixture.settle(&lease, &batch).await;
+        let refer = format!(
+            "CREATE TABLE mine (event INTEGER REFERENCES postbox_outbox (seq) ON DELETE {action}); \
+             INSERT INTO mine SELECT seq FROM postbox_outbox; \
+             UPDATE postbox_outbox SET created_at = created_at - 86400000000"
+        );
+        fixture.connect().execute_batch(&refer).expect("referred");
+        let old = Prune { older_than: Duration::from_secs(3_600), ..Prune::default() };
+        let error = fixture.store.prune(&LogName::outbox(), &old).await.expect_err(action);
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Conflict, "reference_held"), "{action}: {error}");
+    }
 }
 
 /// A clock was wrong for a while.
