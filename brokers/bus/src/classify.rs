@@ -34,3 +34,10 @@ pub(crate) fn failed(error: &Error) -> Outcome {
 pub(crate) fn held_back() -> Outcome {
     Outcome::retry("bus_held_back", "an earlier event of its key was not stored")
 }
+
+/// It was not sent alone, because many events of its call were refused. It costs no attempt:
+/// perhaps nothing is wrong with it.
+pub(crate) fn left() -> Outcome {
+    let text = "many other events of its call were refused; it is sent again in a later one".to_owned();
+    Outcome::Throttled { code: "bus_left".into(), error: text, after: None }
+}

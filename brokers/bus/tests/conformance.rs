@@ -1,6 +1,7 @@
 //! The suite that every sink passes, with a memory store as the destination, and tests that are
 //! specific to the bus.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -280,17 +281,25 @@ async fn a_log_that_is_missing_is_an_outage_with_its_cure() {
     assert!(matches!(&outcomes[..], [Outcome::Unavailable { error, .. }] if error.contains("missing")), "{outcomes:?}");
 }
 
-/// A store whose trigger, index or policy refuses one key.
+/// A store whose trigger, index or policy refuses keys that begin with `bad`.
 struct Picky {
     store: MemoryStore,
     kind: ErrorKind,
     code: &'static str,
+    calls: AtomicUsize,
+}
+
+impl Picky {
+    async fn of(kind: ErrorKind, code: &'static str) -> Arc<Self> {
+        Arc::new(Self { store: store().await, kind, code, calls: AtomicUsize::new(0) })
+    }
 }
 
 #[async_trait]
 impl Receive for Picky {
     async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
-        if inbound.iter().any(|inbound| inbound.event.key.as_deref() == Some("bad")) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        if inbound.iter().any(|inbound| inbound.event.key.as_deref().is_some_and(|key| key.starts_with("bad"))) {
             return Err(Error::new(self.kind, "receive", self.code, "refused"));
         }
         self.store.receive_many(log, inbound).await
@@ -309,7 +318,7 @@ async fn one_refused_event_fails_none_of_its_neighbours() {
         (ErrorKind::NotFound, "reference_missing"),
         (ErrorKind::Unauthorized, "tenant_denied"),
     ] {
-        let other = Arc::new(Picky { store: store().await, kind, code });
+        let other = Picky::of(kind, code).await;
         let sink: Arc<dyn Sink> = Arc::new(BusSink::new(other, log("events"), source()));
         let events = ["a", "bad", "b", "bad", "c"].map(|key| NewEvent::json("t", "1").key(key));
         let outcomes = deliver(&sink, &deliveries(events)).await;
@@ -317,4 +326,40 @@ async fn one_refused_event_fails_none_of_its_neighbours() {
         assert_eq!(delivered, [true, false, true, false, true], "{code}: {outcomes:?}");
         assert!(matches!(&outcomes[1], Outcome::Ambiguous { .. }), "it may be an outage: {outcomes:?}");
     }
+}
+
+/// Over a slow link, a commit for each event takes longer than a call may.
+#[tokio::test]
+async fn one_refused_event_of_many_costs_few_commits() {
+    let other = Picky::of(ErrorKind::Conflict, "unique_violated").await;
+    let sink: Arc<dyn Sink> = Arc::new(BusSink::new(other.clone(), log("events"), source()));
+    let key = |n: usize| if n == 100 || n == 255 { "bad".to_owned() } else { n.to_string() };
+    let sent = (0..256).map(|n| NewEvent::json("t", n.to_string()).key(key(n)));
+    let outcomes = deliver(&sink, &deliveries(sent)).await;
+    assert_eq!(outcomes.iter().filter(|outcome| outcome.is_delivered()).count(), 254);
+    assert!(matches!(&outcomes[100], Outcome::Ambiguous { .. }), "{:?}", outcomes[100]);
+    assert!(matches!(&outcomes[255], Outcome::Retry { .. }), "it waits for the first of its key: {:?}", outcomes[255]);
+    // All, seven refused and seven stored parts of the first half, the event, and the second half.
+    assert_eq!(other.calls.load(Ordering::Relaxed), 17);
+    let arrived = events(&other.store, "events").await;
+    assert_eq!(arrived.len(), 254);
+}
+
+#[tokio::test]
+async fn many_refused_events_cost_few_commits_and_the_others_no_attempt() {
+    let other = Picky::of(ErrorKind::Conflict, "unique_violated").await;
+    let sink: Arc<dyn Sink> = Arc::new(BusSink::new(other.clone(), log("events"), source()));
+    let key = |n: usize| if n < 128 { format!("bad{n}") } else { n.to_string() };
+    let event = |n: usize| NewEvent::json("t", n.to_string()).key(key(n));
+    let outcomes = deliver(&sink, &deliveries((0..256).map(event))).await;
+    let is_ambiguous = |outcome: &Outcome| matches!(outcome, Outcome::Ambiguous { .. });
+    assert!(outcomes[..8].iter().all(is_ambiguous), "{:?}", &outcomes[..8]);
+    let left = |outcome: &Outcome| matches!(outcome, Outcome::Throttled { code, .. } if code == "bus_left");
+    assert!(outcomes[8..128].iter().all(left), "{:?}", &outcomes[8..128]);
+    assert!(outcomes[128..].iter().all(Outcome::is_delivered), "what is stored in one part");
+    // Six refused parts down to the first eight, seven calls for each four of them, four parts of
+    // the first half that wait, and the second half.
+    assert_eq!(other.calls.load(Ordering::Relaxed), 25);
+    let outcomes = deliver(&sink, &deliveries((8..128).map(event))).await;
+    assert!(outcomes[..8].iter().all(is_ambiguous), "the next call goes on: {:?}", &outcomes[..8]);
 }

@@ -76,9 +76,11 @@ fn kept(record: &ConsumerRecord, id_header: &str) -> Headers {
     for (name, value) in record.headers.iter().filter(|(name, _)| header::is_name(name) && !is_ours(name)) {
         let Some(value) = value.as_deref().and_then(|value| str::from_utf8(value).ok()) else { continue };
         if header::is_value(value) {
-            let before = kept.remove(name);
-            let value = before.map_or_else(|| value.to_owned(), |before| format!("{before}, {value}"));
-            kept.insert(name.clone(), value);
+            // Added in place: one record may have 100,000 values of one name.
+            match kept.get_mut(name) {
+                Some(before) => before.extend([", ", value]),
+                None => _ = kept.insert(name.clone(), value.to_owned()),
+            }
         }
     }
     kept
@@ -169,6 +171,10 @@ mod tests {
         assert_eq!(message.key.as_deref(), Some("ff01"));
         assert_eq!((message.payload.len(), message.content_type.as_str()), (0, "text/plain"));
         assert_eq!(message.headers, [("a".to_owned(), "1, 2".to_owned())].into());
+        // Adding one to a copy of those before would take minutes.
+        let mut record = ConsumerRecord::new("orders", 2, 7, None, None);
+        record.headers = vec![("a".into(), text("1234567")); 200_000];
+        assert_eq!(raw_message(record, ID, "text/plain").headers["a"].len(), 200_000 * 9 - 2);
         let mut record = ConsumerRecord::new("orders", 2, 7, None, None);
         let attributes = [("ce_specversion", "1.0"), ("ce_source", "/door"), ("ce_id", "7")];
         record.headers = attributes.map(|(name, value)| (name.to_owned(), text(value))).into();

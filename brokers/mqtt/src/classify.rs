@@ -62,6 +62,12 @@ pub(crate) fn given_up() -> Down {
     down(ErrorKind::Unavailable, "mqtt_connection_lost", text)
 }
 
+/// The task that reads the connection ended before it was lost.
+pub(crate) fn broken_off() -> Down {
+    let text = "the connection was closed: the task that reads it broke off; unless we stop, this is a defect";
+    down(ErrorKind::Unavailable, "mqtt_connection_lost", text)
+}
+
 /// Connecting to this server failed.
 pub(crate) fn connecting(url: &str, error: &ConnectionError) -> Down {
     let (kind, code) = match error {

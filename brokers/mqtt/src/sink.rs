@@ -80,11 +80,21 @@ impl Waiting {
     }
 }
 
+/// Ends the connection for those who wait on it, even if its task panics: nobody would connect
+/// again.
+struct EndOnDrop(Arc<Mutex<Waiting>>);
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        lock(&self.0).end(classify::broken_off());
+    }
+}
+
 /// Passes answers to the waiting publishes, until the connection ends.
-async fn drive(mut events: EventLoop, waiting: Arc<Mutex<Waiting>>) {
+async fn drive(mut events: EventLoop, driving: EndOnDrop) {
     loop {
         let event = events.poll().await;
-        let mut waiting = lock(&waiting);
+        let mut waiting = lock(&driving.0);
         match event {
             Ok(Event::Outgoing(Outgoing::Publish(number))) => {
                 if let Some(next) = waiting.queued.pop_front() {
@@ -113,7 +123,7 @@ impl Session {
         }
         let server_max = limits.and_then(|limits| limits.max_packet_size).map_or(usize::MAX, |bytes| bytes as usize);
         let waiting = Arc::default();
-        let driver = AbortOnDropHandle::new(tokio::spawn(drive(events, Arc::clone(&waiting))));
+        let driver = AbortOnDropHandle::new(tokio::spawn(drive(events, EndOnDrop(Arc::clone(&waiting)))));
         Ok(Self { client, waiting, packet_bytes_max: how.message_bytes_max.min(server_max), driver })
     }
 
@@ -132,8 +142,9 @@ struct Call {
 impl Drop for Call {
     fn drop(&mut self) {
         if !self.is_over {
-            self.session.driver.abort();
+            // First, so that the end of its task is not taken for the reason.
             lock(&self.session.waiting).end(classify::given_up());
+            self.session.driver.abort();
         }
     }
 }

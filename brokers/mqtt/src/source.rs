@@ -48,7 +48,6 @@ pub(crate) struct Subscribing {
 /// unstored messages are delivered again, as long as the server keeps our session.
 pub struct MqttSource {
     reader: Arc<Reader>,
-    reading: AtomicBool,
 }
 
 struct Reader {
@@ -60,7 +59,21 @@ struct Reader {
     changed: Notify,
     /// Signals that a caller waits for messages.
     wanted: Notify,
+    /// Whether the task that reads runs.
+    reading: AtomicBool,
     closed: CancellationToken,
+}
+
+/// Lets the next call start another task if this one ends, even by a panic: nothing would be read
+/// any more.
+struct EndOnDrop(Arc<Reader>);
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        // First, so that the call after the one that reports this starts another.
+        self.0.reading.store(false, Ordering::Release);
+        self.0.end(classify::broken_off());
+    }
 }
 
 #[derive(Default)]
@@ -83,26 +96,32 @@ struct Connection {
 
 impl Reader {
     /// Reads until the source is closed. Reconnects when a caller waits for messages.
-    async fn run(self: Arc<Self>) {
+    async fn run(running: EndOnDrop) {
+        let reader = &running.0;
         loop {
             let down = tokio::select! {
                 biased;
-                () = self.closed.cancelled() => return,
-                down = self.read() => down,
+                () = reader.closed.cancelled() => return,
+                down = reader.read() => down,
             };
-            {
-                let mut state = self.state();
-                state.connection = None;
-                state.held.forget();
-                state.failure = Some(down);
-            }
-            self.changed.notify_waiters();
+            reader.end(down);
             tokio::select! {
                 biased;
-                () = self.closed.cancelled() => return,
-                () = self.wanted.notified() => {}
+                () = reader.closed.cancelled() => return,
+                () = reader.wanted.notified() => {}
             }
         }
+    }
+
+    /// Forgets the connection, and what came with it.
+    fn end(&self, down: Down) {
+        {
+            let mut state = self.state();
+            state.connection = None;
+            state.held.forget();
+            state.failure = Some(down);
+        }
+        self.changed.notify_waiters();
     }
 
     /// Reads until the connection is lost. Returns why.
@@ -158,8 +177,8 @@ impl Reader {
     fn keep(&self, publish: Publish) {
         let Subscribing { id_property, content_type, in_flight_max, .. } = &self.subscribing;
         let number = (publish.qos != QoS::AtMostOnce).then_some(publish.pkid);
-        let mut state = self.state();
         if number.is_none() {
+            let mut state = self.state();
             // The server neither holds these back nor repeats them.
             let is_full = state.held.len() >= usize::from(*in_flight_max);
             if is_full && !std::mem::replace(&mut state.is_dropping, is_full) {
@@ -173,8 +192,9 @@ impl Reader {
             }
             state.is_dropping = false;
         }
-        state.held.keep(number, self.clock.monotonic(), raw_message(publish, id_property, content_type));
-        drop(state);
+        // Without the lock: a large message takes a while.
+        let message = raw_message(publish, id_property, content_type);
+        self.state().held.keep(number, self.clock.monotonic(), message);
         self.changed.notify_waiters();
     }
 
@@ -209,9 +229,10 @@ impl MqttSource {
             state: Mutex::default(),
             changed: Notify::new(),
             wanted: Notify::new(),
+            reading: AtomicBool::new(false),
             closed: CancellationToken::new(),
         };
-        Self { reader: Arc::new(reader), reading: AtomicBool::new(false) }
+        Self { reader: Arc::new(reader) }
     }
 }
 
@@ -231,8 +252,8 @@ impl Source for MqttSource {
 
     async fn next(&self, max: usize) -> Result<Vec<SourceMessage>> {
         let (reader, in_flight_max) = (&self.reader, usize::from(self.reader.subscribing.in_flight_max));
-        if !self.reading.swap(true, Ordering::Relaxed) {
-            tokio::spawn(Arc::clone(reader).run());
+        if !reader.reading.swap(true, Ordering::AcqRel) {
+            tokio::spawn(Reader::run(EndOnDrop(Arc::clone(reader))));
         }
         loop {
             let mut changed = std::pin::pin!(reader.changed.notified());

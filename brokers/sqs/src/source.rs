@@ -1,6 +1,7 @@
 //! The source: requests messages of a queue, and keeps them hidden until they are settled.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashSet};
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use aws_sdk_sqs::Client;
 use aws_sdk_sqs::types::{
     ChangeMessageVisibilityBatchRequestEntry, DeleteMessageBatchRequestEntry, Message, MessageSystemAttributeName,
 };
+use futures::FutureExt as _;
 use futures::future::join_all;
 use postbox_core::{AckToken, Clock, RawMessage, Result, Source, SourceCapabilities, SourceMessage, lock};
 use tokio::sync::Notify;
@@ -67,12 +69,25 @@ enum Change {
     Delete,
 }
 
+/// A message that SQS hides for us.
+#[derive(Debug, Clone)]
+struct Held {
+    receipt: String,
+    /// What a FIFO queue keeps in order.
+    group: Option<String>,
+    message: RawMessage,
+    /// To be handed out from this time on.
+    due: Duration,
+}
+
 #[derive(Default)]
 struct State {
-    /// Messages that have arrived and are not handed out yet, in order of arrival.
-    ready: VecDeque<(String, RawMessage)>,
-    /// The receipts of messages that are handed out, by the number of their token.
-    given: BTreeMap<u64, String>,
+    /// Messages that are not handed out: they have arrived, or were given back. By their place in
+    /// the order of arrival.
+    ready: BTreeMap<u64, Held>,
+    /// Messages that are handed out, by the number of their token, each with its place.
+    given: BTreeMap<u64, (u64, Held)>,
+    /// The last place or token. Neither is used again.
     times: u64,
     polls: JoinSet<()>,
     /// How many requests are outstanding, and for how many messages.
@@ -105,9 +120,7 @@ impl SqsSource {
 
     /// Removes messages from those that are handed out, and returns their receipts.
     fn take_back(&self, tokens: &[AckToken]) -> Vec<String> {
-        let mut state = self.queue.state();
-        let receipts = tokens.iter().filter_map(|token| state.given.remove(&token.0)).collect();
-        drop(state);
+        let receipts = self.queue.state().take_back(tokens).into_iter().map(|(_, held)| held.receipt).collect();
         self.queue.changed.notify_waiters();
         receipts
     }
@@ -121,17 +134,17 @@ impl Queue {
     /// Requests `count` messages and keeps what arrives. Runs as its own task, because a dropped
     /// call must not lose what SQS delivered.
     async fn poll(self: Arc<Self>, count: usize) {
-        let received = self.receive(count).await;
+        // A panic must not leave the request counted as outstanding: nothing would be requested
+        // any more.
+        let received = AssertUnwindSafe(self.receive(count)).catch_unwind().await;
         {
             let mut state = self.state();
             state.polling -= 1;
             state.asked -= count;
-            match received {
+            match received.unwrap_or_else(|_| Err(Refusal::incomplete("the reader panicked; this is a defect"))) {
                 Ok(messages) => {
                     state.plenty = messages.len() == BATCH_MAX;
-                    let kept =
-                        |mut message: Message| Some((message.receipt_handle.take()?, self.reading.message(message)));
-                    state.ready.extend(messages.into_iter().filter_map(kept));
+                    messages.into_iter().for_each(|held| state.keep(held));
                 }
                 Err(refusal) => state.failure = Some(refusal),
             }
@@ -139,7 +152,7 @@ impl Queue {
         self.changed.notify_waiters();
     }
 
-    async fn receive(&self, count: usize) -> Result<Vec<Message>, Refusal> {
+    async fn receive(&self, count: usize) -> Result<Vec<Held>, Refusal> {
         let request = self.client.receive_message().queue_url(&self.url);
         let request = request
             .max_number_of_messages(i32::try_from(count).unwrap_or(1))
@@ -148,7 +161,14 @@ impl Queue {
             .message_attribute_names("All")
             .message_system_attribute_names(MessageSystemAttributeName::MessageGroupId);
         let answer = timeout(WAIT + TIMEOUT, request.send()).await.map_err(|_| Refusal::timed_out())?;
-        Ok(answer.map_err(|error| Refusal::of(&error))?.messages.unwrap_or_default())
+        let messages = answer.map_err(|error| Refusal::of(&error))?.messages.unwrap_or_default();
+        let held = |mut message: Message| {
+            let receipt = message.receipt_handle.take()?;
+            let attributes = message.attributes.as_ref();
+            let group = attributes.and_then(|all| all.get(&MessageSystemAttributeName::MessageGroupId)).cloned();
+            Some(Held { receipt, group, message: self.reading.message(message), due: Duration::ZERO })
+        };
+        Ok(messages.into_iter().filter_map(held).collect())
     }
 
     /// Extends the deadlines of all held messages, again and again.
@@ -158,7 +178,8 @@ impl Queue {
             let _moving = self.moving.lock().await;
             let receipts: Vec<String> = {
                 let state = self.state();
-                state.ready.iter().map(|(receipt, _)| receipt).chain(state.given.values()).cloned().collect()
+                let given = state.given.values().map(|(_, held)| held);
+                state.ready.values().chain(given).map(|held| held.receipt.clone()).collect()
             };
             // A message whose change fails is delivered again, and is recognised then.
             let _ = self.change(&receipts, Change::Hide(self.visibility)).await;
@@ -206,16 +227,67 @@ fn seconds(time: Duration) -> i32 {
 }
 
 impl State {
-    /// Hands out messages that have arrived, at most `max`.
-    fn give(&mut self, max: usize) -> Vec<SourceMessage> {
-        let count = self.ready.len().min(max.max(1));
-        let mut messages = Vec::with_capacity(count);
-        for (receipt, message) in self.ready.drain(..count) {
+    fn keep(&mut self, held: Held) {
+        self.times += 1;
+        self.ready.insert(self.times, held);
+    }
+
+    /// Hands out messages that are due, at most `max`.
+    fn give(&mut self, max: usize, now: Duration) -> Vec<SourceMessage> {
+        let mut messages = Vec::new();
+        for place in self.due_places(max.max(1), now) {
+            let Some(held) = self.ready.remove(&place) else { continue };
             self.times += 1;
-            self.given.insert(self.times, receipt);
-            messages.push(SourceMessage { message, token: AckToken(self.times) });
+            messages.push(SourceMessage { message: held.message.clone(), token: AckToken(self.times) });
+            self.given.insert(self.times, (place, held));
         }
         messages
+    }
+
+    /// Returns the places of messages that may be handed out. One that is not due holds up those of
+    /// its group behind it.
+    fn due_places(&self, max: usize, now: Duration) -> Vec<u64> {
+        let (mut places, mut waiting) = (Vec::new(), HashSet::<&str>::new());
+        for (place, held) in &self.ready {
+            let group = held.group.as_deref();
+            if held.due > now || group.is_some_and(|group| waiting.contains(group)) {
+                waiting.extend(group);
+            } else if places.len() < max {
+                places.push(*place);
+            }
+        }
+        places
+    }
+
+    /// When the next message becomes due, if one waits for its time.
+    fn due(&self, now: Duration) -> Option<Duration> {
+        self.ready.values().map(|held| held.due).filter(|due| *due > now).min()
+    }
+
+    /// Removes messages from those that are handed out, and returns them with their places.
+    fn take_back(&mut self, tokens: &[AckToken]) -> Vec<(u64, Held)> {
+        tokens.iter().filter_map(|token| self.given.remove(&token.0)).collect()
+    }
+
+    /// Keeps messages until they are due, except those of the first one's group, whose receipts are
+    /// returned: the first was refused, the others were given back because they came behind it.
+    /// Without a delay all are kept, and are due in their order.
+    fn put_back(&mut self, tokens: &[AckToken], delay: Duration, now: Duration) -> Vec<String> {
+        // The first one handed out: places do not say that, because what was kept goes out again.
+        let given = tokens.iter().filter_map(|token| self.given.get_key_value(&token.0));
+        let first = given.min_by_key(|(token, _)| **token).map(|(_, (_, held))| held.group.clone());
+        let back = self.take_back(tokens);
+        self.ready.extend(back.into_iter().map(|(place, held)| (place, Held { due: now + delay, ..held })));
+        let Some(group) = first.filter(|_| !delay.is_zero()) else { return Vec::new() };
+        let mut receipts = Vec::new();
+        self.ready.retain(|_, held| {
+            let returns = held.group == group;
+            if returns {
+                receipts.push(std::mem::take(&mut held.receipt));
+            }
+            !returns
+        });
+        receipts
     }
 
     /// Returns how many messages the next request may ask for; `None` if there should be none.
@@ -244,12 +316,12 @@ impl Source for SqsSource {
             let mut changed = std::pin::pin!(queue.changed.notified());
             // From here on no change is missed.
             changed.as_mut().enable();
-            {
-                let mut state = queue.state();
+            let wait = {
+                let (mut state, now) = (queue.state(), queue.clock.monotonic());
                 if state.closed {
                     return Ok(Vec::new());
                 }
-                let given = state.give(max);
+                let given = state.give(max, now);
                 if !given.is_empty() {
                     return Ok(given);
                 }
@@ -262,8 +334,13 @@ impl Source for SqsSource {
                     state.asked += count;
                     state.polls.spawn(Arc::clone(queue).poll(count));
                 }
+                state.due(now).map(|due| due.saturating_sub(now))
+            };
+            tokio::select! {
+                biased;
+                () = changed => {}
+                () = queue.clock.sleep(wait.unwrap_or_default()), if wait.is_some() => {}
             }
-            changed.await;
         }
     }
 
@@ -272,18 +349,17 @@ impl Source for SqsSource {
         self.queue.change(&receipts, Change::Delete).await.map_err(|refusal| refusal.error("settle"))
     }
 
+    /// Of a FIFO queue, only the group of the refused message returns to SQS, which delivers it
+    /// again in order, counts that, and in the end moves it to a dead-letter queue. Messages of
+    /// other groups stay here until their time: SQS must not count what is not their fault.
     async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
-        let receipts = self.take_back(tokens);
-        // Messages that arrived after it, and may be of its group, must not be stored before it.
-        let behind: Vec<String> = match self.ordered && !receipts.is_empty() {
-            true => self.queue.state().ready.drain(..).map(|(receipt, _)| receipt).collect(),
-            false => Vec::new(),
+        let receipts = match self.ordered {
+            true => self.queue.state().put_back(tokens, delay, self.queue.clock.monotonic()),
+            false => self.take_back(tokens),
         };
+        self.queue.changed.notify_waiters();
         let _moving = self.queue.moving.lock().await;
-        let moved = self.queue.change(&receipts, Change::Hide(delay)).await;
-        moved
-            .and(self.queue.change(&behind, Change::Hide(Duration::ZERO)).await)
-            .map_err(|refusal| refusal.error("settle"))
+        self.queue.change(&receipts, Change::Hide(delay)).await.map_err(|refusal| refusal.error("settle"))
     }
 
     async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
@@ -299,7 +375,8 @@ impl Source for SqsSource {
             state.polls.abort_all();
             let given = std::mem::take(&mut state.given);
             let ready = std::mem::take(&mut state.ready);
-            given.into_values().chain(ready.into_iter().map(|(receipt, _)| receipt)).collect()
+            let given = given.into_values().map(|(_, held)| held);
+            given.chain(ready.into_values()).map(|held| held.receipt).collect()
         };
         self.queue.changed.notify_waiters();
         let given_back = async {
@@ -308,5 +385,65 @@ impl Source for SqsSource {
         };
         // If SQS does not receive this, the messages are delivered again after their deadline too.
         let _ = timeout(CLOSE_TIMEOUT, given_back).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LATER: Duration = Duration::from_secs(30);
+
+    /// Returns messages whose receipts are these; the first letter is the group.
+    fn arrived(receipts: &[&str]) -> State {
+        let mut state = State::default();
+        for receipt in receipts {
+            let message = RawMessage {
+                id: None,
+                digest: [0; 32],
+                topic: (*receipt).to_owned(),
+                key: None,
+                headers: Default::default(),
+                content_type: String::new(),
+                payload: Default::default(),
+            };
+            let group = Some(receipt[..1].to_owned());
+            state.keep(Held { receipt: (*receipt).to_owned(), group, message, due: Duration::ZERO });
+        }
+        state
+    }
+
+    fn topics(given: &[SourceMessage]) -> Vec<&str> {
+        given.iter().map(|it| it.message.topic.as_str()).collect()
+    }
+
+    #[test]
+    fn only_the_group_of_a_refused_message_returns_to_the_queue() {
+        let mut state = arrived(&["a1", "b1", "a2", "b2", "c1", "a3"]);
+        let given = state.give(3, Duration::ZERO);
+        assert_eq!(topics(&given), ["a1", "b1", "a2"]);
+        let tokens: Vec<AckToken> = given.iter().map(|it| it.token).collect();
+        assert_eq!(state.put_back(&tokens, LATER, Duration::ZERO), ["a1", "a2", "a3"]);
+        assert_eq!(state.put_back(&tokens, LATER, Duration::ZERO), [""; 0], "the first word counts");
+        assert_eq!(topics(&state.give(9, Duration::ZERO)), ["c1"], "b2 waits for b1");
+        assert_eq!(state.due(Duration::ZERO), Some(LATER));
+        // What was refused comes again behind them.
+        state.ready.extend(arrived(&["a1"]).ready.into_values().map(|held| (99, held)));
+        assert_eq!(topics(&state.give(9, LATER)), ["b1", "b2", "a1"]);
+        assert_eq!(state.due(LATER), None);
+    }
+
+    #[test]
+    fn the_refused_message_is_the_first_one_handed_out_wherever_it_arrived() {
+        let mut state = arrived(&["a1", "b1", "c1"]);
+        let tokens = |given: Vec<SourceMessage>| given.iter().map(|it| it.token).collect::<Vec<_>>();
+        let given = tokens(state.give(3, Duration::ZERO));
+        assert_eq!(state.put_back(&given, LATER, Duration::ZERO), ["a1"]);
+        // One of another group arrives and is handed out before the earlier ones are due again.
+        state.ready.extend(arrived(&["d1"]).ready.into_values().map(|held| (99, held)));
+        let mut given = tokens(state.give(9, Duration::ZERO));
+        given.extend(tokens(state.give(9, LATER)));
+        assert_eq!(state.put_back(&given, LATER, LATER), ["d1"]);
+        assert_eq!(topics(&state.give(9, 2 * LATER)), ["b1", "c1"]);
     }
 }

@@ -4,11 +4,12 @@
 use std::time::Duration;
 
 use postbox_core::ErrorKind;
+use postbox_testkit::receiving::{ack, take};
 use postbox_testkit::sending::PATIENCE;
 use tokio::time::timeout;
 
 use super::source_faults::{KEYS, fake};
-use super::stand::{ack, bodies, client, publish, source, take};
+use super::stand::{bodies, client, publish, source};
 
 /// The client's polls go on as if there were no messages.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

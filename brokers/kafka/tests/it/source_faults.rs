@@ -9,11 +9,12 @@ use krafka::error::ErrorCode;
 use krafka::producer::Record;
 use krafka::testing::{ApiKey, Control, FakeBroker};
 use postbox_core::{ErrorKind, Source};
+use postbox_testkit::receiving::{ack, take};
 use postbox_testkit::sending::PATIENCE;
 use postbox_testkit::servers::PrivateKafka;
 use tokio::time::timeout;
 
-use super::stand::{LOOK, ack, bodies, client, committed, make_topic, publish, source, take};
+use super::stand::{LOOK, bodies, client, committed, make_topic, publish, source};
 
 pub(crate) const KEYS: &str = "topic = \"orders\"";
 

@@ -11,7 +11,6 @@ use postbox_config::SourceConfig as _;
 use postbox_core::{Sink, Source, SourceMessage};
 use postbox_kafka::{KafkaSinkTable, KafkaSourceTable};
 use postbox_testkit::receiving::source_context;
-pub(crate) use postbox_testkit::receiving::{ack, take};
 use postbox_testkit::sending::{self, PATIENCE};
 use tokio::time::timeout;
 

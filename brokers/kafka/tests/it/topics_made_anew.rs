@@ -6,10 +6,11 @@
 //! when Tansu answers a fetch from a missing topic with neither its name nor its id.
 
 use krafka::admin::DeleteTopicsOptions;
+use postbox_testkit::receiving::{ack, take};
 use postbox_testkit::servers::PrivateKafka;
 
 use super::source_faults::{KEYS, fake};
-use super::stand::{ack, bodies, client, make_topic, publish, source, take};
+use super::stand::{bodies, client, make_topic, publish, source};
 
 /// The group's committed offset is past the end of the new topic.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

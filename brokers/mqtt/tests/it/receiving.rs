@@ -88,6 +88,34 @@ async fn what_is_published_while_we_are_away_comes_later() {
     again.stop().await;
 }
 
+/// A task that reads a connection ends by a panic, or with the runtime that it was started in.
+#[tokio::test]
+async fn a_source_whose_task_is_gone_says_so_and_reads_again() {
+    let server = server().await;
+    let source = source(&server.url(), KEYS).await;
+    let first = source.clone();
+    let elsewhere = tokio::task::spawn_blocking(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        runtime.block_on(async {
+            tokio::select! {
+                biased;
+                given = first.next(1) => panic!("nothing was published: {given:?}"),
+                () = tokio::task::yield_now() => {}
+            }
+        });
+    });
+    elsewhere.await.expect("no panic");
+    let gone = timeout(PATIENCE, source.next(1)).await.expect("in time").expect_err("nobody reads");
+    assert_eq!((gone.kind(), gone.code()), (ErrorKind::Unavailable, "mqtt_connection_lost"));
+    let mut publisher = Peer::connect(&server.url()).await;
+    let publish = async {
+        let reason = |reason| format!("{reason:?}");
+        while reason(publisher.publish("in/a", &[("postbox-id", "1")], b"one").await) != "Success" {}
+    };
+    let (given, ()) = timeout(PATIENCE, async { tokio::join!(source.next(1), publish) }).await.expect("in time");
+    assert_eq!(given.expect("read again").len(), 1);
+}
+
 /// The connection is cut again and again, with messages in flight and PUBACKs that do not arrive.
 #[tokio::test]
 async fn a_connection_that_is_cut_loses_nothing() {

@@ -36,6 +36,20 @@ async fn an_event_that_nobody_subscribed_to_is_not_delivered_unless_that_is_allo
     assert_eq!(subscriber.drain().await.len(), 1);
 }
 
+/// A task that reads a connection ends by a panic, or with the runtime that it was started in.
+#[tokio::test]
+async fn a_connection_whose_task_is_gone_is_replaced() {
+    let server = server().await;
+    let sink = sink(&server.url(), &format!("{KEYS}\nmandatory = false")).await;
+    let first = sink.clone();
+    let elsewhere = tokio::task::spawn_blocking(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        assert_eq!(said(&runtime.block_on(send(&first, event("1")))), "delivered");
+    });
+    elsewhere.await.expect("no panic");
+    assert_eq!(said(&send(&sink, event("2")).await), "delivered");
+}
+
 /// Far more events than the server takes at once, in concurrent calls.
 #[tokio::test]
 async fn the_server_s_receive_maximum_is_kept_and_keys_stay_in_order() {

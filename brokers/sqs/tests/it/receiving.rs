@@ -150,6 +150,37 @@ async fn a_group_of_a_fifo_queue_comes_in_order() {
     assert_eq!(all, (0..30).map(|n| n.to_string()).collect::<Vec<_>>());
 }
 
+/// A redrive policy moves a message to a dead-letter queue by the number of its receives.
+#[tokio::test]
+async fn a_refused_message_costs_those_of_other_groups_no_receive() {
+    let broker = Broker::launch().await;
+    let queue = broker.queue("orders.fifo").await;
+    let sink = sink(&queue_keys(&queue, &broker.server.url())).await;
+    for n in 0..4 {
+        let event = NewEvent::json("t", n.to_string()).key(n.to_string());
+        assert!(deliver(&sink, &deliveries([event])).await[0].is_delivered());
+    }
+    let source = source(&keys(&queue, &broker.server.url(), "")).await;
+    let given = gather(&source, 4).await;
+    assert_eq!(payloads(&given), ["0", "1", "2", "3"]);
+    // The first one was refused, and the others came behind it.
+    source.nak(&tokens(&given), Duration::from_secs(1)).await.expect("given back");
+    let again = gather(&source, 4).await;
+    assert_eq!(payloads(&again), ["1", "2", "3", "0"], "the others are stored before it comes again");
+    source.close().await;
+    let receives = async {
+        let mut receives = Vec::new();
+        while receives.len() < 4 {
+            receives.extend(broker.take(&queue).await.into_iter().map(|it| (it.body, it.receives)));
+        }
+        receives.sort();
+        receives
+    };
+    let receives = timeout(PATIENCE, receives).await.expect("in time");
+    let expected = [("0", "3"), ("1", "2"), ("2", "2"), ("3", "2")];
+    assert_eq!(receives, expected.map(|(body, count)| (body.to_owned(), count.to_owned())));
+}
+
 #[tokio::test]
 async fn whoever_publishes_what_is_no_event_fills_the_dead_list_and_blocks_nobody() {
     use postbox_config::SourceConfig as _;

@@ -87,6 +87,7 @@ impl Broker {
                     attributes: message.message_attributes.unwrap_or_default().into_iter().map(value).collect(),
                     group: system.get(&MessageSystemAttributeName::MessageGroupId).cloned(),
                     dedupe_id: system.get(&MessageSystemAttributeName::MessageDeduplicationId).cloned(),
+                    receives: system[&MessageSystemAttributeName::ApproximateReceiveCount].clone(),
                 });
             }
         }
@@ -111,6 +112,8 @@ pub(crate) struct Taken {
     pub(crate) attributes: BTreeMap<String, String>,
     pub(crate) group: Option<String>,
     pub(crate) dedupe_id: Option<String>,
+    /// How often the server has handed it out, this time included.
+    pub(crate) receives: String,
 }
 
 /// What a gateway does with requests that send messages.
