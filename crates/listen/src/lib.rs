@@ -24,12 +24,18 @@
 //! - a connection whose request has arrived completely is never evicted; then newcomers wait in the
 //!   listener's queue.
 //!
-//! The time limit of a *body* is up to the handler; the webhook ingress has one (`SourceLimits` of
-//! `postbox-ingress`).
+//! The time limit of a request's *body* is up to the handler; the webhook ingress has one
+//! (`SourceLimits` of `postbox-ingress`).
+//!
+//! A request is in service until its handler returns the answer. From then on the client has
+//! `header_timeout` to take all of it, even if the router is still producing its body. So there are
+//! no long downloads, no server-sent events and no WebSocket: serve those with `axum::serve`,
+//! behind a proxy.
 //!
 //! Only HTTP/1.1 is supported: HTTP/2 lets a stranger name a thousand header fields in as many
 //! bytes. TLS, and HTTP/2 towards clients, are the job of the proxy in front. At a stop, requests
-//! that have arrived completely are served to their end; an unfinished body gets a second.
+//! that have arrived completely are answered; an answer that is not taken within 50 ms is cut, and
+//! an unfinished body of a request gets a second.
 
 mod connection_limit;
 mod linger;

@@ -138,3 +138,34 @@ async fn a_paused_clock_steps_to_the_time_of_an_event() {
     service.run_until(async { assert_eq!(saw.recv().await, Some(1)) }).await.expect("stopped");
     assert!((hour..hour * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
 }
+
+fn moment<'de, D: serde::Deserializer<'de>>(value: D) -> Result<postbox::Timestamp, D::Error> {
+    String::deserialize(value)?.parse().map_err(serde::de::Error::custom)
+}
+
+#[derive(postbox::Event, Deserialize)]
+#[event(topic = "door.opened")]
+struct DoorOpened {
+    #[serde(deserialize_with = "moment")]
+    at: postbox::Timestamp,
+}
+
+/// Outcomes go into logs. The parser of a field quotes what it cannot read.
+#[tokio::test]
+async fn an_outcome_says_nothing_of_the_payload() {
+    let open = async |Event(opened): Event<DoorOpened>| {
+        assert_eq!(opened.at, postbox::Timestamp::UNIX_EPOCH);
+        Ok::<(), std::io::Error>(())
+    };
+    let router = Router::new().on(open);
+    let outcome = async |payload: &'static str| {
+        test::deliver(&router, NewEvent::json("door.opened", payload)).await.expect("one event")
+    };
+    assert_eq!(outcome(r#"{"at":"1970-01-01T00:00:00Z"}"#).await, Outcome::DELIVERED);
+    for (payload, said) in
+        [(r#"{"at":"1970-01-01T00:00:00Z secret"}"#, "line 1, column "), ("{}", "missing field `at`")]
+    {
+        let Outcome::Dead { error, .. } = outcome(payload).await else { panic!("it cannot be read") };
+        assert!(error.contains(said) && !error.contains("secret") && !error.contains("1970"), "{error}");
+    }
+}

@@ -179,7 +179,7 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         self
     }
 
-    /// Makes an event dead at once, with code `schema_violated` and every issue, if its payload
+    /// Makes an event dead at once, with code `schema_violated` and the issues, if its payload
     /// breaks the schema of its topic, or with code `schema_version_differs` if its schema version
     /// is no number. Handlers do not see it. Applies to the whole router.
     #[must_use]

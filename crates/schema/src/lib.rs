@@ -11,6 +11,9 @@ use serde_json::Value;
 /// Maximum issues listed for one payload. A fault in every element of a large array would only
 /// repeat itself.
 const ISSUES_MAX: usize = 20;
+/// Largest payload, in bytes, of which more than the first issue is listed. The validator collects
+/// all issues before it names one, and they take up to 1,000 times the memory of the payload.
+const LISTED_BYTES_MAX: usize = 64 * 1024;
 
 /// The JSON Schemas of topics, each for one schema version.
 ///
@@ -62,8 +65,9 @@ impl Schemas for JsonSchemas {
         };
         let issues = match serde_json::from_slice::<Value>(payload) {
             Err(error) => vec![format!("it is not JSON (line {}, column {})", error.line(), error.column())],
-            Ok(payload) if validator.is_valid(&payload) => return Ok(()),
-            Ok(payload) => listed(validator.iter_errors(&payload)),
+            Ok(value) if validator.is_valid(&value) => return Ok(()),
+            Ok(value) if payload.len() > LISTED_BYTES_MAX => listed(validator.validate(&value).err().into_iter()),
+            Ok(value) => listed(validator.iter_errors(&value)),
         };
         Err(Error::schema_violated(topic, schema_version, &issues.join("; ")))
     }
@@ -176,6 +180,9 @@ mod tests {
         let error = schemas.check("t", 1, &payload).expect_err("refused");
         assert_eq!(error.message().matches("(type)").count(), ISSUES_MAX);
         assert!(error.message().ends_with("; and 5 more"), "{error}");
+        let payload = serde_json::to_vec(&vec!["x"; LISTED_BYTES_MAX / 4 + 1]).expect("written");
+        let error = schemas.check("t", 1, &payload).expect_err("refused");
+        assert!(error.message().contains("/0 (type): ") && !error.message().contains("more"), "{error}");
     }
 
     #[test]

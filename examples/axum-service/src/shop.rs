@@ -18,6 +18,7 @@ use postbox::{Context, LogName, Migrate as _, Postbox, Service, TokioClock};
 use serde::{Deserialize, Serialize};
 use sqlx::PgPool;
 use tokio::net::TcpListener;
+use tracing::Instrument as _;
 
 use crate::Parcels;
 
@@ -65,7 +66,7 @@ pub struct Shop {
 /// `POST /orders`: the order and its event commit together, or neither does.
 async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Json<i64>, Refused> {
     // A task, because a client that leaves ends this future, and sqlx must finish its BEGIN.
-    let placed = tokio::spawn(Context::current().scope(async move {
+    let placing = Context::current().scope(async move {
         let mut tx = shop.pool.begin().await?;
         let insert = sqlx::query_scalar("INSERT INTO orders (cents) VALUES ($1) RETURNING id");
         let order = insert.bind(new.cents).fetch_one(&mut *tx).await?;
@@ -74,8 +75,8 @@ async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Js
         sqlx::query("UPDATE stock SET pieces = pieces - 1").execute(&mut *tx).await?;
         tx.commit().await?;
         Ok(Json(order))
-    }));
-    placed.await?
+    });
+    tokio::spawn(placing.in_current_span()).await?
 }
 
 async fn confirm(

@@ -33,7 +33,7 @@ const NAMES_TAKEN: &str = "\
     abstract alloc anyhow as async await axum become box break build const continue core crate \
     deps do dyn else enum examples extern false final fn for gen if impl in incremental let \
     loop macro match mod move mut override postbox priv proc-macro proc_macro pub ref return \
-    self serde sqlx static std struct super test tokio tracing-subscriber tracing_subscriber trait true \
+    self serde sqlx static std struct super test tokio tracing tracing-subscriber tracing_subscriber trait true \
     try type typeof unsafe unsized use virtual where while yield";
 
 /// Checks a name that must be valid for a package, a crate and a program.

@@ -89,7 +89,8 @@ async fn a_new_service_takes_an_order_confirms_it_and_stops() -> Result<()> {
     let holder = env.client().await?;
     holder.batch_execute("BEGIN; LOCK TABLE postbox.migration").await?;
     let unready = get(&address, "/ready", "").await?;
-    ensure!(unready.starts_with("HTTP/1.1 503") && !unready.ends_with("\r\n\r\n"), "without a reason: {unready}");
+    ensure!(unready.starts_with("HTTP/1.1 503") && unready.ends_with("\r\n\r\n"), "strangers get a reason: {unready}");
+    ensure!(get(&address, "/health", "").await?.starts_with("HTTP/1.1 200"), "no balancer stays away");
     holder.batch_execute("COMMIT").await?;
 
     let answer = place(&address, r#"{"mail":"ann@example.com"}"#).await?;

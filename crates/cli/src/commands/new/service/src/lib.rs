@@ -14,6 +14,7 @@ use postbox::{Context, Migrate as _, Postbox, Service, TokioClock};
 use serde::{Deserialize, Serialize};
 use sqlx::PgPool;
 use tokio::net::TcpListener;
+use tracing::{Instrument as _, warn};
 
 /// An event: its topic, and the field whose value is the ordering key.
 #[derive(postbox::Event, Serialize, Deserialize)]
@@ -64,23 +65,30 @@ impl std::error::Error for NoSuchAddress {}
 /// `POST /orders`: the order and its event commit together, or neither does.
 async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Json<i64>, StatusCode> {
     // A task, because a client that leaves ends this future, and sqlx must finish its BEGIN.
-    let placed = tokio::spawn(Context::current().scope(async move {
+    let placing = Context::current().scope(async move {
         let mut tx = shop.pool.begin().await?;
         let insert = sqlx::query_scalar("INSERT INTO orders (mail) VALUES ($1) RETURNING id");
         let order: i64 = insert.bind(&new.mail).fetch_one(&mut *tx).await?;
         shop.postbox.append(&mut tx, OrderPlaced { order, mail: new.mail }).await?;
         tx.commit().await?;
         anyhow::Ok(order)
-    }));
+    });
+    let placed = tokio::spawn(placing.in_current_span());
     placed.await.map_err(anyhow::Error::from).flatten().map(Json).map_err(|error| {
         eprintln!("an order failed: {error:#}");
         StatusCode::INTERNAL_SERVER_ERROR
     })
 }
 
-/// `GET /ready`: whether the service is ready for traffic; if not, why.
-async fn ready(State(shop): State<Shop>) -> Result<(), (StatusCode, String)> {
-    shop.service.ready().await.map_err(|error| (StatusCode::SERVICE_UNAVAILABLE, error.to_string()))
+/// `GET /ready`: whether events flow. The log says why not, and not the answer, which anyone gets.
+async fn ready(State(shop): State<Shop>) -> StatusCode {
+    match shop.service.ready().await {
+        Ok(()) => StatusCode::OK,
+        Err(error) => {
+            warn!(%error, "not ready");
+            StatusCode::SERVICE_UNAVAILABLE
+        }
+    }
 }
 
 /// Called at least once for each order, and again after an error.
@@ -117,6 +125,7 @@ async fn start(url: &str) -> anyhow::Result<(axum::Router, Service)> {
     let postbox = store.postbox();
     let service = Service::builder(store).outbox("mails", handlers(Mailer)).build()?;
     let shop = Shop { pool, postbox, service: service.clone() };
-    let pages = axum::Router::new().route("/orders", post(place)).route("/ready", get(ready)).with_state(shop);
-    Ok((pages, service))
+    let pages = axum::Router::new().route("/orders", post(place)).route("/ready", get(ready));
+    let pages = pages.route("/health", get(|| async { StatusCode::OK }));
+    Ok((pages.with_state(shop), service))
 }
