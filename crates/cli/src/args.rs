@@ -111,6 +111,9 @@ pub(crate) enum Command {
     #[command(subcommand)]
     Migrate(Migrate),
     /// Run the service: relays, sources and the HTTP server, until SIGTERM or Ctrl-C
+    ///
+    /// It also stops, with exit code 0, at SIGHUP, which a terminal sends when it is closed, unless
+    /// it was started with SIGHUP ignored, as by `nohup`.
     Run,
     /// Deliver what is pending, then stop; prints fetched=N dispatched=N failed=N dead=N
     Dispatch {

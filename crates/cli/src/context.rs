@@ -4,7 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use postbox_core::{Count, EventId, IdPrefix, LogName, Store, StoreName, SubscriptionInfo, SubscriptionName};
-use postbox_server::{Config, Fault, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store};
+use postbox_server::{
+    Config, Fault, Faults, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store,
+};
 use tracing::warn;
 
 use crate::args::Global;
@@ -35,6 +37,9 @@ pub(crate) struct Context {
     pub(crate) name: Option<StoreName>,
     /// Its share of the configuration, as if it were the only store.
     pub(crate) config: Config,
+    /// The faults of the whole configuration that were read over, by line: `FILE:LINE: text`. What
+    /// they are about has its default.
+    pub(crate) faults: Vec<String>,
     /// Only this log and its subscriptions.
     pub(crate) log: Option<LogName>,
     /// Only this subscription.
@@ -60,14 +65,17 @@ impl Context {
 
     /// The same for commands about all stores.
     pub(crate) fn load_each(global: &Global, purpose: Purpose) -> Result<Vec<Self>, Failure> {
-        let config = load(global, purpose)?;
+        let (config, faults) = load(global, purpose)?;
         if config.per_store().iter().any(|(_, share)| share.store.is_in_memory()) {
             return Err(Failure::usage(
                 "the store is in memory: it begins empty and is gone when its program ends, so only `postbox run` can \
                  use it; name a lasting one, e.g. --store sqlite:PATH",
             ));
         }
-        let context = |(name, config)| Self { name, config, log: global.log.clone(), only: global.only.clone() };
+        let context = |(name, config)| {
+            let (faults, log, only) = (faults.clone(), global.log.clone(), global.only.clone());
+            Self { name, config, faults, log, only }
+        };
         let mut all: Vec<Self> = config.per_store().into_iter().map(context).collect();
         // A subscription that only some stores have is looked for in those.
         if all.iter().any(Self::has_only) {
@@ -310,15 +318,20 @@ fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {
     Failure::usage(format!("no subscription is called {name}; {cure}"))
 }
 
-/// Loads the configuration, applies the arguments, and starts the logging that they ask for.
-pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
+/// Loads the configuration, applies the arguments, and starts the logging that they ask for. Also
+/// returns the faults with which `postbox run` does not start.
+pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<(Config, Vec<String>), Failure> {
     let (mut config, warnings) = read_config(global, purpose != Purpose::Inspect)?;
-    if let (Purpose::Inspect, Some(first)) = (purpose, warnings.first()) {
-        let file = config_file(global).map_or_else(String::new, |path| path.display().to_string());
+    let faults: Vec<String> = match purpose {
+        Purpose::Inspect => {
+            Faults::new(&config_name(global), warnings).to_string().lines().map(str::to_owned).collect()
+        }
+        Purpose::Serve | Purpose::Deliver => Vec::new(),
+    };
+    if let Some(first) = faults.first() {
         output::note(&format!(
-            "the configuration has faults with which `postbox run` does not start, the first at {file}:{}: {}; \
-             `postbox check-config` names all",
-            first.line, first.text
+            "the configuration has faults with which `postbox run` does not start, the first at {first}; \
+             `postbox check-config` names all"
         ));
     }
     choose_store(global, &mut config)?;
@@ -343,12 +356,12 @@ pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Config, Failure>
             }
         }
     }
-    Ok(config)
+    Ok((config, faults))
 }
 
 /// Applies `--store`: another store than the configured one, or one of several.
 pub(crate) fn choose_store(global: &Global, config: &mut Config) -> Result<(), Failure> {
-    let Some(chosen) = &global.store else { return Ok(()) };
+    let Some(chosen) = &global.store else { return refuse_tenant(config) };
     let names = config.store_names();
     if names.contains(&chosen.as_str()) {
         config.stores.retain(|store| store.name.as_str() == chosen);
@@ -368,7 +381,14 @@ pub(crate) fn choose_store(global: &Global, config: &mut Config) -> Result<(), F
     let is_forgotten = global.is_store_of_environment && config.store.url.expose() != chosen;
     config.store.url_from = is_forgotten.then_some(postbox_server::STORE_VARIABLE);
     config.store.url = Secret::new(chosen.as_str());
-    Ok(())
+    refuse_tenant(config)
+}
+
+/// Refuses a tenant that the chosen store ignores: a command for one tenant would change the events
+/// of all.
+fn refuse_tenant(config: &Config) -> Result<(), Failure> {
+    let refused = config.store.tenant_refused();
+    refused.map_or(Ok(()), |why| Err(Failure::usage(format!("`tenant` in [store]: {why}"))))
 }
 
 /// The first names, as many as a person can read.
@@ -399,11 +419,16 @@ pub(crate) fn config_file(global: &Global) -> Option<&Path> {
     global.config.as_deref().or_else(|| usual.exists().then_some(usual))
 }
 
+/// What faults of the configuration begin with.
+pub(crate) fn config_name(global: &Global) -> String {
+    config_file(global).map_or_else(|| "environment".to_owned(), |path| path.display().to_string())
+}
+
 /// Reads the file, if there is one; else the defaults and the sinks in the environment. Also
 /// returns warnings.
 pub(crate) fn read_config(global: &Global, delivers: bool) -> Result<(Config, Vec<Fault>), Failure> {
     match config_file(global) {
         Some(path) => Ok(Config::load(path, global.store.as_deref(), delivers)?),
-        None => Ok((Config::without_file(|name| std::env::var(name).ok())?, Vec::new())),
+        None => Ok(Config::without_file(|name| std::env::var(name).ok(), delivers)?),
     }
 }

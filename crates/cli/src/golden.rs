@@ -11,7 +11,7 @@ use postbox_core::{
 };
 use postbox_server::status::{Finding, Severity, StatsJson, SubscriptionJson};
 
-use crate::commands::{doctor, list, show, stats, subscription};
+use crate::commands::{doctor, list, show, stats, subscription, tail};
 use crate::layout;
 
 const WIDTHS: [u16; 3] = [80, 100, 120];
@@ -122,6 +122,13 @@ fn subscriptions() -> Vec<(SubscriptionInfo, StatsJson)> {
 fn list() {
     let rows: Vec<_> = dead().iter().map(|record| list::row(&name("orders-to-billing"), record, true)).collect();
     golden("list", |width| layout::rows(&list::HEAD, &rows, width));
+}
+
+#[test]
+fn tail() {
+    let paid = Event { payload: r#"{"order":4712,"paid":"2026-03-20"}"#.into(), ..event(2, "order.paid", "4712") };
+    let shown = [event(1, "order.placed", "4711"), paid, event(3, "warehouse.stock.corrected", "sku-0815")];
+    golden("tail", |width| shown.iter().map(|event| tail::for_people(event, width)).collect());
 }
 
 #[test]

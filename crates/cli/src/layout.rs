@@ -9,7 +9,7 @@ use crate::output::is_colorless;
 const UNBROKEN_CHARS: u16 = 40;
 /// Lengths of shortened ids in a table that is too wide: the time to a fraction of a millisecond,
 /// or more if that does not distinguish the rows.
-const SHORT_ID_CHARS: [usize; 2] = [18, 23];
+pub(crate) const SHORT_ID_CHARS: [usize; 2] = [18, 23];
 /// Least width of the last column, which is a text.
 const LAST_CHARS: u16 = 24;
 /// Spaces after a column; the style adds one between two.

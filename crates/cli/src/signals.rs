@@ -11,11 +11,13 @@ pub(crate) fn stopped() -> impl Future<Output = ()> {
     async move {
         match signals {
             Ok((mut term, mut interrupt, mut hangup)) => {
-                tokio::select! {
-                    _ = term.recv() => {}
-                    _ = interrupt.recv() => {}
-                    Some(()) = async { hangup.as_mut()?.recv().await } => {}
-                }
+                let signal = tokio::select! {
+                    _ = term.recv() => "SIGTERM",
+                    _ = interrupt.recv() => "SIGINT",
+                    Some(()) = async { hangup.as_mut()?.recv().await } => "SIGHUP",
+                };
+                // Nobody who closes a terminal expects it to end a service, with exit code 0.
+                tracing::info!(signal, "asked to stop");
             }
             Err(error) => {
                 tracing::error!(%error, "signals cannot be caught; only SIGKILL ends this program");

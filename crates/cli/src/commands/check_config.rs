@@ -6,23 +6,26 @@ use postbox_server::{Config, Fault, Tried};
 use serde_json::json;
 
 use crate::args::Global;
-use crate::context::{choose_store, config_file, read_config, require_store};
+use crate::context::{choose_store, config_name, read_config, require_store};
 use crate::failure::Failure;
 use crate::{logging, output, telemetry};
 
 pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     require_store(global)?;
-    let file = config_file(global).map_or_else(|| "environment".to_owned(), |path| path.display().to_string());
-    let (mut config, warnings) = read_config(global, true)?;
+    let file = config_name(global);
+    let (config, warnings) = read_config(global, true)?;
     telemetry::check(&config.telemetry)?;
     logging::filter(&config.log.level)?;
+    // The listing is of the whole file, also if one of several stores is chosen.
+    let mut chosen = config.clone();
+    choose_store(global, &mut chosen)?;
     let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
     let stores = match config.stores.len() {
         0 => String::new(),
         stores => format!("{stores} store(s), "),
     };
     if global.json {
-        return check_as_json(global, config, &file, &warnings, connect).await;
+        return check_as_json(&config, &file, &warnings, connect.then_some(&chosen)).await;
     }
     output::line(&format!("{file}: valid. {stores}{subscriptions} subscription(s), {sources} source(s)"))?;
     for warning in warnings {
@@ -50,8 +53,7 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     if !connect {
         return Ok(());
     }
-    choose_store(global, &mut config)?;
-    let (reached, ended) = tried(&config).await;
+    let (reached, ended) = tried(&chosen).await;
     reached.iter().try_for_each(|(name, text)| output::line(&format!("{name}: {text}")))?;
     ended
 }
@@ -69,11 +71,10 @@ async fn tried(config: &Config) -> (Vec<(String, String)>, Result<(), Failure>) 
 }
 
 async fn check_as_json(
-    global: &Global,
-    mut config: Config,
+    config: &Config,
     file: &str,
     warnings: &[Fault],
-    connect: bool,
+    connect: Option<&Config>,
 ) -> Result<(), Failure> {
     let subscriptions = config.subscriptions.iter().map(|one| {
         let Subscription { name, log, filter, .. } = &one.subscription;
@@ -94,9 +95,8 @@ async fn check_as_json(
         "warnings": warnings.collect::<Vec<_>>(),
     });
     let mut ended = Ok(());
-    if connect {
-        choose_store(global, &mut config)?;
-        let (reached, failed) = tried(&config).await;
+    if let Some(chosen) = connect {
+        let (reached, failed) = tried(chosen).await;
         said["reached"] = reached.iter().map(|(name, found)| json!({ "name": name, "found": found })).collect();
         ended = failed;
     }

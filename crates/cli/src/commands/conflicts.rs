@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
+use postbox_core::limits::LIST_RECORDS_MAX;
 use postbox_core::{Conflict, LogName};
 use postbox_server::status::ConflictJson;
 
@@ -21,13 +22,15 @@ pub(super) async fn list(contexts: &[Context], limit: usize, json: bool) -> Resu
         ));
     }
     let latest = async |context: &Context| match &context.log {
-        None => Ok(context.store().await?.conflicts(limit).await?),
+        None => Ok((context.store().await?.conflicts(limit).await?, false)),
         Some(log) => of_log(context, log, limit).await,
     };
     let asked = ask_each(contexts, latest).await;
     let is_answered = asked.is_answered();
     let mut conflicts: Vec<(&Context, Conflict)> = Vec::new();
-    for (context, of_store) in asked.answers {
+    let mut is_cut = false;
+    for (context, (of_store, is_cut_here)) in asked.answers {
+        is_cut |= is_cut_here;
         conflicts.extend(of_store.into_iter().map(|conflict| (context, conflict)));
     }
     if contexts.len() > 1 {
@@ -43,7 +46,9 @@ pub(super) async fn list(contexts: &[Context], limit: usize, json: bool) -> Resu
     }
     if conflicts.is_empty() {
         asked.ended?;
-        output::note("no message came with a known id and another body");
+        if !is_cut {
+            output::note("no message came with a known id and another body");
+        }
         return Ok(());
     }
     let head = ["message id", "source", "tenant", "times", "first", "last", "stored sha256", "refused sha256"];
@@ -53,13 +58,13 @@ pub(super) async fn list(contexts: &[Context], limit: usize, json: bool) -> Resu
 
 /// The latest conflicts of one log. A conflict names its source and not its log, so the
 /// configuration says which log that is. Conflicts of sources that are not configured are counted
-/// and reported, not hidden.
-async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<Vec<Conflict>, Failure> {
+/// and reported, not hidden. Also returns whether there may be more, older than what a store lists.
+async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<(Vec<Conflict>, bool), Failure> {
     let store = context.store().await?;
     let log_of = |conflict: &Conflict| {
         context.config.sources.iter().find(|source| source.name == conflict.source).map(|source| &source.log)
     };
-    let mut wanted = limit;
+    let mut wanted = limit.min(LIST_RECORDS_MAX);
     loop {
         let mut conflicts = store.conflicts(wanted).await?;
         let all = conflicts.len() < wanted;
@@ -70,17 +75,24 @@ async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<Vec<Co
             .collect();
         conflicts.retain(|conflict| log_of(conflict) == Some(log));
         conflicts.truncate(limit);
-        if all || conflicts.len() == limit {
+        if all || conflicts.len() == limit || wanted == LIST_RECORDS_MAX {
             if !strangers.is_empty() {
                 let strangers = strangers.into_iter().collect::<Vec<_>>().join(", ");
                 context.note(&format!(
                     "the configuration has no source {strangers}, so the log of its conflicts is unknown; leave --log out to see them"
                 ));
             }
-            return Ok(conflicts);
+            let is_cut = !all && conflicts.len() < limit;
+            if is_cut {
+                context.note(&format!(
+                    "only the latest {wanted} conflicts of all logs were looked at, and older ones may be of the {log}; \
+                     find them by their source, in SQL: they are in the table conflict (SQLite: postbox_conflict)"
+                ));
+            }
+            return Ok((conflicts, is_cut));
         }
         // Conflicts of other logs were among the latest: read further back.
-        wanted = wanted.saturating_mul(2);
+        wanted = wanted.saturating_mul(2).min(LIST_RECORDS_MAX);
     }
 }
 

@@ -10,14 +10,20 @@ use crate::failure::Failure;
 use crate::output;
 use crate::stores::{self, OfStore, ask_each};
 
+/// Most faults of the configuration that are shown: whoever corrects it asks `check-config`.
+const FAULTS_SHOWN: usize = 5;
+
 pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure> {
     let (service, silent) = match stores::fetch(contexts).await {
         Ok(service) => (service, None),
         Err(silent) => (None, Some(silent)),
     };
     let mut asked = ask_each(contexts, |context| examine(context, service.as_ref())).await;
-    if let (Some((_, findings)), Some(silent)) = (asked.answers.first_mut(), silent) {
-        findings.insert(0, silent);
+    if let Some((context, findings)) = asked.answers.first_mut() {
+        let cure = "correct it: `postbox run` does not start with it; `postbox check-config` names all faults";
+        let faults = context.faults.iter().take(FAULTS_SHOWN);
+        let faults = faults.map(|fault| Finding::problem("configuration_fault", fault, cure));
+        *findings = faults.chain(silent).chain(std::mem::take(findings)).collect();
     }
     let findings = || asked.answers.iter().flat_map(|(context, of)| of.iter().map(move |finding| (*context, finding)));
     if json {
@@ -105,14 +111,23 @@ async fn look(
         let what = format!("there is no subscription: nobody reads the {log}");
         findings.push(Finding::problem("no_subscription", what, context.reader_wanted(&log)));
     }
+    // At once, so that both wait for the same lock.
+    let (checked, diagnosed) = tokio::join!(
+        store.check_integrity(),
+        status::diagnose(store, &infos, &context.config.subscriptions, service.as_ref())
+    );
     // Another failure is one of reading, which what follows reports.
     let is_misfit = |error: &Error| error.kind() == ErrorKind::Mismatch;
-    findings.extend(store.check_integrity().await.err().filter(is_misfit).map(Finding::from));
-    findings.extend(status::diagnose(store, &infos, &context.config.subscriptions, service.as_ref()).await);
+    findings.extend(checked.err().filter(is_misfit).map(Finding::from));
+    findings.extend(diagnosed);
     // After the subscriptions that should read it.
     findings.extend(unread.iter().map(|(log, count)| Finding::unread(log, *count, context.reader_wanted(log))));
     if !context.config.sources.is_empty() {
         findings.extend(store.check_receiving().await.err().map(Finding::from));
+    }
+    // A sink with a fault was read as none.
+    if !context.faults.is_empty() {
+        findings.retain(|it| it.code != "sink_none");
     }
     // What fails because of it has the cure to create what only has to be brought back.
     if findings.iter().any(|it| it.code == "schema_damaged") {

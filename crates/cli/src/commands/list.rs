@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 
+use bytes::Bytes;
 use postbox_core::{Criteria, ListQuery, Record, State, SubscriptionName};
 use postbox_server::status::RecordJson;
 use postbox_server::text::{cut, estimated};
@@ -9,9 +10,10 @@ use postbox_server::text::{cut, estimated};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
-use crate::stores::{self, OfStore, ask_each};
+use crate::stores::{self, OfStore, ask_each, together};
 
-/// Most records per read of the store; it bounds the memory of a long list.
+/// Most records per read of the store. Their payloads are in memory together; without `--json` they
+/// are then dropped.
 const PAGE: usize = 500;
 /// Widest error text in a table; `show` prints all of it.
 const ERROR_CHARS: usize = 80;
@@ -26,30 +28,28 @@ pub(super) struct Wanted {
 }
 
 pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Result<(), Failure> {
-    let asked = ask_each(contexts, |context| records(context, wanted)).await;
+    let asked = ask_each(contexts, |context| records(context, wanted, json)).await;
     let is_answered = asked.is_answered();
     let mut records: Vec<(&Context, SubscriptionName, Record)> = Vec::new();
-    let mut is_noted = false;
-    for (context, (of_store, notes)) in asked.answers {
+    let (mut is_noted, mut failures) = (false, Vec::new());
+    for (context, (of_store, notes, ended)) in asked.answers {
+        failures.extend(ended.err().map(|failure| (context, failure)));
         is_noted |= !notes.is_empty();
         notes.iter().for_each(|note| context.note(note));
         records.extend(of_store.into_iter().map(|(name, record)| (context, name, record)));
     }
-    match wanted.state {
-        None => records.sort_by_key(|(_, _, record)| Reverse(record.event.created_at)),
-        Some(_) => records.sort_by_key(|(_, _, record)| record.event.created_at),
-    }
-    records.truncate(wanted.limit);
+    let ended = together(failures).and(asked.ended);
+    first(&mut records, wanted, |(_, _, record)| record);
     if json {
         if is_answered {
             let all = records.iter();
             let all = all.map(|(context, name, record)| OfStore::new(context, RecordJson::new(name, record)));
             output::json(&all.collect::<Vec<_>>())?;
         }
-        return asked.ended;
+        return ended;
     }
     if records.is_empty() {
-        asked.ended?;
+        ended?;
         // Not if the log is unread, which a note has said.
         if !is_noted {
             output::note(&match wanted.state {
@@ -67,13 +67,22 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
     if records.len() == wanted.limit {
         output::note(&format!("there may be more than these {}: --limit NUMBER", wanted.limit));
     }
-    asked.ended
+    ended
 }
 
-type Found = (Vec<(SubscriptionName, Record)>, Vec<String>);
+/// Keeps the first of these: the newest, or the oldest in one state.
+fn first<T>(records: &mut Vec<T>, wanted: &Wanted, record: impl Fn(&T) -> &Record) {
+    match wanted.state {
+        None => records.sort_by_key(|it| Reverse(record(it).event.created_at)),
+        Some(_) => records.sort_by_key(|it| record(it).event.created_at),
+    }
+    records.truncate(wanted.limit);
+}
 
-/// The records of one store, and remarks.
-async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
+type Found = (Vec<(SubscriptionName, Record)>, Vec<String>, Result<(), Failure>);
+
+/// The records of one store, remarks, and why something is missing.
+async fn records(context: &Context, wanted: &Wanted, json: bool) -> Result<Found, Failure> {
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
     let mut records: Vec<(SubscriptionName, Record)> = Vec::new();
@@ -95,12 +104,24 @@ async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
             // A page may be short because its payloads are large; only an empty page is the end.
             let Some(last) = page.last() else { break };
             query.after = Some(last.seq);
-            records.extend(page.into_iter().map(|record| (info.name.clone(), record)));
+            records.extend(page.into_iter().map(|mut record| {
+                if !json {
+                    record.event.payload = Bytes::new();
+                }
+                (info.name.clone(), record)
+            }));
         }
+        first(&mut records, wanted, |(_, record)| record);
     }
     let mut notes: Vec<String> = context.never_run(&infos).map(|name| context.why_unread(name, &infos)).collect();
+    let mut ended = Ok(());
     if wanted.state.is_none_or(|state| state == State::Pending) {
-        for (log, count) in context.unread(store.as_ref()).await? {
+        let unread = context.unread(store.as_ref()).await.unwrap_or_else(|error| {
+            let why = Failure::from(error);
+            ended = Err(Failure::failed(format!("the logs that nobody reads could not be counted: {}", why.text())));
+            Vec::new()
+        });
+        for (log, count) in unread {
             notes.push(format!(
                 "nobody reads the {log}, so its {} event(s) are not shown: {}",
                 estimated(count.events, count.is_estimate),
@@ -108,7 +129,7 @@ async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
             ));
         }
     }
-    Ok((records, notes))
+    Ok((records, notes, ended))
 }
 
 pub(crate) const HEAD: [&str; 9] = ["id", "subscription", "state", "topic", "key", "attempts", "due", "code", "error"];

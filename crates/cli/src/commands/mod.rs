@@ -33,7 +33,7 @@ pub(crate) mod show;
 pub(crate) mod stats;
 mod steps;
 pub(crate) mod subscription;
-mod tail;
+pub(crate) mod tail;
 
 /// Runs the command.
 pub(crate) async fn run(args: Args) -> Result<(), Failure> {
@@ -77,7 +77,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         Command::Run if global.only.is_some() || global.log.is_some() => Err(Failure::usage(
             "run serves the whole configuration; leave --subscription and --log out (dispatch accepts them)",
         )),
-        Command::Run => run::run(load(global, Purpose::Serve)?).await,
+        Command::Run => run::run(load(global, Purpose::Serve)?.0).await,
         Command::Dispatch { limit, until_empty } => {
             dispatch::run(&Context::load_each(global, Purpose::Deliver)?, limit, until_empty, json).await
         }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use postbox_core::Error;
 use postbox_server::status::{self, ServiceStatus, StatsJson};
 use postbox_server::text::{estimated, grouped, span};
 use tokio::time::{Instant, timeout_at};
@@ -16,15 +17,17 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
     let asked = ask_each(contexts, |context| count(context, service.as_ref())).await;
     let is_answered = asked.is_answered();
     let (mut all, mut served): (Vec<StatsJson>, Vec<bool>) = Default::default();
-    let (mut of, mut failures) = (Vec::new(), 0);
+    let (mut of, mut failures, mut failures_beside) = (Vec::new(), 0, 0);
     for (context, counted) in asked.answers {
         of.extend(counted.all.iter().map(|_| context));
         served.extend(counted.all.iter().map(|_| !counted.is_of_another));
         all.extend(counted.all);
         failures += counted.failures;
+        failures_beside += counted.failures_beside;
         counted.notes.iter().filter(|note| !json || note.in_json).for_each(|note| context.note(&note.text));
     }
-    let ended = complete(failures).and(asked.ended);
+    let is_whole = failures == 0 && asked.ended.is_ok();
+    let ended = complete(failures + failures_beside).and(asked.ended);
     if json {
         if let (Some(_), [first, ..]) = (&service, contexts) {
             let served = all.iter_mut().zip(served).filter_map(|(stats, served)| served.then_some(stats));
@@ -42,12 +45,15 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
         stores::rows(&HEAD, rows.collect())?;
     }
     // A sum without them would be wrong.
-    ended?;
+    if !is_whole {
+        return ended;
+    }
     let sum = |field: fn(&StatsJson) -> u64| all.iter().map(field).sum::<u64>();
     let (pending, total) = (sum(|stats| stats.pending), sum(|stats| stats.total));
     let (dispatched, dead) = (sum(|stats| stats.dispatched), sum(|stats| stats.dead));
     let note = if all.iter().any(|stats| stats.estimated) { " estimated=true" } else { "" };
-    output::line(&format!("pending={pending} dispatched={dispatched} dead={dead} total={total}{note}"))
+    output::line(&format!("pending={pending} dispatched={dispatched} dead={dead} total={total}{note}"))?;
+    ended
 }
 
 /// The counts of one store.
@@ -55,9 +61,24 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
 struct Counted {
     all: Vec<StatsJson>,
     notes: Vec<Note>,
+    /// Missing parts of the sum.
     failures: usize,
+    /// Missing parts that the sum does not contain.
+    failures_beside: usize,
     /// Whether the service that was asked works for another store.
     is_of_another: bool,
+}
+
+impl Counted {
+    /// Notes that a part of the sum is missing.
+    fn missing(&mut self, part: &str, error: &Error) {
+        self.notes.push(uncounted(part, error));
+        self.failures += 1;
+    }
+}
+
+fn uncounted(part: &str, error: &Error) -> Note {
+    Note::always(format!("{part} could not be counted: {} ({})", error.message(), error.code()))
 }
 
 async fn count(context: &Context, service: Option<&ServiceStatus>) -> Result<Counted, Failure> {
@@ -76,21 +97,24 @@ async fn count(context: &Context, service: Option<&ServiceStatus>) -> Result<Cou
     for (info, stats) in infos.iter().zip(status::stats(store.as_ref(), &infos, deadline).await) {
         match stats {
             Ok(stats) => counted.all.push(stats),
-            Err(error) => {
-                let text = format!("{} could not be counted: {} ({})", info.name, error.message(), error.code());
-                counted.notes.push(Note::always(text));
-                counted.failures += 1;
-            }
+            Err(error) => counted.missing(info.name.as_str(), &error),
         }
     }
-    let unrouted = match timeout_at(deadline, status::unrouted(store.as_ref(), &infos)).await {
-        Ok(found) => found?,
-        Err(_) => Vec::new(),
-    };
-    for stats in &mut counted.all {
-        stats.unrouted = unrouted.iter().filter(|it| it.log == stats.log).map(|it| it.count).sum();
+    let unrouted = timeout_at(deadline, status::unrouted(store.as_ref(), &infos)).await;
+    let unrouted = unrouted.unwrap_or_else(|_| Err(status::too_slow()));
+    match &unrouted {
+        Ok(found) => counted.all.iter_mut().for_each(|stats| {
+            stats.unrouted = Some(found.iter().filter(|it| it.log == stats.log).map(|it| it.count).sum());
+        }),
+        Err(error) => {
+            counted.notes.push(uncounted("the events that no subscription wants", error));
+            counted.failures_beside += 1;
+        }
     }
-    let unread = context.unread(store.as_ref()).await?;
+    let unread = context.unread(store.as_ref()).await.unwrap_or_else(|error| {
+        counted.missing("the logs that nobody reads", &error);
+        Vec::new()
+    });
     let never_run = context.never_run(&infos).map(|name| Note::always(context.why_unread(name, &infos)));
     counted.notes.extend(never_run);
     for (log, count) in &unread {
@@ -103,7 +127,7 @@ async fn count(context: &Context, service: Option<&ServiceStatus>) -> Result<Cou
         // No subscription reads this log, so all of it is pending.
         counted.all.push(StatsJson::unread(log.clone(), *count));
     }
-    let unrouted = unrouted.iter().map(|log| Note::for_people(format!("{}; {}", log.what(), log.cure())));
+    let unrouted = unrouted.iter().flatten().map(|log| Note::for_people(format!("{}; {}", log.what(), log.cure())));
     counted.notes.extend(unrouted);
     Ok(counted)
 }
@@ -111,7 +135,7 @@ async fn count(context: &Context, service: Option<&ServiceStatus>) -> Result<Cou
 fn complete(failures: usize) -> Result<(), Failure> {
     match failures {
         0 => Ok(()),
-        _ => Err(Failure::failed(format!("{failures} subscription(s) could not be counted, see above"))),
+        _ => Err(Failure::failed(format!("{failures} part(s) could not be counted, see above"))),
     }
 }
 

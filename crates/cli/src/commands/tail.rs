@@ -9,6 +9,7 @@ use tokio::select;
 
 use crate::context::Context;
 use crate::failure::Failure;
+use crate::layout::{SHORT_ID_CHARS, width};
 use crate::output;
 use crate::signals::stopped;
 
@@ -17,7 +18,7 @@ const PAGE: BatchLimit = BatchLimit { events: 200, payload_bytes: 4 * 1024 * 102
 /// Interval between two reads without new events. A person sees no difference, and a read costs the
 /// database a few index probes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// Characters of a payload shown at a terminal; `show` prints all of it.
+/// Most characters of a payload shown at a terminal; `show` prints all of it.
 const PAYLOAD_CHARS: usize = 60;
 
 const HEAD: [&str; 6] = ["appended", "seq", "id", "topic", "key", "payload"];
@@ -29,7 +30,14 @@ pub(super) async fn run(context: &Context, which: &Criteria, json: bool) -> Resu
     let mut stop = std::pin::pin!(stopped());
     let log = context.log.clone().unwrap_or_else(LogName::outbox);
     let store = context.store().await?;
-    let mut place = store.tail(&log, which, None, PAGE).await?.place;
+    let mut place = match store.tail(&log, which, None, PAGE).await {
+        Ok(tailed) => tailed.place,
+        Err(error) => {
+            // Without a schema there is no log either, and the schema is to be named.
+            store.validate().await?;
+            return Err(error.into());
+        }
+    };
     output::note(&format!("events appended to the {log} from now on; stop with Ctrl-C"));
     let terminal = output::is_terminal();
     if !json && !terminal {
@@ -45,7 +53,7 @@ pub(super) async fn run(context: &Context, which: &Criteria, json: bool) -> Resu
             if json {
                 output::json_line(&TailedJson::new(*seq, event))?;
             } else if terminal {
-                output::print(&for_people(event))?;
+                output::print(&for_people(event, width()))?;
             } else {
                 output::line_of(&row(*seq, event))?;
             }
@@ -71,9 +79,14 @@ fn row(seq: Seq, event: &Event) -> [String; 6] {
     [event.created_at.to_string(), seq.to_string(), id, topic, key, payload]
 }
 
-/// One line, however long the payload, so that the id is easy to find and copy.
-fn for_people(event: &Event) -> String {
+/// One line, however long the payload, so that the id is easy to find and copy. If it does not fit,
+/// the id is shortened as in tables, and the rest is cut.
+pub(crate) fn for_people(event: &Event, width: Option<u16>) -> String {
+    let (id, width) = (event.id.to_string(), width.map_or(usize::MAX, usize::from));
     let payload = cut(&String::from_utf8_lossy(&event.payload), PAYLOAD_CHARS);
-    let line = format!("{:.3}  {}  {}  {}  {payload}", event.created_at, event.id, event.topic, key(event));
-    safe_line(&line) + "\n"
+    let line =
+        |id: &str| safe_line(&format!("{:.3}  {id}  {}  {}  {payload}", event.created_at, event.topic, key(event)));
+    let whole = line(&id);
+    let shown = if whole.chars().count() > width { cut(&line(&id[..SHORT_ID_CHARS[0]]), width) } else { whole };
+    shown + "\n"
 }

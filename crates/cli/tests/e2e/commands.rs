@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use tokio::io::AsyncReadExt as _;
 
 use crate::endpoint::{Endpoint, refuses_all, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal, until, until_waited_for};
@@ -395,6 +396,30 @@ async fn no_store_is_made_that_nobody_named() -> Result<()> {
     ensure!(written.contains("\nurl = \"env:POSTBOX_STORE\"\n"), "{written}");
     let given = env.command(&["migrate", "up", "--store", "sqlite:given.db"]).env_remove("POSTBOX_STORE").output()?;
     ensure!(given.status.success() && env.path("given.db").exists(), "{}", String::from_utf8_lossy(&given.stderr));
+    Ok(())
+}
+
+/// Twelve subscriptions have 40 MiB each. The command has all its rows once it prints the first,
+/// and then waits, because they are more than a pipe holds.
+#[tokio::test]
+async fn a_list_does_not_keep_payloads_that_it_does_not_show() -> Result<()> {
+    let subscriptions: String = (0..12).map(|n| FILE_SINK.replace(".out]", &format!(".out{n}]"))).collect();
+    let env = TestEnv::with(Kind::Sqlite, &subscriptions).await?;
+    env.subscribe()?;
+    env.sql(
+        "INSERT INTO OUTBOX (topic, key, payload)
+         WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 320)
+         SELECT 'order.placed', printf('%0250d', i), '\"' || printf('%.*c', 131072, 'x') || '\"' FROM n",
+    )
+    .await?;
+    let mut child = env.spawn(&["list", "--limit", "320"])?;
+    child.stdout.as_mut().context("no stdout")?.read_u8().await?;
+    let pid = child.id().context("it has ended already")?;
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("Linux tells it")?;
+    let mib = peak.trim_end_matches("kB").trim().parse::<usize>()? / 1024;
+    ensure!(mib < 300, "{mib} MiB");
+    child.kill().await?;
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 
 use crate::endpoint::{Endpoint, Shut, takes_all};
-use crate::env::{Kind, TestEnv, http_sink, on_both};
+use crate::env::{FILE_SINK, Kind, TestEnv, http_sink, on_both};
 
 /// A subscription with this sink.
 fn subscription(name: &str, sink: &str) -> String {
@@ -64,6 +64,16 @@ async fn a_log_of_one_s_own_is_created_as_the_cure_says(kind: Kind) -> Result<()
     env.ok(&["check-config", "--connect"])?;
     env.ok(&["send", "invoice.paid", "{}", "--log", "stripe"])?;
     ensure!(env.dispatch(&[])?.contains("dispatched=1"));
+    Ok(())
+}
+
+async fn a_subscription_of_another_log_is_not_valid(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, FILE_SINK).await?;
+    env.subscribe()?;
+    env.config(&format!("{FILE_SINK}log = \"inbox\"\n"))?;
+    let output = env.output(&["check-config", "--connect"])?;
+    let said = String::from_utf8(output.stderr)?;
+    ensure!(output.status.code() == Some(1) && said.contains("(log_differs)"), "{said}");
     Ok(())
 }
 
@@ -154,6 +164,27 @@ async fn a_store_that_a_variable_chose_is_named_with_it() -> Result<()> {
     Ok(())
 }
 
+/// `--store` replaces the URL, so the variable that the file names may be missing.
+#[tokio::test]
+async fn a_chosen_store_needs_no_url_of_the_file_and_is_checked_first() -> Result<()> {
+    let env = TestEnv::migrated(Kind::Sqlite).await?;
+    std::fs::write(env.path("postbox.toml"), format!("[store]\nurl = \"env:NOT_THERE\"\n{FILE_SINK}"))?;
+    for args in [&["stats"][..], &["check-config"], &["check-config", "--connect", "--store", &env.url]] {
+        env.ok(args)?;
+    }
+    let unnamed = env.command(&["stats"]).env_remove("POSTBOX_STORE").output()?;
+    let said = String::from_utf8(unnamed.stderr)?;
+    ensure!(unnamed.status.code() == Some(2) && said.contains("needs the environment variable NOT_THERE"), "{said}");
+    env.config("")?;
+    for args in [&["check-config"][..], &["check-config", "--json"], &["run"]] {
+        let junk = env.command(args).env("POSTBOX_STORE", "shop.db").output()?;
+        let said = String::from_utf8(junk.stderr)?;
+        ensure!(junk.status.code() == Some(2) && junk.stdout.is_empty(), "{args:?}: {said}");
+        ensure!(said.contains("--store, or POSTBOX_STORE: no such kind of store"), "{args:?}: {said}");
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_file_that_is_wrong_is_not_tried() -> Result<()> {
     let env = TestEnv::migrated(Kind::Sqlite).await?;
@@ -165,5 +196,6 @@ async fn a_file_that_is_wrong_is_not_tried() -> Result<()> {
 on_both!(
     everything_is_reached_and_nothing_written,
     a_log_of_one_s_own_is_created_as_the_cure_says,
+    a_subscription_of_another_log_is_not_valid,
     what_cannot_be_reached_is_named_with_its_cure
 );

@@ -3,6 +3,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
 
 use crate::endpoint::{Endpoint, Shut, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, get, http_sink, on_both, until};
@@ -128,10 +130,11 @@ async fn an_estimate_says_that_it_is_one(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// A migration of the application locks a table: commands and pages report it, and soon.
+/// A migration of the application locks a table: commands and pages report it, and soon. The
+/// service is not ready until it is over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_locked_table_keeps_nobody_waiting_who_looks() -> Result<()> {
-    for table in ["delivery", "lane"] {
+    for table in ["outbox", "delivery", "lane"] {
         let env = TestEnv::with(Kind::Postgres, FILE_SINK).await?;
         env.insert_three().await?;
         let served = env.serve().await?;
@@ -142,9 +145,11 @@ async fn a_locked_table_keeps_nobody_waiting_who_looks() -> Result<()> {
         locked.batch_execute(&format!("LOCK TABLE postbox.{table} IN ACCESS EXCLUSIVE MODE")).await?;
         let start = Instant::now();
         let metrics = get(&served.address, "/metrics", "").await?;
-        let readyz = get(&served.address, "/readyz", "").await?;
+        get(&served.address, "/readyz", "").await?;
         let http = start.elapsed();
+        let asked = Instant::now();
         let doctor = env.said(&["doctor"])?;
+        let diagnosed = asked.elapsed();
         let stats = env.refuses(1, &["stats"])?;
         let list = env.refuses(1, &["list", "--state", "dead"])?;
         let all = start.elapsed();
@@ -152,16 +157,98 @@ async fn a_locked_table_keeps_nobody_waiting_who_looks() -> Result<()> {
         ensure!(metrics.contains("postbox_store_up 1") && !metrics.contains("postbox_depth{"), "{table}: {metrics}");
         ensure!(metrics.contains("postbox_stats_up{subscription=\"out\"} 0"), "{table}: {metrics}");
         ensure!(metrics.contains("postbox_delivered_total{subscription=\"out\"} 3"), "{table}: {metrics}");
-        ensure!(readyz.starts_with("HTTP/1.1 "), "{table}: {readyz}");
         ensure!(doctor.contains("PROBLEM") && doctor.contains(&holds), "{table}: {doctor}");
         ensure!(stats.contains(&holds) && stats.contains("pg_terminate_backend"), "{table}: {stats}");
         ensure!(list.contains(&holds), "{table}: {list}");
+        // One second for a lock, and not one after the other for three queries.
+        ensure!(diagnosed < Duration::from_secs(3), "{table}: {diagnosed:?}");
         // Two seconds each, and a margin for a busy machine.
         ensure!(http < Duration::from_secs(8) && all < Duration::from_secs(20), "{table}: {http:?}, {all:?}");
+        let is_ready = async || anyhow::Ok(get(&served.address, "/readyz", "").await?.starts_with("HTTP/1.1 200"));
+        until("503", async || Ok((!is_ready().await?).then_some(()))).await?;
+        // Longer than a lease: also without it, and when it is taken again.
+        let since = Instant::now();
+        while since.elapsed() < Duration::from_secs(12) {
+            ensure!(!is_ready().await?, "{table}: ready again after {:?}", since.elapsed());
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
         locked.rollback().await?;
         until("the counts", async || Ok((env.ok(&["stats"])? == counted).then_some(()))).await?;
         served.terminate().await?;
     }
+    Ok(())
+}
+
+/// A log that nobody reads costs only its own count.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_locked_log_that_nobody_reads_hides_nothing_else() -> Result<()> {
+    let env = TestEnv::with(Kind::Postgres, FILE_SINK).await?;
+    env.insert_three().await?;
+    ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
+    let holder = env.client().await?;
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.inbox IN ACCESS EXCLUSIVE MODE").await?;
+    for (args, shown) in [(&["stats", "--json"], "\"dispatched\": 3"), (&["list", "--json"], "\"topic\": ")] {
+        let output = env.output(args)?;
+        let (printed, said) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+        ensure!(output.status.code() == Some(1) && printed.contains(shown), "{args:?}: {printed}{said}");
+        ensure!(said.contains("the logs that nobody reads could not be counted: "), "{args:?}: {said}");
+    }
+    holder.batch_execute("COMMIT").await?;
+    env.ok(&["stats"])?;
+    Ok(())
+}
+
+/// The sum contains no unrouted events.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unrouted_events_that_cannot_be_counted_hide_no_sum() -> Result<()> {
+    let env = TestEnv::with(Kind::Postgres, FILE_SINK).await?;
+    env.insert_three().await?;
+    ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
+    let holder = env.client().await?;
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.unrouted IN ACCESS EXCLUSIVE MODE").await?;
+    let counted = "pending=0 dispatched=3 dead=0 total=3\n";
+    for (args, shown) in [(&["stats"][..], counted), (&["stats", "--json"][..], "\"unrouted\": null")] {
+        let output = env.output(args)?;
+        let (printed, said) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+        ensure!(output.status.code() == Some(1) && printed.contains(shown), "{args:?}: {printed}{said}");
+        ensure!(said.contains("the events that no subscription wants could not be counted: "), "{args:?}: {said}");
+    }
+    holder.batch_execute("COMMIT").await?;
+    env.ok(&["stats"])?;
+    Ok(())
+}
+
+/// The same store far away: each answer comes this much later.
+async fn far_away(url: &str, delay: Duration) -> Result<String> {
+    let near = url.split(['@', '/']).find(|part| part.starts_with("127.0.0.1:")).context("an address")?.to_owned();
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let far = url.replacen(&near, &listener.local_addr()?.to_string(), 1);
+    tokio::spawn(async move {
+        while let (Ok((client, _)), Ok(server)) = (listener.accept().await, TcpStream::connect(&near).await) {
+            let ((mut asks, mut answered), (mut answers, mut asked)) = (client.into_split(), server.into_split());
+            tokio::spawn(async move { tokio::io::copy(&mut asks, &mut asked).await });
+            tokio::spawn(async move {
+                let mut chunk = vec![0; 65_536];
+                while let Ok(n @ 1..) = answers.read(&mut chunk).await {
+                    tokio::time::sleep(delay).await;
+                    answered.write_all(&chunk[..n]).await?;
+                }
+                std::io::Result::Ok(())
+            });
+        }
+    });
+    Ok(far)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_doctor_reads_every_subscription_of_a_distant_database() -> Result<()> {
+    let config: String = (0..12).map(|n| FILE_SINK.replace(".out]", &format!(".out{n}]"))).collect();
+    let env = TestEnv::with(Kind::Postgres, &config).await?;
+    env.subscribe()?;
+    env.insert_three().await?;
+    let far = far_away(&env.url, Duration::from_millis(80)).await?;
+    let said = String::from_utf8(env.command(&["doctor"]).env("POSTBOX_STORE", &far).output()?.stdout)?;
+    ensure!(said.matches("3 pending").count() == 12 && !said.contains("could not be read"), "{said}");
     Ok(())
 }
 

@@ -99,14 +99,33 @@ async fn a_missing_secret_stops_who_delivers_and_not_who_looks() -> Result<()> {
     }
     let env =
         TestEnv::with(Kind::Sqlite, "[subscriptions.a]\nsink = { type = \"http\", url = \"ftp://h/\" }\n").await?;
-    refused(&env, 2, &[["run"], ["dispatch"], ["check-config"]], &["postbox.toml:5: "]).await?;
+    refused(&env, 2, &[["run"], ["dispatch"], ["check-config"]], &["postbox.toml:4: "]).await?;
     for look in [&["stats"][..], &["list"], &["doctor"], &["subscription", "list"], &["migrate", "validate"]] {
         let note = String::from_utf8(env.output(look)?.stderr)?;
         ensure!(
-            note.contains("postbox.toml:5: ") && note.contains("`postbox check-config` names all"),
+            note.contains("postbox.toml:4: ") && note.contains("`postbox check-config` names all"),
             "{look:?}: {note}"
         );
     }
+    Ok(())
+}
+
+/// A sink with a fault is read as none.
+#[tokio::test]
+async fn the_doctor_names_the_faults_of_the_file_and_concludes_nothing_from_them() -> Result<()> {
+    let env = TestEnv::with(Kind::Sqlite, FILE_SINK).await?;
+    env.subscribe()?;
+    env.insert_three().await?;
+    env.config("[log]\nlevel = 3\n[subscriptions.out]\nsink = { type = \"https\" }\n")?;
+    let output = env.output(&["doctor", "--json"])?;
+    let (said, note) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    ensure!(said.matches("\"configuration_fault\"").count() == 2 && !said.contains("sink_none"), "{said}");
+    ensure!(said.contains("postbox.toml:4: ") && said.contains("postbox.toml:6: "), "{said}");
+    ensure!(note.contains("the first at postbox.toml:4: "), "{note}");
+    let env = TestEnv::migrated(Kind::Sqlite).await?;
+    let looked = env.command(&["stats"]).env("DISPATCHER_URL", "ftp://h/").output()?;
+    let note = String::from_utf8(looked.stderr)?;
+    ensure!(looked.status.success() && note.contains("the first at environment:2: "), "{note}");
     Ok(())
 }
 
@@ -115,9 +134,9 @@ async fn a_log_level_is_checked_before_anything_runs() -> Result<()> {
     let env = TestEnv::with(Kind::Sqlite, "[log]\nlevel = \"info,postbox_engine\"\n").await?;
     let said = ["postbox.toml:4: ", "\"postbox_engine\" is not a log level"];
     refused(&env, 2, &[["check-config"], ["run"]], &said).await?;
-    let env = TestEnv::with(Kind::Sqlite, "[log]\nlevel = \"[[bad=info\"\n").await?;
     env.ok(&["stats"])?;
-    refused(&env, 2, &[["check-config"], ["run"]], &["\"[[bad=info\" is not a valid filter"]).await
+    let env = TestEnv::with(Kind::Sqlite, "[log]\nlevel = \"[[bad=info\"\n").await?;
+    refused(&env, 2, &[["check-config"], ["run"], ["stats"]], &["\"[[bad=info\" is not a valid filter"]).await
 }
 
 #[tokio::test]
@@ -125,8 +144,14 @@ async fn a_store_without_schema_is_refused_and_not_changed() -> Result<()> {
     for kind in [Kind::Sqlite, Kind::Postgres] {
         let env = TestEnv::empty(kind).await?;
         env.config(STDOUT_SINK)?;
-        let commands: [&[&str]; 5] =
-            [&["run"], &["dispatch"], &["stats"], &["list", "--state", "dead"], &["prune", "--older-than", "1d"]];
+        let commands: [&[&str]; 6] = [
+            &["run"],
+            &["dispatch"],
+            &["stats"],
+            &["list", "--state", "dead"],
+            &["tail"],
+            &["prune", "--older-than", "1d"],
+        ];
         refused(&env, 1, &commands, &["migrate up"]).await?;
     }
     Ok(())

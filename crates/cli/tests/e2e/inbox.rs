@@ -210,6 +210,26 @@ async fn conflicts_are_narrowed_to_one_log(kind: Kind) -> Result<()> {
     ensure!(output.status.success() && output.stdout.is_empty());
     ensure!(printed.contains("no source there") && printed.contains("leave --log out"), "{printed}");
     ensure!(ids(&[])?.len() == 7);
+
+    // Those of the inbox are older than the most that a store lists.
+    let (table, rows) = match kind {
+        Kind::Sqlite => {
+            ("postbox_conflict", "SELECT 'there', '', 'flood_' || n, x'', x'', 1, 9000000000000000, 9000000000000000")
+        }
+        Kind::Postgres => {
+            ("postbox.conflict", "SELECT 'there', '', 'flood_' || n, ''::bytea, ''::bytea, 1, now(), now()")
+        }
+    };
+    env.sql(&format!(
+        "WITH RECURSIVE flood (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM flood WHERE n < 10000) \
+         INSERT INTO {table} (source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at) \
+         {rows} FROM flood"
+    ))
+    .await?;
+    let output = env.output(&["list", "--state", "conflict", "--log", "inbox"])?;
+    let printed = String::from_utf8(output.stderr)?;
+    ensure!(output.status.success() && output.stdout.is_empty());
+    ensure!(printed.contains("only the latest 10000") && !printed.contains("no message came"), "{printed}");
     Ok(())
 }
 

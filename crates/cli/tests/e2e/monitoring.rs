@@ -1,4 +1,4 @@
-//! `/metrics` and the alerts of `docs/monitoring`, read by a real Prometheus.
+//! `/metrics`, and the alerts and the dashboard of `docs/monitoring`, read by a real Prometheus.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use crate::endpoint::Endpoint;
 use crate::env::{Kind, TestEnv, get, until};
+use crate::sender::partner;
 
 fn monitoring() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../docs/monitoring")
@@ -37,11 +38,26 @@ async fn values(server: &PrivatePrometheus, query: &str, label: &str) -> Result<
     Ok(series.iter().map(|it| (text(&it["metric"][label]), text(&it["value"][1]))).collect())
 }
 
+/// The queries of the dashboard, for every store and subscription.
+fn of_dashboard() -> Result<Vec<String>> {
+    let text = std::fs::read_to_string(monitoring().join("dashboard.json"))?;
+    let dashboard: Value = serde_json::from_str(&text)?;
+    let panels = dashboard["panels"].as_array().context("panels")?;
+    let targets = panels.iter().filter_map(|panel| panel["targets"].as_array()).flatten();
+    let queries: Vec<&str> = targets.filter_map(|target| target["expr"].as_str()).collect();
+    ensure!(queries.len() == text.matches("\"expr\":").count(), "some are elsewhere: {queries:?}");
+    let filled =
+        |query: &str| query.replace("$store", ".*").replace("$subscription", ".*").replace("$__rate_interval", "1m");
+    Ok(queries.into_iter().map(filled).collect())
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prometheus_reads_every_series_and_evaluates_the_alerts() -> Result<()> {
     let target = Endpoint::start(|key| (if key == "2" { 422 } else { 200 }, Duration::from_millis(30)))?;
-    let env = TestEnv::with(Kind::Sqlite, &target.subscription("out")).await?;
+    let env = TestEnv::with(Kind::Sqlite, &(target.subscription("out") + &partner())).await?;
     env.insert_three().await?;
+    // Nobody reads it.
+    env.sql("INSERT INTO postbox_inbox (topic, payload) VALUES ('invoice.paid', '{}')").await?;
     let served = env.serve().await?;
     let server = PrivatePrometheus::launch(&served.address, &monitoring().join("alerts.yml")).await;
     let has = async |query: &str, label: &str, expected: (&str, &str)| {
@@ -66,10 +82,19 @@ async fn a_prometheus_reads_every_series_and_evaluates_the_alerts() -> Result<()
     let metadata = asked(&server, "/api/v1/metadata").await?;
     ensure!(metadata["data"]["postbox_delivery_delay_seconds"][0]["type"] == "histogram", "{metadata}");
     ensure!(metadata["data"]["postbox_delivered"][0]["type"] == "counter", "{metadata}");
+    for query in of_dashboard()? {
+        let encoded: String = query.bytes().map(|byte| format!("%{byte:02x}")).collect();
+        until(&query, async || {
+            let answer = asked(&server, &format!("/api/v1/query?query={encoded}")).await?;
+            ensure!(answer["status"] == "success", "{query}: {answer}");
+            Ok(answer["data"]["result"].as_array().is_some_and(|series| !series.is_empty()).then_some(()))
+        })
+        .await?;
+    }
     until("the rules", async || {
         let rules = asked(&server, "/api/v1/rules").await?;
         let rules = rules["data"]["groups"][0]["rules"].as_array().context("rules")?.clone();
-        Ok((rules.len() == 8 && rules.iter().all(|rule| rule["health"] == "ok")).then_some(()))
+        Ok((rules.len() == 11 && rules.iter().all(|rule| rule["health"] == "ok")).then_some(()))
     })
     .await?;
     served.terminate().await?;

@@ -31,7 +31,8 @@ async fn sigterm_under_load_repeats_nothing(kind: Kind) -> Result<()> {
     }
     let served = env.serve().await?;
     target.until("all events", |arrivals| arrivals.len() >= events).await?;
-    served.terminate().await?;
+    let log = served.terminate().await?;
+    ensure!(log.iter().any(|line| line.contains("asked to stop") && line.contains("SIGTERM")), "{log:#?}");
     let distinct: HashSet<i64> = target.arrivals().iter().map(|arrival| arrival.n).collect();
     ensure!(target.count() == events && distinct.len() == events, "{} came twice", target.count() - distinct.len());
     ensure!(env.ok(&["stats"])? == format!("pending=0 dispatched={events} dead=0 total={events}\n"));

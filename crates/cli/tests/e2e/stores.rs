@@ -156,7 +156,7 @@ async fn stores_that_are_away_delay_no_other_and_are_taken_up_when_they_come_bac
     let ready = page(&served, "/readyz").await?;
     // Probes give up after a second.
     ensure!(asked.elapsed().as_secs() < 1, "{:?}", asked.elapsed());
-    ensure!(ready.starts_with("HTTP/1.1 200") && ready.contains("ready, but not every store is:"), "{ready}");
+    ensure!(ready.starts_with("HTTP/1.1 200") && ready.contains("ready, but not everything works:"), "{ready}");
     for store in ["back", "late", "silent", "refused"] {
         ensure!(ready.contains(&format!("\n{store}: store: ")), "{store} is not in\n{ready}");
     }

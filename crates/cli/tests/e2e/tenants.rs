@@ -25,6 +25,24 @@ async fn a_tenant_narrows_what_is_meant(kind: Kind) -> Result<()> {
 
 on_both!(a_tenant_narrows_what_is_meant);
 
+/// Otherwise the command would change the events of all tenants.
+#[tokio::test]
+async fn a_tenant_is_refused_by_a_chosen_store_that_ignores_it() -> Result<()> {
+    let env = TestEnv::migrated(Kind::Sqlite).await?;
+    for url in ["", "url = \"postgres://somebody@localhost/shop\"\n"] {
+        std::fs::write(env.path("postbox.toml"), format!("[store]\n{url}tenant = \"acme\"\n"))?;
+        for args in [&["discard", "--all"][..], &["retry", "--all", "--store", &env.url]] {
+            let said = env.refuses(2, args)?;
+            ensure!(said.contains("only a Postgres store separates tenants; leave it out"), "{args:?}: {said}");
+        }
+    }
+    std::fs::write(env.path("postbox.toml"), "[store]\ntenant = \"acme\"\n")?;
+    let unnamed = env.command(&["stats"]).env_remove("POSTBOX_STORE").output()?;
+    let said = String::from_utf8_lossy(&unnamed.stderr);
+    ensure!(unnamed.status.code() == Some(2) && said.contains("separates tenants"), "{said}");
+    Ok(())
+}
+
 /// The same store with another role.
 fn as_role(env: &TestEnv, role: &str, config: &str) -> Result<TestEnv> {
     let (scheme, rest) = env.url.split_once("://").context("a URL")?;

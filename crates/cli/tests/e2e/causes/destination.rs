@@ -10,24 +10,24 @@ use crate::endpoint::{Answer, Endpoint, Shut, takes_all};
 use crate::env::{Kind, http_sink};
 
 causes! {
-    both nobody_listens "problem" "destination_down connect_refused";
-    both no_such_host "problem" "destination_down dns_failed";
-    both https_to_a_plain_port "problem" "destination_down tls_failed";
-    both connections_are_closed "problem" "destination_down connection_lost";
-    both a_gateway_without_its_service "problem" "destination_down http_503";
-    both too_many_requests "problem" "destination_down http_429";
-    both a_broker_that_is_down "problem" "destination_down redis_connect_failed";
-    Sqlite a_full_disk "problem" "destination_down write_failed";
-    both no_answer_in_time "problem" "destination_down timeout";
-    both errors_for_everything "problem" "destination_down http_500";
-    both a_wrong_secret "problem" "dead http_401";
-    both a_wrong_path "problem" "dead http_404";
-    both a_moved_endpoint "problem" "dead http_redirect";
-    both one_event_too_large "problem" "dead http_413";
-    both one_event_refused "problem" "dead http_422";
-    both one_event_that_fails "note" "retrying http_500";
-    both a_key_that_waits_for_a_person "problem" "halted http_422";
-    both dead_letters_go_nowhere "problem" "dead_to_down connect_refused";
+    both nobody_listens "problem" "destination_down connect_refused" "is the destination up";
+    both no_such_host "problem" "destination_down dns_failed" "correct the name, or the resolver";
+    both https_to_a_plain_port "problem" "destination_down tls_failed" "does not speak TLS";
+    both connections_are_closed "problem" "destination_down connection_lost" "closes connections without an answer";
+    both a_gateway_without_its_service "problem" "destination_down http_503" "the service behind it does not";
+    both too_many_requests "problem" "destination_down http_429" "set the subscription's `rate`";
+    both a_broker_that_is_down "problem" "destination_down redis_connect_failed" "is the broker up";
+    Sqlite a_full_disk "problem" "destination_down write_failed" "is its disk full?";
+    both no_answer_in_time "problem" "destination_down timeout" "raise the subscription's `timeout`";
+    both errors_for_everything "problem" "destination_down http_500" "fix the destination";
+    both a_wrong_secret "problem" "dead http_401" "correct its secret";
+    both a_wrong_path "problem" "dead http_404" "correct the path in the sink's url";
+    both a_moved_endpoint "problem" "dead http_redirect" "write its final address into the sink's url";
+    both one_event_too_large "problem" "dead http_413" "raise its limit, or send less";
+    both one_event_refused "problem" "dead http_422" "fix the program that appends it";
+    both one_event_that_fails "note" "retrying http_500" "";
+    both a_key_that_waits_for_a_person "problem" "halted http_422" "once its cause is fixed: postbox retry ";
+    both dead_letters_go_nowhere "problem" "dead_to_down connect_refused" "fix that sink";
 }
 
 /// An endpoint with this answer, and a service that sends it three events.

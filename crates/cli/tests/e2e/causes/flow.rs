@@ -9,10 +9,10 @@ use crate::endpoint::Endpoint;
 use crate::env::Kind;
 
 causes! {
-    both a_slow_destination "problem" "destination_slow";
-    both a_low_rate "problem" "rate_limited";
-    both one_key_for_everything "problem" "few_keys";
-    both a_backlog_that_ends_by_itself "note" "destination_slow";
+    both a_slow_destination "problem" "destination_slow" "set concurrency = ";
+    both a_low_rate "problem" "rate_limited" "raise the subscription's `rate` to ";
+    both one_key_for_everything "problem" "few_keys" "give the events finer keys";
+    both a_backlog_that_ends_by_itself "note" "destination_slow" "wait, or raise the subscription's `concurrency`";
 }
 
 /// Events of half a minute go to a destination that takes 150 ms for each.

@@ -1,8 +1,8 @@
 //! Causes of late events, planted one by one: the first finding of `postbox doctor` must be the
 //! cause.
 //!
-//! Code, reason and severity are compared; message and cure are printed for a person to read
-//! (`--no-capture`).
+//! Code, reason, severity and the words of the cure that name the action are compared; message and
+//! cure are printed for a person to read (`--no-capture`).
 
 #![allow(clippy::print_stderr, reason = "the sentences are for a person to judge")]
 
@@ -85,12 +85,14 @@ fn first(findings: &Value, severity: &str) -> Option<Value> {
 }
 
 /// Plants the cause and waits until the doctor reports it, because its evidence takes a moment to
-/// appear. `wanted` is the code, or code and reason.
+/// appear. `wanted` is the code, or code and reason. `action` is part of the cure; empty: there may
+/// be none.
 async fn named<F: Future<Output = Result<Planted>>>(
     kind: Kind,
     plant: impl Fn(Kind) -> F,
     severity: &str,
     wanted: &str,
+    action: &str,
 ) -> Result<()> {
     let planted = plant(kind).await?;
     let mut said = Value::Null;
@@ -101,7 +103,8 @@ async fn named<F: Future<Output = Result<Planted>>>(
     };
     let found = until(wanted, look).await.with_context(|| format!("{said:#}"))?;
     eprintln!("{wanted} ({severity}): {}\n  -> {}", found["message"], found["cure"]);
-    ensure!(severity != "problem" || found["cure"].is_string(), "there is no cure: {found}");
+    let names_it = found["cure"].as_str().is_some_and(|cure| cure.contains(action));
+    ensure!(names_it || (action.is_empty() && severity == "note"), "its cure is not {action:?}: {found}");
     for served in planted.served {
         served.kill().await?;
     }
@@ -150,23 +153,25 @@ fn is(finding: &Value, wanted: &str) -> bool {
     finding["code"] == code && reason.is_none_or(|reason| finding["reason"] == reason)
 }
 
-/// Causes by the store they are planted in, with the expected finding of each.
+/// Causes by the store they are planted in, with the expected finding of each, and a part of its
+/// cure.
 macro_rules! causes {
-    ($($kind:ident $name:ident $severity:literal $wanted:literal;)*) => {
-        $($crate::causes::causes!(@ $kind $name $severity $wanted);)*
+    ($($kind:ident $name:ident $severity:literal $wanted:literal $action:literal;)*) => {
+        $($crate::causes::causes!(@ $kind $name $severity $wanted $action);)*
     };
-    (@ both $name:ident $severity:literal $wanted:literal) => {
+    (@ both $name:ident $severity:literal $wanted:literal $action:literal) => {
         mod $name {
             $crate::env::cases! {
-                on_sqlite => crate::causes::named(crate::env::Kind::Sqlite, super::$name, $severity, $wanted);
-                on_postgres => crate::causes::named(crate::env::Kind::Postgres, super::$name, $severity, $wanted);
+                on_sqlite => crate::causes::named(crate::env::Kind::Sqlite, super::$name, $severity, $wanted, $action);
+                on_postgres =>
+                    crate::causes::named(crate::env::Kind::Postgres, super::$name, $severity, $wanted, $action);
             }
         }
     };
-    (@ $kind:ident $name:ident $severity:literal $wanted:literal) => {
+    (@ $kind:ident $name:ident $severity:literal $wanted:literal $action:literal) => {
         mod $name {
             $crate::env::cases! {
-                on_one => crate::causes::named(crate::env::Kind::$kind, super::$name, $severity, $wanted);
+                on_one => crate::causes::named(crate::env::Kind::$kind, super::$name, $severity, $wanted, $action);
             }
         }
     };

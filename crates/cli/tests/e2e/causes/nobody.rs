@@ -9,22 +9,24 @@ use crate::endpoint::{Endpoint, takes_all};
 use crate::env::{FILE_SINK, Kind};
 
 causes! {
-    both never_run "problem" "never_run";
-    both a_log_that_nobody_reads "problem" "log_unread";
-    both no_relay_runs "problem" "not_driven";
-    both renamed_in_the_configuration "problem" "subscription_unconfigured";
-    both removed_while_its_relay_runs "problem" "subscription_removed";
-    both no_sink "problem" "sink_none";
-    both a_schedule "note" "schedule_waits";
-    both paused_by_a_person "problem" "paused";
-    both an_endpoint_that_is_gone "problem" "endpoint_gone";
-    both a_slip_in_the_topics "problem" "topics_mistyped";
-    both another_tenant "problem" "tenant_unwanted";
-    both a_topic_that_nobody_wants "note" "unrouted";
-    both events_for_later "note" "scheduled";
-    both rows_of_lanes_deleted "problem" "lanes_missing";
-    both an_older_configuration_that_started_last "problem" "filter_differs";
-    both relays_that_crash "problem" "relay_crashes";
+    both never_run "problem" "never_run" "start `postbox run`";
+    both a_log_that_nobody_reads "problem" "log_unread" "add [subscriptions.NAME]";
+    both no_relay_runs "problem" "not_driven" "start `postbox run` with this subscription";
+    both renamed_in_the_configuration "problem" "subscription_unconfigured" "postbox subscription rename out NEW";
+    both removed_while_its_relay_runs "problem" "subscription_removed" "write its new name into the configuration";
+    both no_sink "problem" "sink_none" "write sink = ";
+    Sqlite a_sink_with_a_fault "problem" "configuration_fault" "postbox check-config";
+    both a_schedule "note" "schedule_waits" "postbox dispatch --subscription out";
+    both paused_by_a_person "problem" "paused" "postbox resume out";
+    both an_endpoint_that_is_gone "problem" "endpoint_gone" "ask the operator of the destination";
+    both a_slip_in_the_topics "problem" "topics_mistyped" "mistyped for `order.*`";
+    both another_tenant "problem" "tenant_unwanted" "correct or remove its `tenant`";
+    both a_topic_that_nobody_wants "note" "unrouted" "postbox prune --unrouted";
+    both events_for_later "note" "scheduled" "postbox discard ID --subscription out";
+    both rows_of_lanes_deleted "problem" "lanes_missing" "restart its relays";
+    both another_log_in_the_configuration "problem" "log_differs" "another name for the inbox";
+    both an_older_configuration_that_started_last "problem" "filter_differs" "give every replica the same";
+    both relays_that_crash "problem" "relay_crashes" "postbox list --code relay_crashed";
 }
 
 async fn never_run(kind: Kind) -> Result<Planted> {
@@ -53,6 +55,20 @@ async fn removed_while_its_relay_runs(kind: Kind) -> Result<Planted> {
     let planted = Planted::new(kind, FILE_SINK).await?.served().await?;
     planted.served[0].logged("lane taken", 1).await?;
     planted.env.ok(&["subscription", "remove", "out", "--yes"])?;
+    planted.three().await
+}
+
+async fn a_sink_with_a_fault(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?;
+    planted.env.subscribe()?;
+    planted.env.config("[subscriptions.out]\nsink = { type = \"https\" }\n")?;
+    planted.three().await
+}
+
+async fn another_log_in_the_configuration(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?;
+    planted.env.subscribe()?;
+    planted.env.config(&format!("{FILE_SINK}log = \"inbox\"\n"))?;
     planted.three().await
 }
 

@@ -11,25 +11,26 @@ use crate::env::{FILE_SINK, Kind, TestEnv, WINDOW_PARAMETERS, until, until_waite
 use crate::sender::partner;
 
 causes! {
-    both no_schema "problem" "schema_missing";
-    Postgres a_database_that_is_away "problem" "store_unreachable";
-    Postgres a_wrong_user "problem" "login_refused";
-    Postgres a_wrong_database "problem" "database_missing";
-    Postgres a_right_that_is_missing "problem" "permission_denied";
-    Postgres a_database_that_is_read_only "problem" "default_read_only";
-    Sqlite a_file_that_is_no_database "problem" "store_not_a_database";
-    Postgres a_locked_table "problem" "table_locked";
-    Postgres a_row_that_another_session_locks "problem" "session_blocks";
-    Postgres a_row_that_a_prepared_transaction_locks "problem" "session_blocks";
-    Postgres a_standby_that_is_away "problem" "standby_awaited";
-    Postgres a_dump_of_another_cluster "problem" "cursor_foreign";
-    Postgres a_log_that_was_moved "problem" "schema_damaged";
-    Sqlite an_older_log_with_newer_cursors "problem" "cursor_from_future";
-    Sqlite a_file_that_was_moved "problem" "store_replaced";
-    Sqlite a_file_that_another_program_locks "problem" "store_failing store_busy";
-    Postgres a_function_that_fails "problem" "lane_failing store_error";
-    both an_event_that_is_gone "problem" "dead event_missing";
-    both an_event_that_nobody_can_read "problem" "dead row_undecodable";
+    both no_schema "problem" "schema_missing" "postbox migrate up";
+    Postgres a_database_that_is_away "problem" "store_unreachable" "is it running, and is the store's URL right?";
+    Postgres a_wrong_user "problem" "login_refused" "correct the user or the password";
+    Postgres a_wrong_database "problem" "database_missing" "create it first";
+    Postgres a_right_that_is_missing "problem" "permission_denied" "postbox migrate grants";
+    Postgres a_database_that_is_read_only "problem" "default_read_only" "SET default_transaction_read_only = off";
+    Sqlite a_file_that_is_no_database "problem" "store_not_a_database" "correct the store's path";
+    Postgres a_locked_table "problem" "table_locked" "SELECT pg_terminate_backend(";
+    Postgres a_row_that_another_session_locks "problem" "session_blocks" "SELECT pg_terminate_backend(";
+    Postgres a_row_that_a_prepared_transaction_locks "problem" "session_blocks" "ROLLBACK PREPARED 'it''s; x'";
+    Postgres a_standby_that_is_away "problem" "standby_awaited" "do not end the session";
+    Postgres a_dump_of_another_cluster "problem" "cursor_foreign" "postbox migrate rebase";
+    Postgres a_log_that_was_moved "problem" "schema_damaged" "ALTER TABLE OTHER.outbox SET SCHEMA";
+    Sqlite an_index_that_was_dropped "problem" "schema_damaged" "CREATE INDEX postbox_delivery_key";
+    Sqlite an_older_log_with_newer_cursors "problem" "cursor_from_future" "restore the newer one";
+    Sqlite a_file_that_was_moved "problem" "store_replaced" "put it back";
+    Sqlite a_file_that_another_program_locks "problem" "store_failing store_busy" "find its long transaction";
+    Postgres a_function_that_fails "problem" "lane_failing store_error" "repair the store";
+    both an_event_that_is_gone "problem" "dead event_missing" "postbox discard --code event_missing";
+    both an_event_that_nobody_can_read "problem" "dead row_undecodable" "repair its row or discard it";
 }
 
 async fn no_schema(kind: Kind) -> Result<Planted> {
@@ -168,6 +169,15 @@ async fn a_dump_of_another_cluster(kind: Kind) -> Result<Planted> {
     let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
     planted.env.dispatch(&[])?;
     planted.env.sql("UPDATE postbox.lane SET cluster = cluster - 1").await?;
+    Ok(planted)
+}
+
+async fn an_index_that_was_dropped(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
+    planted.env.dispatch(&[])?;
+    planted.env.sql("DROP INDEX postbox_delivery_key").await?;
+    let said = planted.env.refuses(1, &["migrate", "validate"])?;
+    ensure!(said.contains("CREATE INDEX postbox_delivery_key ON"), "{said}");
     Ok(planted)
 }
 
