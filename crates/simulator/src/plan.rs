@@ -284,8 +284,11 @@ impl Plan {
                 0 => Fate::Refused,
                 1 | 2 => Fate::Fails(rng.within(1, 3) as u32),
                 3 => Fate::Fails(100),
-                // A limit may be less than the number of these, and then nothing else is read.
-                4 if !self.shape.apply && !matches!(self.shape.run, Run::Bounded(_)) => Fate::SeemsDown,
+                // More of these than a batch may stop a lane, and a limit may be less than their
+                // number.
+                4 if !self.shape.apply && self.shape.batch == 50 && !matches!(self.shape.run, Run::Bounded(_)) => {
+                    Fate::SeemsDown
+                }
                 5 if std::mem::take(&mut may_end) => Fate::Ends,
                 _ => Fate::Fine,
             };

@@ -207,7 +207,8 @@ pub(crate) async fn release(store: &PostgresStore, session: &Session, lease: &Le
     let crashes = i32::try_from(lease.crashes).unwrap_or(i32::MAX);
     let held = params![subscription.id, lane, lease.epoch, crashes];
     let give_back = async |session: &Session| session.execute(&release, &held).await;
-    session.at_once(&store.inner.modes.relay, give_back).await?;
+    // It holds no lock while it waits, and a lease that runs out instead counts as a crash.
+    session.at_once(&store.inner.modes.write, give_back).await?;
     // Relays in this process that wait for a free lane need not wait for their next poll.
     store.wake();
     Ok(())

@@ -286,9 +286,7 @@ impl Lane {
         let round = self.lease.halt.child_token();
         let failures = context.health.breaker.failures();
         let reach = if context.random.unit() < 0.5 { 1 } else { self.probe_reach(failures) };
-        let batch = context.settings.batch;
-        let wider = if reach > batch.events { WIDE } else { 1 };
-        let limit = BatchLimit { events: reach, payload_bytes: batch.payload_bytes.saturating_mul(wider) };
+        let limit = BatchLimit { events: reach, ..context.settings.batch };
         let stream_first = context.random.unit() < 0.5;
         let found = stream_first && self.probe_stream(until, limit, &round).await?
             || self.due_once(until, true, &round).await? > 0

@@ -127,9 +127,11 @@ impl Lane {
 
     /// Returns whether the probed event must leave the stream so that later events can be tried. No
     /// window opens behind an unsettled one, and all that is left of this window may be events that
-    /// the destination never accepts. A long outage leaves rows for what one probe reads, at most.
+    /// the destination never accepts. If more than a batch is left, none leaves: otherwise all that
+    /// arrives in a long outage would become rows.
     fn is_stuck(&self, batch: &Batch) -> bool {
-        !batch.more && self.context.health.breaker.failures() >= PROBES_MAX
+        let is_rest = !batch.more && batch.deliveries.len() <= self.context.settings.batch.events;
+        is_rest && self.context.health.breaker.failures() >= PROBES_MAX
     }
 
     /// Discards what was read ahead. The next read starts after the last settled position.
@@ -182,6 +184,7 @@ impl Lane {
                 Err(error) => return Err(error),
             }
         }
+        lock(&self.failing).remove(operation);
         Ok(None)
     }
 
