@@ -1,13 +1,11 @@
 //! Retention: a sweep that removes events which every subscription has passed.
 
 use std::collections::HashMap;
-use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use futures::FutureExt as _;
 use postbox_core::limits::{DEAD_AGE_MIN, MESSAGE_IDS_AGE_MIN};
-use postbox_core::{Change, Changed, Clock, Error, ErrorKind, LogName, Prune, Result, Selection, Seq, Store, lock};
+use postbox_core::{Change, Changed, Clock, Error, LogName, Prune, Result, Selection, Seq, Store, lock};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
@@ -137,8 +135,8 @@ impl Sweeper {
         self
     }
 
-    /// Sweeps whenever the schedule says so, until `stop`. A sweep that fails or panics is repeated
-    /// after five minutes, or at the next time if that is sooner.
+    /// Sweeps whenever the schedule says so, until `stop`. A sweep that fails is repeated after
+    /// five minutes, or at the next time if that is sooner.
     ///
     /// Cancel-safe: each step is a transaction of the store.
     pub async fn run(&self, stop: CancellationToken) {
@@ -150,7 +148,7 @@ impl Sweeper {
             if stop.run_until_cancelled(self.clock.sleep(wait)).await.is_none() {
                 return;
             }
-            let swept = AssertUnwindSafe(self.sweep(&stop)).catch_unwind().await.unwrap_or_else(|_| Err(panicked()));
+            let swept = self.sweep(&stop).await;
             self.last.note(&swept, self.clock.now());
             match swept {
                 Ok(swept) if swept == Swept::default() => debug!("retention sweep: nothing to remove"),
@@ -160,13 +158,13 @@ impl Sweeper {
         }
     }
 
-    /// As [`Self::run`], and starts again after a panic.
+    /// As [`Self::run`], and starts again after a panic, which counts as a failed sweep.
     pub async fn supervise(self: Arc<Self>, stop: CancellationToken) {
         let run = || {
             let (sweeper, stop) = (Arc::clone(&self), stop.clone());
             async move { sweeper.run(stop).await }
         };
-        keep_up("sweeper", run, &*self.clock, &stop).await;
+        keep_up("sweeper", run, &self.last, &*self.clock, &stop).await;
     }
 
     /// Returns since when each sweep of [`Self::run`] fails, if the last one did.
@@ -246,10 +244,6 @@ impl Sweeper {
     }
 }
 
-fn panicked() -> Error {
-    Error::new(ErrorKind::Internal, "sweep", "sweeper_panicked", "the sweeper panicked; this is a defect")
-}
-
 /// Returns what was done, or nothing; notes the first error.
 fn or_note<T: Default>(done: Result<T>, first: &mut Option<Error>) -> T {
     done.unwrap_or_else(|error| {
@@ -262,7 +256,7 @@ fn or_note<T: Default>(done: Result<T>, first: &mut Option<Error>) -> T {
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use postbox_core::{Inbound, Log as _, NewEvent, Receive as _, Received, Subscription};
+    use postbox_core::{ErrorKind, Inbound, Log as _, NewEvent, Receive as _, Received, Subscription};
     use postbox_memory::MemoryStore;
     use postbox_testkit::memory::FailsAt;
 

@@ -7,6 +7,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::{Instrument as _, error};
 
+use crate::last_outcome::LastOutcome;
+
 /// First and longest wait before failed work is restarted. With this cap the work goes on five
 /// seconds after a person has fixed the fault, and logs twelve lines a minute until then.
 const RESTART_MIN: Duration = Duration::from_millis(500);
@@ -60,10 +62,11 @@ pub async fn supervise<F>(
 }
 
 /// Does work until `stop`. Starts it again after a panic, which would otherwise end the whole
-/// service, with all its relays. Dropping this ends the work at once.
+/// service, with all its relays, and notes it in `last`. Dropping this ends the work at once.
 pub(crate) async fn keep_up<F: Future<Output = ()> + Send + 'static>(
     what: &'static str,
     work: impl Fn() -> F,
+    last: &LastOutcome,
     clock: &dyn Clock,
     stop: &CancellationToken,
 ) {
@@ -79,6 +82,7 @@ pub(crate) async fn keep_up<F: Future<Output = ()> + Send + 'static>(
     let ended = |ended| {
         if let Some((error, Some(wait))) = ended {
             error!(part = what, %error, restart_in = ?wait, "part of the service failed");
+            last.note(&Err::<(), _>(error), clock.now());
         }
     };
     supervise(what, run, ended, &[], clock, stop).await;

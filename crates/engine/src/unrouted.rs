@@ -73,7 +73,7 @@ impl UnroutedFinder {
             let (finder, stop) = (Arc::clone(&self), stop.clone());
             async move { finder.run(stop).await }
         };
-        keep_up("finder", run, &*self.clock, &stop).await;
+        keep_up("finder", run, &self.last, &*self.clock, &stop).await;
     }
 
     /// Returns since when the search of [`Self::run`] fails, if it does for several looks in a row.
