@@ -73,15 +73,9 @@ fn key(bytes: &[u8]) -> Option<String> {
 fn kept(record: &ConsumerRecord, id_header: &str) -> Headers {
     let is_ours = |name: &str| name.eq_ignore_ascii_case(id_header) || name.eq_ignore_ascii_case(CONTENT_TYPE);
     let mut kept = Headers::new();
-    for (name, value) in record.headers.iter().filter(|(name, _)| header::is_name(name) && !is_ours(name)) {
+    for (name, value) in record.headers.iter().filter(|(name, _)| !is_ours(name)) {
         let Some(value) = value.as_deref().and_then(|value| str::from_utf8(value).ok()) else { continue };
-        if header::is_value(value) {
-            // Added in place: one record may have 100,000 values of one name.
-            match kept.get_mut(name) {
-                Some(before) => before.extend([", ", value]),
-                None => _ = kept.insert(name.clone(), value.to_owned()),
-            }
-        }
+        header::join(&mut kept, name, value);
     }
     kept
 }

@@ -55,14 +55,8 @@ pub(crate) fn raw_message(publish: Publish, id_property: &str, content_type: &st
 /// Returns the user properties that an event can have. Several values of one name are joined.
 fn kept(properties: &PublishProperties, is_id: impl Fn(&str) -> bool) -> Headers {
     let mut kept = Headers::new();
-    for (name, value) in properties.user_properties.iter().filter(|(name, _)| header::is_name(name) && !is_id(name)) {
-        if header::is_value(value) {
-            // Added in place: one message may have 100,000 values of one name.
-            match kept.get_mut(name) {
-                Some(before) => before.extend([", ", value]),
-                None => _ = kept.insert(name.clone(), value.clone()),
-            }
-        }
+    for (name, value) in properties.user_properties.iter().filter(|(name, _)| !is_id(name)) {
+        header::join(&mut kept, name, value);
     }
     kept
 }

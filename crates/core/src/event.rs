@@ -134,6 +134,18 @@ pub mod header {
         !value.chars().any(|c| c.is_control() && c != '\t')
     }
 
+    /// Adds a header of a message from outside, if an event can have it. Several values of one name
+    /// are joined, in place: one message may have 100,000 of them.
+    pub fn join(headers: &mut Headers, name: &str, value: &str) {
+        if !(is_name(name) && is_value(value)) {
+            return;
+        }
+        match headers.get_mut(name) {
+            Some(before) => before.extend([", ", value]),
+            None => _ = headers.insert(name.to_owned(), value.to_owned()),
+        }
+    }
+
     /// Finds a header by its name in any case: a second spelling of a name is a duplicate in HTTP.
     pub(crate) fn find<'h>(headers: &'h Headers, name: &str) -> Option<&'h str> {
         headers.iter().find(|(its, _)| its.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
