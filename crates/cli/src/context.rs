@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use postbox_core::{Count, EventId, IdPrefix, LogName, Store, StoreName, SubscriptionInfo, SubscriptionName};
+use postbox_server::status;
 use postbox_server::{
     Config, Fault, Faults, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store,
 };
@@ -188,15 +189,7 @@ impl Context {
         if self.only.is_some() || self.config.store.is_of_one_tenant() {
             return Ok(Vec::new());
         }
-        let read: Vec<LogName> = store.subscriptions().await?.into_iter().map(|info| info.log).collect();
-        let mut unread = Vec::new();
-        for log in store.logs().await? {
-            if !read.contains(&log) && self.log.as_ref().is_none_or(|meant| *meant == log) {
-                let count = store.count(&log).await?;
-                unread.extend((count.events > 0).then_some((log, count)));
-            }
-        }
-        Ok(unread)
+        status::unread(store, &store.subscriptions().await?, self.log.as_ref()).await
     }
 
     /// The configured subscriptions that are selected.

@@ -129,18 +129,18 @@ impl StoreConfig {
     /// Whether it works for one tenant of several. What others and subscriptions for all tenants
     /// do is then not visible.
     pub fn is_of_one_tenant(&self) -> bool {
-        let chosen = self.chosen().ok().map(|chosen| chosen as &dyn Any);
-        let postgres = chosen.and_then(|chosen| chosen.downcast_ref::<PostgresTable>());
+        self.chosen().is_ok_and(|chosen| self.has_tenant(chosen))
+    }
+
+    fn has_tenant(&self, options: &dyn StoreOptions) -> bool {
+        let postgres = (options as &dyn Any).downcast_ref::<PostgresTable>();
         postgres.is_some_and(|postgres| postgres.config(self.url.expose()).tenant.is_some())
     }
 
     /// Returns why its `tenant` must be left out, if it has one: the store would ignore it.
     pub fn tenant_refused(&self) -> Option<&'static str> {
-        let of_postgres = |options: &Arc<dyn StoreOptions>| {
-            let postgres = (&**options as &dyn Any).downcast_ref::<PostgresTable>();
-            postgres.is_some_and(|postgres| postgres.config(self.url.expose()).tenant.is_some())
-        };
-        let is_ignored = self.chosen().is_ok() && !self.is_of_one_tenant() && self.options.iter().any(of_postgres);
+        let is_written = self.options.iter().any(|options| self.has_tenant(&**options));
+        let is_ignored = is_written && self.chosen().is_ok() && !self.is_of_one_tenant();
         is_ignored.then_some("only a Postgres store separates tenants; leave it out")
     }
 

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
-use postbox_core::{Clock, HighWaterMark, Result, SourceName, State, Store, StoreName, SubscriptionName};
+use postbox_core::{Clock, HighWaterMark, LogName, Result, SourceName, State, Store, StoreName, SubscriptionName};
 use postbox_engine::{BreakerState, MetricsSnapshot, SupervisedRelay};
 use postbox_ingress::Count;
 use postbox_receiver::ReceiverSnapshot;
@@ -83,6 +83,8 @@ impl Exporter {
 pub(crate) struct Measured {
     counted: Vec<Counted>,
     unrouted: Vec<UnroutedLog>,
+    /// Logs that no subscription reads, all of whose events nobody wants.
+    unread: Vec<(LogName, postbox_core::Count)>,
 }
 
 /// A subscription and its counts, if they are known.
@@ -101,16 +103,17 @@ impl Measured {
         let infos = match timeout_at(deadline, store.subscriptions()).await.map_err(|_| status::too_slow())? {
             Err(error) if ["table_locked", "store_contention", "statement_timeout"].contains(&error.code()) => {
                 let counted = relays.iter().map(|relay| (relay.name().clone(), None)).collect();
-                return Ok(Self { counted, unrouted: Vec::new() });
+                return Ok(Self { counted, unrouted: Vec::new(), unread: Vec::new() });
             }
             infos => infos?,
         };
         let counted = status::stats(store, &infos, deadline).await;
         let unrouted = timeout_at(deadline, status::unrouted(store, &infos)).await.ok().and_then(Result::ok);
-        let unread = async { if is_of_one_tenant { Ok(Vec::new()) } else { status::unread(store, &infos).await } };
+        let unread =
+            async { if is_of_one_tenant { Ok(Vec::new()) } else { status::unread(store, &infos, None).await } };
         let unread = timeout_at(deadline, unread).await.ok().and_then(Result::ok);
         let counted = infos.into_iter().map(|info| info.name).zip(counted.into_iter().map(Result::ok)).collect();
-        Ok(Self { counted, unrouted: unrouted.into_iter().chain(unread).flatten().collect() })
+        Ok(Self { counted, unrouted: unrouted.unwrap_or_default(), unread: unread.unwrap_or_default() })
     }
 }
 
@@ -209,7 +212,9 @@ fn unrouted_events(page: &mut Page<'_>, all: &[(String, &Measured)]) -> fmt::Res
         let topics = own().map(|topic| (topic.topic.as_str(), topic.count)).chain([rest]);
         topics.map(move |(topic, count)| ([store.clone(), log.log.to_string(), topic.into()], count))
     });
-    page.family(&family::UNROUTED, events)
+    let unread = all.iter().flat_map(|(store, of)| of.unread.iter().map(move |unread| (store, unread)));
+    let unread = unread.map(|(store, (log, count))| ([store.clone(), log.to_string(), OTHER.into()], count.events));
+    page.family(&family::UNROUTED, events.chain(unread))
 }
 
 /// The topics with their own label: the deepest. A topic called `other` counts as part of the rest.

@@ -23,6 +23,5 @@ pub use service::{ServiceStatus, StoreJson, add_marks, fetch};
 pub use crate::fault::Fault;
 pub use stats::{STATS_WAIT, StatsJson, TopicJson, stats, too_slow};
 pub use subscription::{LaneJson, PauseJson, SubscriptionJson};
-pub(crate) use unrouted::unread;
-pub use unrouted::{UnroutedLog, unrouted};
+pub use unrouted::{UnroutedLog, unread, unrouted};
 pub use work::{CallsJson, FailsJson, StormJson, WorkJson};

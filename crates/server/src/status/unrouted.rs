@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use postbox_config::nearest;
 use postbox_core::limits::UNROUTED_COUNT_MAX;
-use postbox_core::{Filter, Inspect, LogName, Result, SubscriptionInfo, UnroutedTopic};
+use postbox_core::{Count, Filter, Inspect, LogName, Result, SubscriptionInfo, UnroutedTopic};
 
 use super::Finding;
 use crate::text::{cut, grouped, span};
@@ -46,18 +46,21 @@ pub async fn unrouted(store: &dyn Inspect, infos: &[SubscriptionInfo]) -> Result
     Ok(found)
 }
 
-/// All events of each log that no subscription reads. Nobody looks for unrouted events there, so
-/// their topics are unknown.
-pub(crate) async fn unread(store: &dyn Inspect, infos: &[SubscriptionInfo]) -> Result<Vec<UnroutedLog>> {
-    let mut found = Vec::new();
+/// The logs with events that none of these subscriptions reads, and their counts; with `only`, that
+/// log at most. Nobody looks for unrouted events there, so their topics are unknown.
+pub async fn unread(
+    store: &dyn Inspect,
+    infos: &[SubscriptionInfo],
+    only: Option<&LogName>,
+) -> Result<Vec<(LogName, Count)>> {
+    let mut unread = Vec::new();
     for log in store.logs().await? {
-        if infos.iter().all(|info| info.log != log) {
-            let count = store.count(&log).await?.events;
-            let cure = cure(&[], &[]);
-            found.extend((count > 0).then_some(UnroutedLog { log, count, topics: Vec::new(), cure }));
+        if infos.iter().all(|info| info.log != log) && only.is_none_or(|only| *only == log) {
+            let count = store.count(&log).await?;
+            unread.extend((count.events > 0).then_some((log, count)));
         }
     }
-    Ok(found)
+    Ok(unread)
 }
 
 impl UnroutedLog {
