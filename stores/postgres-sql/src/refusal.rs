@@ -7,6 +7,9 @@ use postbox_core::{Error, ErrorKind, LogName};
 /// The code for a row that refers to a missing row.
 pub const REFERENCE_MISSING: &str = "reference_missing";
 
+/// The cure where a wait was too long.
+const LOCKS_NAMED: &str = "postbox doctor names the locks it may wait for";
+
 /// What a driver reports of a statement that the server refused.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Refusal<'a> {
@@ -137,9 +140,7 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
                 "remove" | "reset" | "set_lanes" => "raise `statement_timeout` in [store] and try again, or ",
                 _ => "",
             };
-            let text = format!(
-                "a statement took longer than the statement timeout; {cure}postbox doctor names the locks it may wait for"
-            );
+            let text = format!("a statement took longer than the statement timeout; {cure}{LOCKS_NAMED}");
             make(Unavailable, "statement_timeout", text)
         }
         // A standby refuses BEGIN READ WRITE as an unsupported feature.
@@ -176,11 +177,7 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
         "25P01" | "3B001" if operation == "apply" => Error::transaction_ended(operation),
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
         "40001" | "40P01" => make(Unavailable, "store_contention", text()),
-        "55P03" => make(
-            Unavailable,
-            "store_contention",
-            format!("{}; postbox doctor names the locks it may wait for", fields.message),
-        ),
+        "55P03" => make(Unavailable, "store_contention", format!("{}; {LOCKS_NAMED}", fields.message)),
         // A row, or its out-of-line (TOAST) storage, is damaged.
         "XX001" | "XX002" => make(Internal, "row_damaged", text()),
         state => match state.get(..2).unwrap_or_default() {

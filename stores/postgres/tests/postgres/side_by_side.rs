@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use postbox_core::{
     Admin as _, Append as _, BatchLimit, Change, Criteria, Diagnose as _, Disposition, Entry, Error, Filter, Hold,
-    Inspect as _, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Routed, Selection,
-    Settlement, State, Store as _, Subscription, SubscriptionName,
+    Inspect as _, Lease, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Routed,
+    Selection, Settlement, State, Store as _, Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
@@ -16,10 +16,8 @@ use crate::support;
 const EVENTS: usize = 3_000;
 const TTL: Duration = Duration::from_secs(600);
 
-/// The lane's row is looked up at its last known place. Not to find it there does not mean a lost
-/// lease, however often other calls moved it meanwhile.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
+/// A database with so many events, its store, and the lease of the only lane.
+async fn leased(events: usize, ttl: Duration) -> (String, PostgresStore, Lease) {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let name = SubscriptionName::new("s").expect("a name");
@@ -27,10 +25,18 @@ async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
         .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
         .await
         .expect("subscribed");
-    let events: Vec<NewEvent> = (0..EVENTS).map(|n| NewEvent::json("t", n.to_string())).collect();
+    let events: Vec<NewEvent> = (0..events).map(|n| NewEvent::json("t", n.to_string())).collect();
     store.append(&LogName::outbox(), &events).await.expect("appended");
     let owner = OwnerId::new("me").expect("a name");
-    let lease = store.acquire(&name, &owner, &[], TTL).await.expect("acquired").lease.expect("a free lane");
+    let lease = store.acquire(&name, &owner, &[], ttl).await.expect("acquired").lease.expect("a free lane");
+    (url, store, lease)
+}
+
+/// The lane's row is looked up at its last known place. Not to find it there does not mean a lost
+/// lease, however often other calls moved it meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
+    let (_, store, lease) = leased(EVENTS, TTL).await;
     let limit = BatchLimit { events: 5, ..BatchLimit::default() };
     let mut batch = store.next_batch(&lease, limit).await.expect("read");
     let mut delivered = 0;
@@ -90,16 +96,7 @@ async fn nothing_is_called_unrouted_while_somebody_writes_to_a_lane_behind_its_f
 /// long that takes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
-    let url = Postgres::shared(Version::V15).await.fresh_database().await;
-    let store = support::migrated(PostgresConfig::new(&url)).await;
-    let name = SubscriptionName::new("s").expect("a name");
-    store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
-        .await
-        .expect("subscribed");
-    store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
-    let owner = OwnerId::new("me").expect("a name");
-    let lease = store.acquire(&name, &owner, &[], TTL).await.expect("acquired").lease.expect("a free lane");
+    let (url, store, lease) = leased(1, TTL).await;
     let batch = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
     let disposition = Disposition::Dead { code: "http_422".into(), error: "no".into(), halt: false, took: None };
     let entries = vec![Entry { delivery: &batch.deliveries[0], disposition }];
@@ -109,7 +106,7 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     // The lookup needs the log, which is locked here, so it waits.
     let holder = support::client(&url).await;
     holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
-    let (of_name, asking) = (name.clone(), store.clone());
+    let (of_name, asking) = (lease.subscription.clone(), store.clone());
     let change = tokio::spawn(async move { asking.change(&of_name, &Change::Retry, &Selection::default()).await });
     support::until_waited_for(&holder).await;
     tokio::time::timeout(Duration::from_secs(5), store.renew(&lease, TTL)).await.expect("not locked").expect("renewed");
@@ -194,16 +191,8 @@ async fn whoever_looks_waits_for_no_relay() {
 /// name no lock.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_relay_waits_for_a_locked_log_no_longer_than_its_lease_lasts() {
-    let url = Postgres::shared(Version::V15).await.fresh_database().await;
-    let store = support::migrated(PostgresConfig::new(&url)).await;
-    let name = SubscriptionName::new("s").expect("a name");
-    store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
-        .await
-        .expect("subscribed");
-    store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
-    let (owner, lease_ttl) = (OwnerId::new("me").expect("a name"), Duration::from_secs(10));
-    let lease = store.acquire(&name, &owner, &[], lease_ttl).await.expect("acquired").lease.expect("a free lane");
+    let lease_ttl = Duration::from_secs(10);
+    let (url, store, lease) = leased(1, lease_ttl).await;
     let holder = support::client(&url).await;
     holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
     let renew = async {
