@@ -67,7 +67,7 @@ impl Options {
     /// The replicas share the lanes before the events are committed, all at once.
     async fn round(&self, bed: &Bed, replicas: usize) -> anyhow::Result<Figure> {
         let (sink, stop) = (Arc::new(SlowSink::default()), CancellationToken::new());
-        let subscription = Subscription { lanes: LANES, ..Subscription::new("bench".parse()?, LogName::outbox()) };
+        let subscription = Subscription::new("bench".parse()?, LogName::outbox());
         let (mut running, mut metrics) = (JoinSet::new(), Vec::new());
         for _ in 0..replicas {
             let relay = Relay::builder(open(&bed.store).await?, subscription.clone()).sink(sink.clone()).build()?;

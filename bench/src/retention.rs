@@ -139,7 +139,7 @@ impl Bed {
         let store = open(&self.store).await?;
         for reader in 0..readers {
             let name = format!("bench-{reader}").parse()?;
-            store.subscribe(&Subscription { lanes: 4, ..Subscription::new(name, LogName::outbox()) }).await?;
+            store.subscribe(&Subscription { lanes: Some(4), ..Subscription::new(name, LogName::outbox()) }).await?;
         }
         let client = connect(&self.store).await?;
         // Speeds up the fill: the check held when the events were appended, long ago.

@@ -112,7 +112,7 @@ impl Options {
 
     /// Delivers the whole backlog with a new subscription.
     async fn relay(&self, bed: &Bed, lanes: u16, broker: &dyn Broker, place: &str) -> anyhow::Result<Figure> {
-        let subscription = Subscription { lanes, ..Subscription::new(place.parse()?, LogName::outbox()) };
+        let subscription = Subscription { lanes: Some(lanes), ..Subscription::new(place.parse()?, LogName::outbox()) };
         let batch = BatchLimit { events: self.batch, ..BatchLimit::default() };
         let settings = RelaySettings { batch, ..RelaySettings::default() };
         let builder = Relay::builder(open(&bed.store).await? as _, subscription);

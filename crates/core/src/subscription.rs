@@ -138,19 +138,17 @@ pub struct Subscription {
     /// What happens to a key when one of its events becomes dead, by its relay or by a person
     /// ([`Change::MarkDead`](crate::Change::MarkDead)).
     pub on_dead: OnDead,
-    /// How many replicas can work at once; 1 is a single active relay with hot standbys. Used only
-    /// when the subscription is created; later [`Admin::set_lanes`](crate::Admin::set_lanes)
-    /// changes it.
-    pub lanes: u16,
+    /// How many replicas can work at once; 1 is a single active relay with hot standbys. `None` is
+    /// what suits the store: two, and on SQLite one. Used only when the subscription is created;
+    /// later [`Admin::set_lanes`](crate::Admin::set_lanes) changes it.
+    pub lanes: Option<u16>,
     /// Where it starts when it is new.
     pub start: StartAt,
 }
 
 impl Subscription {
-    /// Creates a subscription to everything in `log`, in key order, from the beginning, with two
-    /// lanes. A second replica takes half of the work. On Postgres a single one that drives both is
-    /// as fast as with one lane; on SQLite it drains about a fifth slower, because each lane passes
-    /// the rows of the other (`cargo xtask bench replicas`, `drain`).
+    /// Creates a subscription to everything in `log`, in key order, from the beginning, with as
+    /// many lanes as suit the store.
     pub fn new(name: SubscriptionName, log: LogName) -> Self {
         Self {
             name,
@@ -158,7 +156,7 @@ impl Subscription {
             filter: Filter::default(),
             ordering: Ordering::default(),
             on_dead: OnDead::default(),
-            lanes: 2,
+            lanes: None,
             start: StartAt::default(),
         }
     }
@@ -171,6 +169,6 @@ impl Subscription {
     /// Checks the filter and the number of lanes.
     pub fn validate(&self) -> Result<()> {
         self.filter.validate()?;
-        check_lanes("subscribe", &self.name, self.lanes)
+        self.lanes.map_or(Ok(()), |lanes| check_lanes("subscribe", &self.name, lanes))
     }
 }

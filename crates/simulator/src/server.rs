@@ -110,7 +110,7 @@ impl Server {
             done.expect("the log is there");
         }
         if let Self::Memory { store, .. } = self {
-            let auditor = Subscription { lanes: 1, ..Subscription::new(auditor(), effects()) };
+            let auditor = Subscription { lanes: Some(1), ..Subscription::new(auditor(), effects()) };
             store.subscribe(&auditor).await.expect("the log is there");
         }
     }

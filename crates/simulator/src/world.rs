@@ -112,7 +112,7 @@ impl World {
     pub(crate) fn new(plan: Plan, tracing: bool) -> Self {
         let time = Arc::new(SimTime::new());
         let subscription = |index: u16| Subscription {
-            lanes: (plan.shape.lanes - 1 + index) % LANES_MAX + 1,
+            lanes: Some((plan.shape.lanes - 1 + index) % LANES_MAX + 1),
             ordering: match plan.shape.ordered {
                 true => postbox_core::Ordering::Key,
                 false => postbox_core::Ordering::None,

@@ -87,7 +87,7 @@ impl TestEnv {
     /// Returns the subscription, as a relay is given it.
     pub fn subscription(&self) -> Subscription {
         let name = "test".parse().expect("a name");
-        Subscription { lanes: self.lanes, on_dead: self.on_dead, ..Subscription::new(name, LogName::outbox()) }
+        Subscription { lanes: Some(self.lanes), on_dead: self.on_dead, ..Subscription::new(name, LogName::outbox()) }
     }
 
     /// Returns the simulated time.

@@ -81,7 +81,7 @@ impl Server {
             }
         });
         let replicas = u16::try_from(reader.alive_until.len()).unwrap_or(u16::MAX);
-        let acquired = Acquired { lease, replicas, lanes: reader.subscription.lanes, paused };
+        let acquired = Acquired { lease, replicas, lanes: reader.lane_count(), paused };
         state.flush();
         Ok(acquired)
     }

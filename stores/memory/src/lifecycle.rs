@@ -61,7 +61,7 @@ impl Server {
         let now = self.clock.now();
         let mut state = self.state("set_lanes")?;
         let (reader, log) = state.data.reader_mut("set_lanes", name)?;
-        if reader.subscription.lanes != lanes {
+        if reader.lane_count() != lanes {
             reader.set_lanes(log, lanes, now)?;
             State::flush_and_wake(state);
         }
@@ -139,7 +139,7 @@ impl Reader {
     /// Resets to after `place`. Events that thereby become passed are passed by an extra filter
     /// that wants nothing. Events no longer passed count as never passed.
     fn reset(&mut self, log: &LogState, place: i64) {
-        let (lanes, commit_last) = (self.subscription.lanes, log.commit_last);
+        let (lanes, commit_last) = (self.lane_count(), log.commit_last);
         // A person marked them dead, and may retry what is skipped here.
         let marked: Vec<i64> = log
             .committed()
@@ -210,9 +210,9 @@ impl Reader {
         if left.len() > LANES_APART_MAX {
             return Err(lanes_apart(&self.subscription.name));
         }
-        (0..self.subscription.lanes).for_each(|lane| self.take_filter(lane));
+        (0..self.lane_count()).for_each(|lane| self.take_filter(lane));
         left.into_iter().for_each(|(seq, row)| self.put(seq, row));
-        self.subscription.lanes = lanes;
+        self.subscription.lanes = Some(lanes);
         self.lanes = vec![begin; usize::from(lanes)];
         let rows: Vec<(i64, DeliveryRow)> = self.deliveries().map(|(seq, row)| (seq, row.clone())).collect();
         for (seq, row) in rows {

@@ -15,6 +15,9 @@ use postbox_core::{
 
 use crate::receive::Inbox;
 
+/// The lanes of a subscription that asks for no number: a second replica takes half of the work.
+const LANES: u16 = 2;
+
 /// Everything, behind the one mutex.
 #[derive(Default)]
 pub(crate) struct State {
@@ -276,9 +279,14 @@ impl LogState {
 }
 
 impl Reader {
+    /// Returns the number of lanes.
+    pub(crate) fn lane_count(&self) -> u16 {
+        self.subscription.lanes.unwrap_or(LANES)
+    }
+
     pub(crate) fn new(subscription: Subscription, from: u64, epoch: Epoch) -> Self {
         let lane = Lane { from, to: from, revision: 1, epoch, ..Lane::default() };
-        let lanes = subscription.lanes;
+        let lanes = subscription.lanes.unwrap_or(LANES);
         let before = |lane: u16| Passage { lanes, lane, revision: 0, from, to: from, settled: 0, seq_max: i64::MAX };
         Self {
             generation: epoch,
@@ -287,7 +295,7 @@ impl Reader {
             again: (0, 0),
             sent: BTreeSet::new(),
             replays: 0,
-            lanes: vec![lane; usize::from(subscription.lanes)],
+            lanes: vec![lane; usize::from(lanes)],
             subscription,
             pause: None,
             delivered: 0,
@@ -330,7 +338,7 @@ impl Reader {
     /// Lets a lane read on by the present filter. Allowed only if nothing returned is unsettled, so
     /// that every row is judged by one filter.
     pub(crate) fn take_filter(&mut self, lane: u16) {
-        let (lanes, revision) = (self.subscription.lanes, self.revision());
+        let (lanes, revision) = (self.lane_count(), self.revision());
         let of_lane = &mut self.lanes[usize::from(lane)];
         if of_lane.revision != revision {
             self.passages.push(of_lane.passage(lanes, lane));
@@ -351,7 +359,7 @@ impl Reader {
 
     /// Returns the lane of an event: by its key, or by its id if it has none.
     pub(crate) fn lane_of(&self, event: &Event) -> u16 {
-        lane_of_event(event, self.subscription.lanes)
+        lane_of_event(event, self.lane_count())
     }
 
     /// Returns the state of an event, from its row or from the cursor.

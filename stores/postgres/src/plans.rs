@@ -186,7 +186,7 @@ async fn a_list_of_what_is_pending_skips_what_was_passed() {
         );
         let store = filled(version, &fill).await;
         let name = SubscriptionName::new("s").expect("a name");
-        let subscription = Subscription { lanes: 2, ..Subscription::new(name.clone(), LogName::outbox()) };
+        let subscription = Subscription { lanes: Some(2), ..Subscription::new(name.clone(), LogName::outbox()) };
         store.subscribe(&subscription).await.expect("subscribed");
         let session = store.session("test").await.expect("a session");
         let row = look_up(&session, &name).await.expect("a subscription");

@@ -15,6 +15,10 @@ use crate::migrate::check_parts;
 use crate::row_security::{log_not_locked, subscription_not_seen};
 use crate::session::Session;
 
+/// The lanes of a subscription that asks for no number: a second replica takes half of the work, and
+/// a single one that drives both is as fast as with one (`cargo xtask bench replicas`, `drain`).
+const LANES: u16 = 2;
+
 /// Whether the log exists. Index: primary key of `log`. Locks its row, so that no filter changes
 /// while decisions depend on it (`unrouted.rs`).
 pub(crate) const LOG_LOCK: &str = "
@@ -208,7 +212,7 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
         Ordering::Key => "key",
         Ordering::None => "none",
     };
-    let (name_text, log_text, lanes_wanted) = (name.as_str(), log.as_str(), lanes.cast_signed());
+    let (name_text, log_text, lanes_wanted) = (name.as_str(), log.as_str(), lanes.unwrap_or(LANES).cast_signed());
     let [kinds, aggregates] = [&filter.kinds, &filter.aggregates];
     let headers =
         (!filter.headers.is_empty()).then(|| serde_json::to_string(&filter.headers).expect("a map of strings is JSON"));

@@ -27,7 +27,7 @@ impl Bed {
         let clock = Arc::new(ManualClock::default());
         let store = MemoryStore::new(clock.clone());
         let subscription = Subscription::new("out".parse().expect("a name"), LogName::outbox());
-        store.subscribe(&Subscription { lanes: 1, ..subscription }).await.expect("subscribed");
+        store.subscribe(&Subscription { lanes: Some(1), ..subscription }).await.expect("subscribed");
         Self { clock, store }
     }
 

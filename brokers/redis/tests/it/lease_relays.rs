@@ -125,7 +125,7 @@ impl World {
 }
 
 fn subscription() -> Subscription {
-    Subscription { lanes: 1, ..Subscription::new("out".parse().expect("a name"), LogName::outbox()) }
+    Subscription { lanes: Some(1), ..Subscription::new("out".parse().expect("a name"), LogName::outbox()) }
 }
 
 async fn until(what: &str, is_so: impl AsyncFn() -> bool) {

@@ -81,7 +81,7 @@ table! {
         ordering: Ordering = words([("key", Ordering::Key), ("none", Ordering::None)]), default("key");
         /// How many replicas can work on it at once. Used when the subscription is created; change
         /// it later with `postbox subscription lanes`.
-        lanes: u16 = integer(1..=LANES_MAX), default(2);
+        lanes: Option<u16> = integer(1..=LANES_MAX), unset("2; on SQLite 1", "4");
         /// Where a new subscription begins. `"now"`: only events committed after it was created.
         start: StartAt = words([("beginning", StartAt::Beginning), ("now", StartAt::Now)]), default("beginning");
         /// Most events that are delivered and settled together; one read brings up to four times as

@@ -140,7 +140,7 @@ pub async fn a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease(fix
 async fn waiting(fixture: &dyn ApplyFixture, due: bool) -> (Lane, Batch) {
     let store = fixture.faults().await.store();
     let name = if due { "due" } else { "stream" };
-    let subscription = Subscription { lanes: 1, start: StartAt::Now, ..Subscription::new(named(name), outbox()) };
+    let subscription = Subscription { lanes: Some(1), start: StartAt::Now, ..Subscription::new(named(name), outbox()) };
     store.subscribe(&subscription).await.expect("subscribed");
     let lane = Lane::take(&store, name, "one").await;
     append(&fixture.store(), vec![keyed("a", &format!("{name}-1")), keyed("b", &format!("{name}-2"))]).await;

@@ -39,12 +39,12 @@ pub(super) fn named(name: &str) -> SubscriptionName {
 
 /// The subscription most cases use.
 pub(super) fn reader() -> Subscription {
-    Subscription { lanes: 1, ..Subscription::new(named("reader"), outbox()) }
+    Subscription { lanes: Some(1), ..Subscription::new(named("reader"), outbox()) }
 }
 
 /// The same subscription with another name.
 pub(super) fn reader_named(name: &str) -> Subscription {
-    Subscription { lanes: 1, ..Subscription::new(named(name), outbox()) }
+    Subscription { lanes: Some(1), ..Subscription::new(named(name), outbox()) }
 }
 
 /// The same subscription with a filter on the topic.
@@ -243,7 +243,7 @@ impl Lane {
 
     /// Opens two lanes of one relay, with events in both that were read and settled as given.
     pub(super) async fn two_settled(fixture: &dyn StoreFixture, disposition: Disposition) -> [Self; 2] {
-        let store = subscribed(fixture, &Subscription { lanes: 2, ..reader() }).await;
+        let store = subscribed(fixture, &Subscription { lanes: Some(2), ..reader() }).await;
         let lanes = [Self::take(&store, "reader", "one").await, Self::take(&store, "reader", "one").await];
         append(&store, numbered(20)).await;
         for lane in &lanes {

@@ -57,7 +57,7 @@ pub async fn events_are_dated_by_the_time_of_the_store(fixture: &dyn StoreFixtur
 pub async fn subscriptions_show_lanes_leases_and_pauses(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     assert!(store.subscriptions().await.expect("asked").is_empty());
-    store.subscribe(&Subscription { lanes: 2, ..reader() }).await.expect("new");
+    store.subscribe(&Subscription { lanes: Some(2), ..reader() }).await.expect("new");
     store.subscribe(&reader_named("another")).await.expect("new");
     let lease = acquire(&store, "reader", "one", LONG).await.lease.expect("free");
     let pause = Pause { until: None, by: "ada".into(), why: "because".into() };

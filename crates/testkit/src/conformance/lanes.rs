@@ -10,7 +10,7 @@ use super::StoreFixture;
 use super::harness::*;
 
 fn reader_with(lanes: u16) -> Subscription {
-    Subscription { lanes, ..reader() }
+    Subscription { lanes: Some(lanes), ..reader() }
 }
 
 async fn set(store: &Arc<dyn Store>, lanes: u16) {
@@ -190,13 +190,13 @@ fn names(topic: &str, numbers: std::ops::Range<usize>) -> Vec<String> {
 pub async fn other_lanes_judge_by_the_filters_of_before(fixture: &dyn StoreFixture) {
     let of = |topic: &str, n: usize| NewEvent::json(topic, format!("{topic}{n}")).key(format!("key-{n}"));
     let store = fixture.store();
-    store.subscribe(&Subscription { lanes: 3, ..reader_of("a") }).await.expect("new");
+    store.subscribe(&Subscription { lanes: Some(3), ..reader_of("a") }).await.expect("new");
     append(&store, (10..22).flat_map(|n| [of("a", n), of("b", n)]).collect::<Vec<_>>()).await;
     assert_eq!(run_as(&store, 3).await.len(), 12);
     append(&store, (22..34).map(|n| of("a", n)).collect::<Vec<_>>()).await;
     assert_eq!(run_as(&store, 3).await.len(), 12, "and with them the others are passed");
     // Only one lane takes the next filter before the number of lanes changes.
-    store.subscribe(&Subscription { lanes: 3, ..reader_of("b") }).await.expect("another filter");
+    store.subscribe(&Subscription { lanes: Some(3), ..reader_of("b") }).await.expect("another filter");
     let lane = Lane::take(&store, "reader", "one").await;
     lane.drain().await;
     lane.release().await;

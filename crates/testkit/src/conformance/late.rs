@@ -155,7 +155,7 @@ pub async fn a_late_message_is_a_duplicate(fixture: &dyn StoreFixture) {
     };
     late.after(first.boxed()).await;
     assert_eq!(fixture.conflicts().await, 1);
-    let reads = Subscription { lanes: 1, ..Subscription::new(named("inbox-reader"), LogName::inbox()) };
+    let reads = Subscription { lanes: Some(1), ..Subscription::new(named("inbox-reader"), LogName::inbox()) };
     assert_eq!(payloads(&Lane::open_as(fixture, &reads).await.drain().await), ["one", "two", "three"]);
 }
 
@@ -332,7 +332,7 @@ pub async fn a_late_reset_moves_nothing_that_was_taken_since(fixture: &dyn Store
     for to in [ResetTo::Beginning, ResetTo::Now] {
         let name = format!("reader-{}", u8::from(to == ResetTo::Now));
         let store = fixture.store();
-        let of = Subscription { lanes: 1, start: StartAt::Now, ..Subscription::new(named(&name), outbox()) };
+        let of = Subscription { lanes: Some(1), start: StartAt::Now, ..Subscription::new(named(&name), outbox()) };
         store.subscribe(&of).await.expect("new");
         let lane = Lane::take(&store, &name, "one").await;
         append(&store, [event("1")]).await;

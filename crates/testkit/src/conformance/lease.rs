@@ -29,7 +29,9 @@ pub async fn subscribing_to_an_unknown_log_is_not_found(fixture: &dyn StoreFixtu
 /// lanes.
 pub async fn another_number_of_lanes_changes_nothing(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    lane.store.subscribe(&Subscription { lanes: 2, ..reader() }).await.expect("it is there");
+    for lanes in [Some(2), None] {
+        lane.store.subscribe(&Subscription { lanes, ..reader() }).await.expect("it is there");
+    }
     lane.store.renew(&lane.lease, LONG).await.expect("still ours");
     assert_eq!(acquire(&lane.store, "reader", "two", LONG).await.lanes, 1);
 }
@@ -43,16 +45,19 @@ pub async fn another_log_is_a_conflict(fixture: &dyn StoreFixture) {
 pub async fn lanes_out_of_bounds_are_refused(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     for lanes in [0, 257] {
-        refused(store.subscribe(&Subscription { lanes, ..reader() }).await, ErrorKind::Invalid, "lanes_invalid");
+        refused(store.subscribe(&Subscription { lanes: Some(lanes), ..reader() }).await, ErrorKind::Invalid, "lanes_invalid");
     }
-    store.subscribe(&Subscription { lanes: 256, ..reader() }).await.expect("the most");
+    store.subscribe(&Subscription { lanes: Some(256), ..reader() }).await.expect("the most");
+    store.subscribe(&Subscription { lanes: None, ..reader_named("usual") }).await.expect("as many as suit the store");
+    let lanes: Vec<_> = store.subscriptions().await.expect("listed").iter().map(|known| known.lanes.len()).collect();
+    assert!(matches!(lanes[..], [256, 1 | 2]), "{lanes:?}");
 }
 
 pub async fn concurrent_subscribing_is_fine(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     let calls = (0..8).map(|_| {
         let store = store.clone();
-        async move { store.subscribe(&Subscription { lanes: 3, ..reader() }).await }
+        async move { store.subscribe(&Subscription { lanes: Some(3), ..reader() }).await }
     });
     at_once(calls).await.into_iter().for_each(|subscribed| subscribed.expect("each succeeds"));
     assert_eq!(store.subscriptions().await.expect("the subscriptions").len(), 1);
@@ -161,7 +166,7 @@ pub async fn a_stale_settlement_changes_nothing(fixture: &dyn StoreFixture) {
 }
 
 pub async fn lanes_are_given_one_by_one(fixture: &dyn StoreFixture) {
-    let store = subscribed(fixture, &Subscription { lanes: 3, ..reader() }).await;
+    let store = subscribed(fixture, &Subscription { lanes: Some(3), ..reader() }).await;
     let mut given = BTreeSet::new();
     for by in ["one", "one", "two"] {
         given.insert(acquire(&store, "reader", by, LONG).await.lease.expect("a lane is free").lane);
@@ -187,7 +192,7 @@ pub async fn a_lost_grant_is_granted_again_and_a_known_one_is_left_alone(fixture
 }
 
 pub async fn concurrent_acquires_never_share_a_lane(fixture: &dyn StoreFixture) {
-    let store = subscribed(fixture, &Subscription { lanes: 3, ..reader() }).await;
+    let store = subscribed(fixture, &Subscription { lanes: Some(3), ..reader() }).await;
     let calls = (0..8).map(|n| {
         let store = store.clone();
         async move { acquire(&store, "reader", &format!("owner-{n}"), LONG).await.lease }

@@ -130,7 +130,7 @@ pub async fn a_name_made_again_begins_like_a_new_one(fixture: &dyn StoreFixture)
     store.pause(&named("reader"), Some(&pause)).await.expect("paused");
     let before = info(&store, "reader").await.generation;
     store.remove(&named("reader"), before).await.expect("removed");
-    store.subscribe(&Subscription { lanes: 2, ..reader() }).await.expect("made anew");
+    store.subscribe(&Subscription { lanes: Some(2), ..reader() }).await.expect("made anew");
     let again = info(&store, "reader").await;
     assert_eq!((again.lanes.len(), again.paused), (2, None));
     assert_ne!(again.generation, before);

@@ -94,7 +94,7 @@ pub async fn a_message_that_was_stored_is_a_duplicate(fixture: &dyn StoreFixture
     assert_eq!(received, [Received::Duplicate, Received::Duplicate, Received::Conflict]);
     assert_eq!(fixture.conflicts().await, 1);
     assert_eq!(again.conflicts(10).await.expect("listed")[0].times, 2);
-    let reads = Subscription { lanes: 1, ..Subscription::new(named("inbox-reader"), inbox) };
+    let reads = Subscription { lanes: Some(1), ..Subscription::new(named("inbox-reader"), inbox) };
     assert_eq!(payloads(&Lane::open_as(fixture, &reads).await.drain().await), ["one", "two", "three"]);
 }
 
@@ -207,7 +207,7 @@ pub async fn a_handover_repeated_is_one(fixture: &dyn StoreFixture) {
 pub async fn a_subscription_is_made_once(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     append(&store, [event("before")]).await;
-    let of = Subscription { start: StartAt::Now, lanes: 2, ..reader() };
+    let of = Subscription { start: StartAt::Now, lanes: Some(2), ..reader() };
     let again = lost(fixture, Call::Subscribe, &call!(store, [of], store.subscribe(&of))).await;
     append(&store, [event("after")]).await;
     again.subscribe(&of).await.expect("it is there");

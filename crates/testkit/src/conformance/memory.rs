@@ -84,7 +84,7 @@ impl ApplyFixture for MemoryFixture {
         let log = effects_log();
         self.store.create_log(&log).await.expect("the store is migrated");
         self.store
-            .subscribe(&Subscription { lanes: 1, ..Subscription::new(auditor.clone(), log) })
+            .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(auditor.clone(), log) })
             .await
             .expect("the log is there");
         let all = ListQuery { subscription: auditor, ..query(State::Pending) };

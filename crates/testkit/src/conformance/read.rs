@@ -155,7 +155,7 @@ pub async fn starting_now_skips_what_was_committed_before(fixture: &dyn StoreFix
 }
 
 pub async fn lanes_partition_the_events_and_keep_keys_together(fixture: &dyn StoreFixture) {
-    let store = subscribed(fixture, &Subscription { lanes: 4, ..reader() }).await;
+    let store = subscribed(fixture, &Subscription { lanes: Some(4), ..reader() }).await;
     let mut lanes = Vec::new();
     for _ in 0..4 {
         lanes.push(Lane::take(&store, "reader", "one").await);

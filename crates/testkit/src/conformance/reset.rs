@@ -127,7 +127,7 @@ pub async fn a_reset_waits_for_no_relay(fixture: &dyn StoreFixture) {
 }
 
 pub async fn a_reset_moves_every_lane_at_once(fixture: &dyn StoreFixture) {
-    let store = subscribed(fixture, &Subscription { lanes: 3, ..reader() }).await;
+    let store = subscribed(fixture, &Subscription { lanes: Some(3), ..reader() }).await;
     append(&store, numbered(30)).await;
     let lanes = Lane::take_all(&store, "reader").await;
     lanes[0].drain().await;

@@ -153,7 +153,7 @@ pub async fn an_event_discarded_before_it_was_read_is_marked(fixture: &dyn Store
 }
 
 pub async fn due_rows_stay_in_their_lane(fixture: &dyn StoreFixture) {
-    let store = subscribed(fixture, &Subscription { lanes: 2, ..reader() }).await;
+    let store = subscribed(fixture, &Subscription { lanes: Some(2), ..reader() }).await;
     let lanes = [Lane::take(&store, "reader", "one").await, Lane::take(&store, "reader", "two").await];
     append(&store, numbered(20)).await;
     let mut failed = Vec::new();

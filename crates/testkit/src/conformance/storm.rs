@@ -139,7 +139,7 @@ struct Relay {
 impl Relay {
     async fn new(fixture: &dyn StoreFixture, seed: u64) -> Self {
         let store = fixture.store();
-        store.subscribe(&Subscription { lanes: LANES, ..reader() }).await.expect("new");
+        store.subscribe(&Subscription { lanes: Some(LANES), ..reader() }).await.expect("new");
         let mut lanes = Vec::new();
         for _ in 0..LANES {
             lanes.push(Lane::take(&store, "reader", "one").await);

@@ -22,7 +22,7 @@ const NOT_NOW: Duration = Duration::from_secs(3600);
 /// codes of those that will be retried.
 pub(crate) async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec<(String, String)> {
     let name = SubscriptionName::new("s").expect("a name");
-    let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
+    let subscription = Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) };
     fixture.store.store.subscribe(&subscription).await.expect("subscribed");
     let settings = RelaySettings {
         retry: RetryPolicy { delays: vec![NOT_NOW], ..RetryPolicy::default() },

@@ -43,7 +43,7 @@ async fn every_transaction_of_the_driver_takes_events_of_every_kind() {
     let (store, postbox) = (&fixture.store, fixture.store.postbox());
     let name = SubscriptionName::new("reader").expect("a name");
     store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) })
         .await
         .expect("subscribed");
 
@@ -126,7 +126,7 @@ async fn a_store_on_a_pool_of_yours_leaves_its_connections_as_they_were() {
     let store = PostgresStore::from_pool(pool.clone(), SchemaName::default());
     store.append(&LogName::outbox(), &[NewEvent::json("t", "{}")]).await.expect("appended");
     let subscription =
-        Subscription { lanes: 1, ..Subscription::new("reader".parse().expect("a name"), LogName::outbox()) };
+        Subscription { lanes: Some(1), ..Subscription::new("reader".parse().expect("a name"), LogName::outbox()) };
     let sink = Arc::new(handler_sink(|_: Delivery| std::future::ready(())));
     let relay = Relay::builder(Arc::new(store), subscription).sink(sink).build().expect("built");
     assert_eq!(relay.drain(None).await.expect("drained").delivered, 1);

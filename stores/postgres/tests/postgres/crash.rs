@@ -50,7 +50,7 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
     let url = server.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let name = SubscriptionName::new("s").expect("a name");
-    let mut subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
+    let mut subscription = Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) };
     subscription.filter = Filter { topics: vec![TopicPattern::new("mine").expect("a pattern")], ..Filter::default() };
     store.subscribe(&subscription).await.expect("subscribed");
     let owner = OwnerId::new("me").expect("a name");
@@ -146,7 +146,7 @@ async fn a_settlement_that_outlasts_its_lease_is_whole() {
     let store = support::migrated(PostgresConfig::new(proxy.url(&url))).await;
     let name = SubscriptionName::new("s").expect("a name");
     store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) })
         .await
         .expect("subscribed");
     store.append(&LogName::outbox(), &[NewEvent::json("t", "{}")]).await.expect("appended");

@@ -30,7 +30,7 @@ fn owner(name: &str) -> OwnerId {
 
 fn subscription(topics: &[&str]) -> Subscription {
     let topics = topics.iter().map(|topic| TopicPattern::new(*topic).expect("a pattern")).collect();
-    let mut subscription = Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) };
+    let mut subscription = Subscription { lanes: Some(1), ..Subscription::new(name(), LogName::outbox()) };
     subscription.filter = Filter { topics, ..Filter::default() };
     subscription
 }

@@ -230,7 +230,7 @@ async fn a_hostile_producer_delays_and_loses_nobody() {
         std::future::ready(())
     });
     let name = SubscriptionName::new("out").expect("a name");
-    let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
+    let subscription = Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) };
     let working = Arc::new(store(&url_as(&fixture.url, &relay)).await);
     let running = Relay::builder(working.clone(), subscription).sink(Arc::new(sink)).build().expect("built");
     let stop = CancellationToken::new();

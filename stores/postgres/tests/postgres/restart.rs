@@ -130,7 +130,7 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
     for error in [
         store.check_integrity().await.expect_err("no fit"),
         store
-            .subscribe(&Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) })
+            .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name(), LogName::outbox()) })
             .await
             .expect_err("refused"),
     ] {
@@ -160,7 +160,7 @@ async fn a_rebase_keeps_the_filter_and_the_times_of_stragglers() {
     let topics = vec![TopicPattern::new("a_b.*").expect("a pattern")];
     let filter = Filter { topics, tenant: Some(Tenant::new("acme").expect("a tenant")), ..Filter::default() };
     store
-        .subscribe(&Subscription { lanes: 1, filter, ..Subscription::new(name(), LogName::outbox()) })
+        .subscribe(&Subscription { lanes: Some(1), filter, ..Subscription::new(name(), LogName::outbox()) })
         .await
         .expect("new");
     let owner = OwnerId::new("one").expect("an owner");
@@ -210,7 +210,7 @@ async fn unreachable_stores_say_so() {
     let error = store.append(&LogName::outbox(), &[NewEvent::json("t", "{}")]).await.expect_err("empty");
     assert_eq!(error.code(), "schema_missing");
     let error = store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) })
+        .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name(), LogName::outbox()) })
         .await
         .expect_err("empty");
     assert_eq!(error.code(), "schema_missing");

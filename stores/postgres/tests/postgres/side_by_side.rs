@@ -22,7 +22,7 @@ async fn leased(events: usize, ttl: Duration) -> (String, PostgresStore, Lease) 
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let name = SubscriptionName::new("s").expect("a name");
     store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) })
         .await
         .expect("subscribed");
     let events: Vec<NewEvent> = (0..events).map(|n| NewEvent::json("t", n.to_string())).collect();
@@ -72,7 +72,7 @@ async fn nothing_is_called_unrouted_while_somebody_writes_to_a_lane_behind_its_f
     let wants = |topic: &str| {
         let topics = vec![topic.parse().expect("a pattern")];
         let filter = Filter { topics, ..Filter::default() };
-        Subscription { lanes: 1, filter, ..Subscription::new(name.clone(), LogName::outbox()) }
+        Subscription { lanes: Some(1), filter, ..Subscription::new(name.clone(), LogName::outbox()) }
     };
     store.subscribe(&wants("a")).await.expect("subscribed");
     store.subscribe(&wants("c")).await.expect("subscribed");
@@ -160,7 +160,7 @@ async fn whoever_looks_waits_for_no_relay() {
     let store = support::migrated(PostgresConfig { pool_size: 1, ..PostgresConfig::new(&url) }).await;
     let name = SubscriptionName::new("s").expect("a name");
     store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) })
         .await
         .expect("subscribed");
     let holder = support::client(&url).await;

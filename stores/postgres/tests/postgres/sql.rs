@@ -67,7 +67,7 @@ async fn enqueue_takes_text_jsonb_bytes_and_untyped_literals_as_text() {
             let name = SubscriptionName::new("any").expect("a name");
             fixture
                 .store
-                .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+                .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) })
                 .await
                 .expect("subscribed");
             let record = fixture.store.get(&name, id).await.expect("read").expect("there");

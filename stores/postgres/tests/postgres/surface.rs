@@ -36,7 +36,7 @@ async fn filled(version: Version) -> (Fixture, Client, Lease) {
     let fixture = support::on(version).await;
     let (store, client) = (&fixture.store, fixture.client().await);
     store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(reader(), LogName::outbox()) })
+        .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(reader(), LogName::outbox()) })
         .await
         .expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
@@ -341,7 +341,7 @@ async fn the_views_say_what_the_store_says() {
         let (fixture, client, _lease) = filled(version).await;
         let store = &fixture.store;
         let early = Subscription {
-            lanes: 1,
+            lanes: Some(1),
             start: postbox_core::StartAt::Now,
             ..Subscription::new(SubscriptionName::new("late").expect("a name"), LogName::outbox())
         };

@@ -118,7 +118,7 @@ pub async fn client(url: &str) -> Client {
 /// Subscribes to the outbox with one lane. Returns its lease, which outlasts every test.
 pub async fn leased(store: &PostgresStore, name: &str) -> Lease {
     let name = SubscriptionName::new(name).expect("a name");
-    let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
+    let subscription = Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) };
     store.subscribe(&subscription).await.expect("subscribed");
     let owner = OwnerId::new("me").expect("a name");
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(3_600)).await.expect("acquired");

@@ -95,7 +95,7 @@ impl Fixture {
     pub(crate) async fn lane(&self) -> Lease {
         let name = SubscriptionName::new("reader").expect("valid");
         self.store
-            .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+            .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) })
             .await
             .expect("subscribed");
         let owner = OwnerId::new("test").expect("valid");

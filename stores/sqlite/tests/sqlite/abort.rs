@@ -26,7 +26,7 @@ const CRASHES_MAX: usize = 6;
 const EFFECT: &str = "INSERT INTO effects (payload) VALUES (?1)";
 
 fn subscription() -> Subscription {
-    Subscription { lanes: 1, ..Subscription::new("reader".parse().expect("a name"), LogName::outbox()) }
+    Subscription { lanes: Some(1), ..Subscription::new("reader".parse().expect("a name"), LogName::outbox()) }
 }
 
 fn payload(delivery: &Delivery) -> String {

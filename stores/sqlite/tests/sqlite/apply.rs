@@ -74,7 +74,7 @@ impl Fixture {
     /// Runs relays until this many events are dispatched.
     async fn drain(&self, handler: impl TxHandler, settings: RelaySettings, dispatched: u64) {
         let name: SubscriptionName = "drained".parse().expect("a name");
-        let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
+        let subscription = Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) };
         let relay = Relay::builder(Arc::new(self.store.clone()), subscription).settings(settings);
         let relay = relay.apply(self.store.apply(handler)).build().expect("built");
         let all = async {

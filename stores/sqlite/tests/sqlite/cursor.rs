@@ -136,7 +136,7 @@ async fn a_file_that_was_set_back_is_read_again_where_nothing_was_wanted() {
     let fixture = fixture().await;
     let (store, log) = (&fixture.store, LogName::outbox());
     let filter = Filter { topics: vec!["rare".parse().expect("a pattern")], ..Filter::default() };
-    let rare = Subscription { lanes: 1, filter, ..Subscription::new(name(), log.clone()) };
+    let rare = Subscription { lanes: Some(1), filter, ..Subscription::new(name(), log.clone()) };
     store.subscribe(&rare).await.expect("subscribed");
     let acquire = async || store.acquire(&name(), &owner("test"), &[], LONG).await.expect("asked").lease.expect("ours");
     let lease = acquire().await;

@@ -74,7 +74,7 @@ async fn only_up_makes_the_file() {
         store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.map(drop),
         store
             .subscribe(&Subscription {
-                lanes: 1,
+                lanes: Some(1),
                 ..Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox())
             })
             .await,
@@ -141,7 +141,7 @@ async fn subscribing_in_a_newer_schema_is_refused() {
     let fixture = fixture().await;
     fixture.connect().execute("INSERT INTO postbox_migration VALUES (99, '0099_future', 0)", []).expect("inserted");
     let subscription =
-        Subscription { lanes: 1, ..Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox()) };
+        Subscription { lanes: Some(1), ..Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox()) };
     let error = fixture.store.subscribe(&subscription).await.expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "schema_newer"));
 }
@@ -225,7 +225,7 @@ async fn a_row_with_a_seq_of_its_own_is_refused() {
 async fn a_cursor_beyond_the_log_names_the_cure() {
     let fixture = fixture().await;
     let name = SubscriptionName::new("reader").expect("valid");
-    let subscription = Subscription { lanes: 2, ..Subscription::new(name, LogName::outbox()) };
+    let subscription = Subscription { lanes: Some(2), ..Subscription::new(name, LogName::outbox()) };
     fixture.store.subscribe(&subscription).await.expect("subscribed");
     let events = ["1", "2", "3"].map(|payload| NewEvent::json("t", payload));
     fixture.store.append(&LogName::outbox(), &events).await.expect("appended");

@@ -134,7 +134,7 @@ async fn nothing_is_lost_when_another_process_writes_and_is_killed() {
     let name = SubscriptionName::new("reader").expect("valid");
     fixture
         .store
-        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) })
         .await
         .expect("subscribed");
     let mut random = SmallRng::seed_from_u64(seed);

@@ -158,7 +158,7 @@ sink = { type = "http", url = "https://example.org/hook", secret = "env:HOOK_SEC
         filter.to_string(),
         "order.* refund.* kind=integration|audit aggregate=order region=eu tier=gold tenant=acme"
     );
-    assert_eq!(subscription.subscription.lanes, 4);
+    assert_eq!(subscription.subscription.lanes, Some(4));
     assert_eq!(subscription.settings.retry.attempts_max, 3);
     assert_eq!(subscription.settings.retry.base, Duration::from_millis(250));
     assert_eq!(subscription.subscription.on_dead, OnDead::Halt);

@@ -65,7 +65,7 @@ async fn what_is_appended_between_a_restore_and_its_rebase_is_sent_and_nothing_t
     // A former filter has a cursor of its own.
     let narrow = Filter { topics: vec!["x".parse().expect("a pattern")], ..Filter::default() };
     let (name, owner): (SubscriptionName, _) = ("reader".parse().expect("a name"), OwnerId::new("me").expect("a name"));
-    let reader = Subscription { lanes: 1, filter: narrow, ..Subscription::new(name.clone(), LogName::outbox()) };
+    let reader = Subscription { lanes: Some(1), filter: narrow, ..Subscription::new(name.clone(), LogName::outbox()) };
     store.subscribe(&reader).await.expect("subscribed");
     let former = ["t", "x"].map(|topic| NewEvent::json(topic, topic));
     for _ in 0..2 {

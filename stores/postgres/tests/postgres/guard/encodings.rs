@@ -31,7 +31,7 @@ async fn another_encoding_is_refused_by_name() {
         client.batch_execute(&unguarded).await.expect("the script is plain ASCII");
         assert_eq!(store.validate().await.expect_err("refused").code(), "encoding_unsupported");
         let subscription =
-            Subscription { lanes: 1, ..Subscription::new("a".parse().expect("a name"), LogName::outbox()) };
+            Subscription { lanes: Some(1), ..Subscription::new("a".parse().expect("a name"), LogName::outbox()) };
         assert_eq!(store.subscribe(&subscription).await.expect_err("refused").code(), "encoding_unsupported");
         store.down(false).await.expect("it can be removed");
         drop((client, store));

@@ -36,7 +36,7 @@ async fn a_log_may_be_called_like_a_reserved_word() {
             assert!(matches!(received, Received::Accepted(_)));
             let subscription = SubscriptionName::new(format!("of-{name}")).expect("a name");
             store
-                .subscribe(&Subscription { lanes: 1, ..Subscription::new(subscription.clone(), log.clone()) })
+                .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(subscription.clone(), log.clone()) })
                 .await
                 .expect(name);
             let owner = OwnerId::new("test").expect("a name");

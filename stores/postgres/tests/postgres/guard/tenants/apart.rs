@@ -321,7 +321,7 @@ async fn changes(operator: &PostgresStore, world: &World, others: &[EventId]) {
     assert_eq!(operator.change(&mine, &Change::Discard, &all).await.expect("discarded").count, 4);
     let pause = postbox_core::Pause { until: None, by: "me".into(), why: "so".into() };
     operator.pause(&mine, Some(&pause)).await.expect("paused");
-    let subscription = Subscription { lanes: 1, ..Subscription::new(mine.clone(), LogName::outbox()) };
+    let subscription = Subscription { lanes: Some(1), ..Subscription::new(mine.clone(), LogName::outbox()) };
     for refused in [
         operator.subscribe(&subscription).await.map(drop),
         operator.prune(&LogName::outbox(), &Prune::default()).await.map(drop),

@@ -40,7 +40,7 @@ async fn an_owner_that_is_bound_rebases_and_removes_everything() {
 
         let working = PostgresStore::connect(PostgresConfig::new(url_as(&url, &relay))).await.expect("connected");
         working
-            .subscribe(&Subscription { lanes: 1, ..Subscription::new(named("out"), LogName::outbox()) })
+            .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(named("out"), LogName::outbox()) })
             .await
             .expect("made");
         let event = NewEvent::json("t", "1").tenant("acme").id(EventId::from_key("once").expect("a key"));

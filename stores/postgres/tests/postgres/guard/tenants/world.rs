@@ -108,7 +108,7 @@ impl World {
                 ..Filter::default()
             };
             relay
-                .subscribe(&Subscription { lanes: 1, filter, ..Subscription::new(named(name), outbox.clone()) })
+                .subscribe(&Subscription { lanes: Some(1), filter, ..Subscription::new(named(name), outbox.clone()) })
                 .await
                 .expect("made");
             let operator = self.store(&self.operator, Some(tenant)).await;
@@ -122,13 +122,13 @@ impl World {
             within(&client, tenant, asleep).await.expect("declared");
         }
         relay
-            .subscribe(&Subscription { lanes: 1, ..Subscription::new(named("shared"), outbox.clone()) })
+            .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(named("shared"), outbox.clone()) })
             .await
             .expect("made");
         // The subscription moves to another tenant. The rows it already has belong to both.
         let moved = |tenant: &str| Filter { tenant: tenant.parse().ok(), ..Filter::default() };
         let moved = |tenant| Subscription {
-            lanes: 1,
+            lanes: Some(1),
             filter: moved(tenant),
             ..Subscription::new(named("moved"), outbox.clone())
         };
