@@ -15,8 +15,8 @@ use crate::migrate::check_parts;
 use crate::row_security::{log_not_locked, subscription_not_seen};
 use crate::session::Session;
 
-/// The lanes of a subscription that asks for no number: a second replica takes half of the work, and
-/// a single one that drives both is as fast as with one (`cargo xtask bench replicas`, `drain`).
+/// The lanes of a subscription that asks for no number: a second replica takes half of the work,
+/// and one that drives both is as fast as with one lane (`cargo xtask bench replicas`, `drain`).
 const LANES: u16 = 2;
 
 /// Whether the log exists. Index: primary key of `log`. Locks its row, so that no filter changes
