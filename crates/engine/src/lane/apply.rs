@@ -75,7 +75,11 @@ impl Lane {
     /// The check before each transaction. A lease that ran out ends the round. Otherwise the lane
     /// would read and rewind again and again until another relay takes it.
     pub(super) fn may_apply(&self, round: &CancellationToken) -> bool {
-        if round.is_cancelled() || self.context.health.is_gone() {
+        if self.context.health.is_gone() {
+            // Otherwise due rows would be read again and again, and the pause never be written.
+            round.cancel();
+        }
+        if round.is_cancelled() {
             return false;
         }
         let is_safe = self.lease.is_safe(self.context.clock.monotonic());

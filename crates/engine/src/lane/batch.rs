@@ -48,8 +48,8 @@ impl Lane {
                 if calls.is_empty() && verdicts.exceptions().next().is_none() {
                     return Ok(Progress::Delivered);
                 }
-                self.settle(verdicts.settle_stream(batch, self.context.holds_keys(), false)).await?;
-                self.detach(batch, &verdicts, calls);
+                let settlement = verdicts.settle_stream(batch, self.context.holds_keys(), false);
+                self.settle_and_detach(settlement, batch, &verdicts, calls).await?;
             }
             Destination::Apply(apply) => {
                 if !self.apply_batch(&**apply, batch, &mut verdicts, round).await? {
@@ -79,11 +79,11 @@ impl Lane {
                 if limits.alone {
                     verdicts.set_aside(&batch.deliveries, self.context.holds_keys());
                 }
-                self.settle(verdicts.settle_due(batch, self.context.holds_keys())).await?;
+                let settlement = verdicts.settle_due(batch, self.context.holds_keys());
+                self.settle_and_detach(settlement, batch, &verdicts, calls).await?;
                 if !verdicts.is_complete() {
                     self.due_timer.schedule(self.context.clock.monotonic(), Duration::ZERO);
                 }
-                self.detach(batch, &verdicts, calls);
             }
             Destination::Apply(apply) => {
                 if !self.apply_batch(&**apply, batch, &mut verdicts, round).await? && limits.alone {

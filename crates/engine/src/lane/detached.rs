@@ -45,6 +45,16 @@ impl Drop for Weight {
     }
 }
 
+/// Events whose calls end with it, unless they were detached.
+struct Noted<'a>(&'a DetachedCalls, Vec<Seq>);
+
+impl Drop for Noted<'_> {
+    fn drop(&mut self) {
+        let mut seqs = lock(&self.0.seqs);
+        self.1.iter().for_each(|seq| _ = seqs.remove(seq));
+    }
+}
+
 impl DetachedCalls {
     pub(super) fn len(&self) -> usize {
         lock(&self.calls).len()
@@ -58,8 +68,15 @@ impl DetachedCalls {
         lock(&self.seqs).contains(&seq)
     }
 
-    fn add(&self, calls: Vec<Call>, seqs: impl Iterator<Item = Seq>, bytes: usize) {
-        lock(&self.seqs).extend(seqs);
+    /// Notes the events in flight of a batch, without those whose earlier call still goes on.
+    fn note(&self, batch: &Batch, verdicts: &Verdicts) -> Noted<'_> {
+        let mut seqs = lock(&self.seqs);
+        let in_flight = verdicts.exceptions().filter(|(_, it)| matches!(it, Disposition::InFlight { .. }));
+        let noted = in_flight.map(|(place, _)| batch.deliveries[place].seq).filter(|seq| seqs.insert(*seq));
+        Noted(self, noted.collect())
+    }
+
+    fn add(&self, calls: Vec<Call>, bytes: usize) {
         self.bytes.fetch_add(bytes, Ordering::AcqRel);
         let weight = Arc::new(Weight(self.bytes.clone(), bytes));
         let mut tasks = lock(&self.calls);
@@ -120,13 +137,25 @@ impl Lane {
         Disposition::InFlight { after: self.context.settings.deliver_timeout.saturating_add(DUE_MARGIN) }
     }
 
-    /// Lets calls go on without their batch. Their rows are written already.
-    pub(super) fn detach(&self, batch: &Batch, verdicts: &Verdicts, calls: Vec<Call>) {
+    /// Settles a batch and lets its calls go on without it.
+    ///
+    /// They are noted before their rows are in the store: a person may make such a row due before
+    /// the answer is here, and it must not be sent beside its call.
+    pub(super) async fn settle_and_detach(
+        &self,
+        settlement: Settlement<'_>,
+        batch: &Batch,
+        verdicts: &Verdicts,
+        calls: Vec<Call>,
+    ) -> Result<()> {
         if calls.is_empty() {
-            return;
+            return self.settle(settlement).await;
         }
-        let in_flight = verdicts.exceptions().filter(|(_, it)| matches!(it, Disposition::InFlight { .. }));
-        self.detached.add(calls, in_flight.map(|(place, _)| batch.deliveries[place].seq), payload_bytes(batch));
+        let mut noted = self.detached.note(batch, verdicts);
+        self.settle(settlement).await?;
+        noted.1.clear();
+        self.detached.add(calls, payload_bytes(batch));
+        Ok(())
     }
 
     /// Writes the outcomes of a detached call, and of any others that are back by now.

@@ -52,7 +52,7 @@ impl RelayContext {
     pub(super) fn judge(&self, delivery: &Delivery, outcome: Outcome, sent: Sent, took: Duration) -> Verdict {
         let (seq, failures, took) = (delivery.seq, &self.health.failures, Some(took));
         let (failure, code, error, after) = match outcome {
-            Outcome::Delivered { duplicate } => {
+            Outcome::Delivered { duplicate, .. } => {
                 failures.accepted(seq, sent);
                 return Verdict::Delivered { duplicate };
             }
@@ -141,6 +141,9 @@ impl RelayContext {
             Disposition::Retry { counted, code, error, after, .. } => {
                 metrics.failure(&event.topic, code);
                 metrics.add(if *counted { &metrics.retries } else { &metrics.unavailable }, 1);
+                if *counted {
+                    metrics.attempt_failed(delivery.attempt);
+                }
                 if let Some(left_out) = self.log_line("delivery failed", code) {
                     warn!(
                         subscription = self.name(), id = %event.id, topic = %event.topic, attempt = delivery.attempt,
@@ -158,9 +161,13 @@ impl RelayContext {
                     );
                 }
             }
-            Disposition::Dead { code, error, halt, .. } => {
+            Disposition::Dead { code, error, halt, took } => {
                 metrics.failure(&event.topic, code);
                 metrics.add(&metrics.dead, 1);
+                // Without a call there was no attempt.
+                if took.is_some() {
+                    metrics.attempt_failed(delivery.attempt);
+                }
                 if let Some(left_out) = self.log_line("event dead", code) {
                     error!(
                         subscription = self.name(), id = %event.id, seq = %delivery.seq, topic = %event.topic,

@@ -120,9 +120,8 @@ impl Lane {
             return Ok(());
         }
         let leaves_row = !limits.probe || self.is_stuck(batch);
-        self.settle(verdicts.settle_stream(batch, self.context.holds_keys(), leaves_row)).await?;
-        self.detach(batch, verdicts, calls);
-        Ok(())
+        let settlement = verdicts.settle_stream(batch, self.context.holds_keys(), leaves_row);
+        self.settle_and_detach(settlement, batch, verdicts, calls).await
     }
 
     /// Returns whether the probed event must leave the stream so that later events can be tried. No
