@@ -10,14 +10,11 @@ use postbox_core::{
 };
 use postbox_memory::MemoryStore;
 
-use crate::ledger::Who;
-use crate::plan::Fault;
-use crate::world::{World, down};
+use crate::world::SimWire;
 
 /// A client whose reads may fail after they were recorded.
 pub(crate) struct FlakyLog {
-    pub(crate) world: Arc<World>,
-    pub(crate) who: Who,
+    pub(crate) wire: Arc<SimWire>,
     pub(crate) store: MemoryStore,
 }
 
@@ -50,12 +47,11 @@ impl Log for FlakyLog {
     }
 
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        let fault = self.world.fault(self.who.0, "next_batch");
-        if fault == Some(Fault::Refuse) {
-            return Err(down());
-        }
+        // The client itself records what was read, so the read runs neither late nor twice.
+        let met = self.wire.set_out("next_batch").await?;
         let batch = self.store.next_batch(lease, limit).await;
-        if matches!(fault, Some(Fault::Lose | Fault::Late(_))) { Err(down()) } else { batch }
+        self.wire.come_back(&met, true).await?;
+        batch
     }
 
     async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {

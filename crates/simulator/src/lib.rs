@@ -28,6 +28,6 @@ mod sqlite;
 mod sqlite_client;
 mod world;
 
-pub use regressions::run_regressions;
+pub use regressions::{repeated_after_a_crash, run_regressions};
 pub use run::{Failure, Summary, Verdict, run_seed, run_seeds, shrink_seed, trace_seed};
 pub use server::Store;

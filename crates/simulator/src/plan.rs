@@ -210,7 +210,7 @@ pub(crate) enum Step {
     },
 }
 
-const OPERATIONS: [&str; 18] = [
+const OPERATIONS: [&str; 21] = [
     "open",
     "open",
     "open",
@@ -229,9 +229,12 @@ const OPERATIONS: [&str; 18] = [
     "next_batch",
     "release",
     "apply",
+    "subscribe",
+    "leave",
+    "leave",
 ];
-const OPERATOR_OPERATIONS: [&str; 8] =
-    ["retry", "discard", "mark_dead", "pause", "prune", "set_lanes", "replay", "reset"];
+const OPERATOR_OPERATIONS: [&str; 10] =
+    ["retry", "discard", "mark_dead", "pause", "prune", "set_lanes", "replay", "reset", "subscribe", "note_unrouted"];
 
 impl Plan {
     /// Draws the world of a seed.
@@ -412,13 +415,6 @@ impl Plan {
         if relay == 1 { Run::Always } else { self.shape.run }
     }
 
-    /// Returns the most lanes that a subscription has at any time.
-    pub(crate) fn lanes_max(&self) -> u16 {
-        let is_change = |step: &Step| matches!(step, Step::Operator { action: Action::Lanes(_), .. });
-        let changes = self.shape.subscriptions > 1 || self.steps.iter().any(is_change);
-        if changes { LANES_MAX } else { self.shape.lanes }
-    }
-
     /// Returns whether a writer holds the store's single write lock until its transaction ends. All
     /// others then find the store busy.
     pub(crate) fn locks_while(&self, step: &Step) -> bool {
@@ -428,15 +424,6 @@ impl Plan {
     /// Returns whether any writer may do that.
     pub(crate) fn locks(&self) -> bool {
         self.store == Store::Sqlite && !self.shape.clean && !self.shape.apply
-    }
-
-    /// Returns the number of steps that can make events in flight arrive again.
-    pub(crate) fn abrupt(&self) -> usize {
-        let abrupt = |step: &&Step| {
-            self.locks_while(step)
-                || !matches!(step, Step::Write { .. } | Step::Start { .. } | Step::Stop { .. } | Step::Outage { .. })
-        };
-        self.steps.iter().filter(abrupt).count()
     }
 
     /// Returns whether the store goes back to an earlier state.

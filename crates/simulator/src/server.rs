@@ -3,14 +3,16 @@
 use std::sync::Arc;
 
 use postbox_core::{
-    Admin, Apply, Delivery, EventId, Log, LogName, Maintain, NewEvent, State, Subscription, SubscriptionName,
+    Admin, Apply, Delivery, EventId, Inspect as _, Log, LogName, Maintain, NewEvent, State, Subscription,
+    SubscriptionName,
 };
 use postbox_memory::{Cursor, MemoryStore, MemoryTransaction, Snapshot};
 
 use crate::flaky::FlakyLog;
-use crate::gate::{ServerClock, SimTime};
+use crate::gate::{Gate, ServerClock, SimTime};
 use crate::ledger::Who;
 use crate::plan::{End, Plan};
+use crate::sink::SimApply;
 use crate::sqlite::{SqliteFile, SqliteTransaction};
 use crate::sqlite_client::SqliteClient;
 use crate::world::{SimWire, World};
@@ -135,6 +137,20 @@ impl Server {
         }
     }
 
+    /// Returns by topic whether the filter of a subscription leaves it out.
+    pub(crate) fn left_out(&self, subscription: usize) -> [bool; 2] {
+        let (infos, name) = match self {
+            Self::Memory { store, names } => (Arc::<Gate>::default().run(store.subscriptions()), &names[subscription]),
+            Self::Sqlite(file) => {
+                let home = file.home();
+                (home.gate.run(home.store.subscriptions()), file.name(subscription))
+            }
+        };
+        let infos = infos.expect("the store answers");
+        let filter = infos.into_iter().find(|info| info.name == *name).map(|info| info.filter).unwrap_or_default();
+        ["t0", "t1"].map(|topic| !filter.wants_topic(topic))
+    }
+
     pub(crate) fn each_place(&self, subscription: usize, mut see: impl FnMut(Place)) {
         match self {
             Self::Memory { store, names } => store.each_standing(&names[subscription], |it| {
@@ -241,16 +257,15 @@ impl Client {
     /// Opens the store as a new process does.
     pub(crate) fn new(world: &Arc<World>, who: Who) -> Self {
         let wire = Arc::new(SimWire { world: world.clone(), who });
-        match &world.server {
+        let client = match &world.server {
             Server::Memory { store, .. } => {
-                let store = store.client(Some(wire));
+                let store = store.client(Some(wire.clone()));
                 let applying = world.clone();
                 let handler = move |transaction: &mut MemoryTransaction, delivery: &Delivery| {
-                    applying.may_overrun(who, &[delivery]);
                     applying.apply(who, delivery, |effect| transaction.append(&effects(), &[effect]).is_ok())
                 };
                 Self {
-                    log: Arc::new(FlakyLog { world: world.clone(), who, store: store.clone() }),
+                    log: Arc::new(FlakyLog { wire, store: store.clone() }),
                     apply: store.apply(handler),
                     maintain: Arc::new(store.clone()),
                     admin: Arc::new(store),
@@ -260,6 +275,7 @@ impl Client {
                 let client = Arc::new(SqliteClient::new(wire, file));
                 Self { log: client.clone(), admin: client.clone(), maintain: client.clone(), apply: client }
             }
-        }
+        };
+        Self { apply: Arc::new(SimApply { world: world.clone(), who, inner: client.apply }), ..client }
     }
 }

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Capabilities, Delivery, Key, NewEvent, Outcome, Sink};
+use postbox_core::{Apply, Capabilities, Decide, Delivery, Key, Lease, NewEvent, Outcome, Result, Settlement, Sink};
 
 use crate::ledger::Who;
-use crate::plan::{Fate, Mishap, SUBSCRIPTIONS_MAX};
-use crate::world::{World, number_of};
+use crate::plan::{At, Fate, Mishap, SUBSCRIPTIONS_MAX};
+use crate::world::{DELIVER_TIMEOUT, World, number_of};
 
 /// The combinations of capabilities that a sink is driven with.
 pub(crate) const CAPABILITIES: [Capabilities; 4] = [
@@ -58,7 +58,7 @@ impl Sink for SimSink {
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         let world = &self.world;
         let mishap = world.begin_call(self.who, deliveries);
-        let mut call = Call { world, who: self.who, deliveries, answered: false };
+        let mut call = Call::begin(world, self.who, deliveries);
         if let Some(Mishap::Slow(time)) = mishap {
             tokio::time::sleep(Duration::from_millis(time)).await;
         }
@@ -88,18 +88,62 @@ impl Sink for SimSink {
             return std::future::pending().await;
         }
         if mishap == Some(Mishap::BreaksContract) {
-            world.charge(self.who, deliveries);
             outcomes.pop();
         }
         world.jitter(self.who).await;
-        call.answered = true;
+        // Nobody can tell which outcome belongs to which event.
+        call.answered = mishap != Some(Mishap::BreaksContract);
         if outcomes.len() == deliveries.len() {
             let mut state = world.state();
-            for (delivery, _) in deliveries.iter().zip(&outcomes).filter(|(_, outcome)| outcome.is_delivered()) {
-                state.ledger(self.who).answered(self.who, number_of(&delivery.event), delivery.replay);
+            let ledger = state.ledger(self.who);
+            for (delivery, outcome) in deliveries.iter().zip(&outcomes) {
+                let number = number_of(&delivery.event);
+                match outcome.is_delivered() {
+                    true => ledger.answered(self.who, number, delivery.replay),
+                    false => ledger.excuse(number),
+                }
             }
         }
         outcomes
+    }
+}
+
+/// The handler as one relay calls it. It may take long, in simulated time.
+pub(crate) struct SimApply {
+    pub(crate) world: Arc<World>,
+    pub(crate) who: Who,
+    pub(crate) inner: Arc<dyn Apply>,
+}
+
+#[async_trait]
+impl Apply for SimApply {
+    async fn apply(
+        &self,
+        lease: &Lease,
+        deliveries: &[&Delivery],
+        settlement: Settlement<'_>,
+        decide: &Decide<'_>,
+    ) -> Result<Vec<Option<Outcome>>> {
+        let (world, who) = (&*self.world, self.who);
+        // What was handled is rolled back unless it is settled, so only a call that overran counts.
+        let charged_from = world.now() + DELIVER_TIMEOUT.as_millis() as At;
+        let mut call = Call { world, who, deliveries, charged_from, answered: false };
+        let wait = world.take_wait(deliveries.len());
+        if wait.is_some() {
+            world.note(|| format!("relay {}.{}: its transaction meets {wait:?}", who.0, who.1));
+        }
+        match wait {
+            Some(Mishap::Slow(time)) => tokio::time::sleep(Duration::from_millis(time)).await,
+            Some(_) => return std::future::pending().await,
+            None => {}
+        }
+        let answer = self.inner.apply(lease, deliveries, settlement, decide).await;
+        call.answered = answer.is_ok();
+        answer
+    }
+
+    fn blocks_renewal(&self) -> bool {
+        self.inner.blocks_renewal()
     }
 }
 
@@ -109,12 +153,33 @@ struct Call<'a> {
     world: &'a World,
     who: Who,
     deliveries: &'a [&'a Delivery],
+    /// It does not count if it ends before.
+    charged_from: At,
     answered: bool,
+}
+
+impl<'a> Call<'a> {
+    /// Begins a call of the destination.
+    fn begin(world: &'a World, who: Who, deliveries: &'a [&'a Delivery]) -> Self {
+        let mut state = world.state();
+        deliveries.iter().for_each(|it| state.ledger(who).hand(number_of(&it.event), it.replay));
+        Self { world, who, deliveries, charged_from: 0, answered: false }
+    }
 }
 
 impl Drop for Call<'_> {
     fn drop(&mut self) {
-        if !self.answered {
+        let mut state = self.world.state();
+        let ledger = state.ledger(self.who);
+        for delivery in self.deliveries {
+            let number = number_of(&delivery.event);
+            ledger.take_back(number, delivery.replay);
+            if !self.answered {
+                ledger.excuse(number);
+            }
+        }
+        drop(state);
+        if !self.answered && self.world.now() >= self.charged_from {
             self.world.charge(self.who, self.deliveries);
         }
     }
@@ -170,14 +235,6 @@ impl World {
         outcome
     }
 
-    /// Begins a handler's transaction. It may overrun its time, perhaps before it gets to the
-    /// handler. That counts as an attempt.
-    pub(crate) fn may_overrun(&self, who: Who, deliveries: &[&Delivery]) {
-        if !self.plan.shape.clean {
-            self.charge(who, deliveries);
-        }
-    }
-
     /// Handles one event: its effect is written in the transaction that settles.
     pub(crate) fn apply(&self, who: Who, delivery: &Delivery, append: impl FnOnce(NewEvent) -> bool) -> Outcome {
         let number = number_of(&delivery.event);
@@ -189,6 +246,7 @@ impl World {
                 Outcome::retry("failed", "bad luck")
             }
             (Some(Mishap::Down | Mishap::Later), _) => Outcome::unavailable("down", "down"),
+            (Some(Mishap::Gone), _) => Outcome::Gone { code: "gone".into(), error: "gone".to_owned() },
             (Some(Mishap::Panics), _) => {
                 ledger.failed(number);
                 drop(state);

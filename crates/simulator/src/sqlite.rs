@@ -155,6 +155,10 @@ impl SqliteFile {
         self.lock().home = Some(home);
     }
 
+    pub(crate) fn name(&self, subscription: usize) -> &SubscriptionName {
+        &self.subscriptions[subscription]
+    }
+
     /// Returns whether anything was committed since the ledger last looked.
     pub(crate) fn has_changed(&self) -> bool {
         let state = self.lock();

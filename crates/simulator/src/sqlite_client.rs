@@ -235,7 +235,6 @@ impl Apply for SqliteClient {
         settlement: Settlement<'_>,
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
-        self.wire.world.may_overrun(self.wire.who, deliveries);
         self.once("apply", lease, self.handler.apply(lease, deliveries, settlement, decide)).await
     }
 }

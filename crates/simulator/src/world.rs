@@ -23,6 +23,9 @@ use crate::sqlite_client::SqliteCall;
 /// The lease of a lane.
 pub(crate) const LEASE: Duration = Duration::from_millis(2_000);
 
+/// How long a call of the destination, or a handler's transaction, may take.
+pub(crate) const DELIVER_TIMEOUT: Duration = Duration::from_millis(800);
+
 /// Maximum store calls in one world. Ordinary ones make a few hundred; short runs that follow each
 /// other for a minute make many more.
 const CALLS_MAX: u32 = 60_000;
@@ -53,7 +56,6 @@ pub(crate) struct World {
     stalled: [AtomicU64; CALLERS],
     outages: Vec<(At, At)>,
     faults: HashMap<(u8, &'static str, u32), Fault>,
-    mishaps: HashMap<u32, Mishap>,
     state: Mutex<WorldState>,
     tracing: bool,
 }
@@ -69,6 +71,8 @@ pub(crate) struct WorldState {
     /// Relays that an event ended and that were not restarted yet.
     ended: VecDeque<Who>,
     sends: u32,
+    /// By number of the call.
+    mishaps: HashMap<u32, Mishap>,
     /// Number of events that the destination accepted, by the relay that sent them.
     pub(crate) accepted: HashMap<Who, usize>,
     carried: u32,
@@ -140,6 +144,7 @@ impl World {
             lives: HashMap::new(),
             ended: VecDeque::new(),
             sends: 0,
+            mishaps,
             accepted: HashMap::new(),
             carried: 0,
             effects_seen: HashMap::new(),
@@ -159,7 +164,6 @@ impl World {
             stalled: Default::default(),
             outages,
             faults,
-            mishaps,
             state: Mutex::new(state),
             tracing,
             plan,
@@ -218,6 +222,12 @@ impl World {
     /// Lets a relay stand still.
     pub(crate) fn stall(&self, relay: u8, held: At) {
         self.stalled[usize::from(relay)].store(self.now() + held, Ordering::Relaxed);
+        self.disturb(relay);
+    }
+
+    /// Records that something abrupt happens to a relay.
+    pub(crate) fn disturb(&self, relay: u8) {
+        self.state().ledger((relay, 0)).disturb(relay);
     }
 
     /// Waits while the relay stands still.
@@ -229,6 +239,8 @@ impl World {
                 () = self.thaw.notified() => {}
                 () = sleep_until(self.time.zero() + Duration::from_millis(until)) => {}
             }
+            // It may have got a lane meanwhile.
+            self.disturb(relay);
         }
     }
 
@@ -358,6 +370,14 @@ impl World {
         state.note(self, || format!("the store went back; cursors {:?}", cursors()));
     }
 
+    /// Takes what lets a handler's transaction wait, from the mishaps of as many calls.
+    pub(crate) fn take_wait(&self, calls: usize) -> Option<Mishap> {
+        let state = &mut *self.state();
+        let is_wait = |nth: &u32| matches!(state.mishaps.get(nth), Some(Mishap::Hangs | Mishap::Slow(_)));
+        let nth = (state.sends..).take(calls).find(is_wait)?;
+        state.mishaps.remove(&nth).filter(|_| !self.is_calm())
+    }
+
     /// Begins a call of the destination.
     pub(crate) fn begin_call(&self, who: Who, deliveries: &[&Delivery]) -> Option<Mishap> {
         let now = self.now();
@@ -370,7 +390,7 @@ impl World {
             state.mix(number as u64);
             state.ledger(who).send(who, number, delivery.attempt, delivery.replay, now);
         }
-        let mishap = if self.is_calm() { None } else { self.mishaps.get(&nth).copied() };
+        let mishap = if self.is_calm() { None } else { state.mishaps.get(&nth).copied() };
         state.note(self, || {
             let numbers: Vec<usize> = deliveries.iter().map(|delivery| number_of(&delivery.event)).collect();
             format!("relay {}.{}: call {nth} with events {numbers:?} {mishap:?}", who.0, who.1)
@@ -415,10 +435,9 @@ impl World {
     /// Returns the violation, the hash of the history, and the history.
     pub(crate) fn end(&self) -> (Option<String>, u64, Vec<String>) {
         let mut state = self.state();
-        for ledger in &mut state.ledgers {
-            let ended: u32 = ledger.facts.iter().map(|fact| fact.ended).sum();
-            let in_flight_max = usize::from(self.plan.lanes_max()) * self.plan.shape.batch * 2 + 16;
-            ledger.close(self.plan.shape.clean, (self.plan.abrupt() + ended as usize) * in_flight_max);
+        // A world that ended early has not drained.
+        if state.violation().is_none() {
+            state.ledgers.iter_mut().for_each(|ledger| ledger.close(self.plan.shape.clean));
         }
         let mut trace = std::mem::take(&mut state.trace);
         if self.tracing {
@@ -446,7 +465,9 @@ impl SimWire {
         tokio::spawn(async move {
             sleep(Duration::from_millis(after)).await;
             world.note(|| format!("relay {}.{}: late or again: {}", who.0, who.1, trip.operation()));
+            world.disturb(who.0);
             world.execute(&trip, who, generation, true).await;
+            world.disturb(who.0);
             world.late.fetch_sub(1, Ordering::Relaxed);
         });
     }
@@ -486,6 +507,7 @@ impl SimWire {
         let generation = world.generation();
         if fault.is_some() {
             world.note(|| format!("relay {}.{}: {operation} meets {fault:?}", who.0, who.1));
+            world.disturb(who.0);
         }
         world.jitter(who).await;
         match fault {
@@ -504,6 +526,9 @@ impl SimWire {
             Some(Fault::Slow(_, back)) => sleep(Duration::from_millis(back)).await,
             Some(Fault::Freeze(held)) => world.stall(who.0, held),
             _ => {}
+        }
+        if met.fault.is_some() {
+            world.disturb(who.0);
         }
         world.jitter(who).await;
         let is_lost = matches!(met.fault, Some(Fault::Lose | Fault::Late(_)));

@@ -1,7 +1,7 @@
 //! A sample of the seeds beside the other tests. `cargo xtask test` runs 200,000 in a separate
 //! step.
 
-use postbox_simulator::{Store, run_regressions, run_seed, run_seeds};
+use postbox_simulator::{Store, repeated_after_a_crash, run_regressions, run_seed, run_seeds};
 
 /// Beyond the seeds of that step, so that both can find something.
 const FIRST: u64 = 10_000_000;
@@ -19,6 +19,12 @@ fn hold(store: Store, count: u64) {
 #[test]
 fn plans_that_once_found_a_defect_hold() {
     assert_eq!(run_regressions(), Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_relay_that_keeps_its_lease_is_judged_after_a_crash() {
+    let found = repeated_after_a_crash().await;
+    assert!(found.as_ref().is_some_and(|it| it.starts_with("repeated: ")), "{found:?}");
 }
 
 #[test]
