@@ -1,10 +1,12 @@
 //! The relays: several processes of the binary on one store, as an operator runs them.
 
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use postbox_crash_checker::faults::{RELAY_FAILED, RELAY_GAVE_UP};
 use tokio::time::sleep;
 
 use crate::process::{Process, faketime_library};
@@ -23,6 +25,8 @@ pub(crate) const WINDOW: u64 = 2 * BATCH + CONCURRENCY / 2;
 /// Longest start. On a loaded machine a start takes a second or two; this is a hang.
 const START_MAX: Duration = Duration::from_secs(60);
 const STOP_MAX: Duration = Duration::from_secs(40);
+/// The number of the signal that asks for an orderly end.
+const SIGTERM: i32 = 15;
 
 /// One replica. Its processes are replaced, its files stay.
 #[derive(Debug)]
@@ -36,6 +40,10 @@ pub(crate) struct Relay {
     log_from: usize,
     /// Position up to which the log was searched.
     log_seen: usize,
+    /// Whether the process was asked to end.
+    asked: bool,
+    /// Ends and log lines that are defects of the product, or may be: kind and detail.
+    failures: Vec<(&'static str, String)>,
 }
 
 /// The values of a configuration.
@@ -74,6 +82,8 @@ impl Relay {
             process: None,
             log_from: 0,
             log_seen: 0,
+            asked: false,
+            failures: Vec::new(),
         }
     }
 
@@ -86,6 +96,8 @@ impl Relay {
         if self.runs() {
             return Ok(());
         }
+        self.forget();
+        self.asked = false;
         self.log_from = std::fs::metadata(&self.log).map_or(0, |log| usize::try_from(log.len()).unwrap_or(0));
         let mut command = Command::new(&self.binary);
         command.arg("run").arg("--config").arg(&self.config);
@@ -104,12 +116,14 @@ impl Relay {
         Ok(())
     }
 
-    /// Moves its clock by this many seconds, within a second.
-    pub(crate) fn step_clock(&self, seconds: i64) -> anyhow::Result<()> {
+    /// Moves its clock by this many seconds, within a second; `false` if it was there already.
+    pub(crate) fn step_clock(&self, seconds: i64) -> anyhow::Result<bool> {
         // Renamed into place, because half a file would not be a valid time.
-        let new = self.clock.with_extension("new");
-        std::fs::write(&new, format!("{seconds:+}s\n"))?;
-        Ok(std::fs::rename(&new, &self.clock)?)
+        let (new, time) = (self.clock.with_extension("new"), format!("{seconds:+}s\n"));
+        let before = std::fs::read_to_string(&self.clock).unwrap_or_default();
+        std::fs::write(&new, &time)?;
+        std::fs::rename(&new, &self.clock)?;
+        Ok(before != time)
     }
 
     pub(crate) fn runs(&mut self) -> bool {
@@ -118,13 +132,34 @@ impl Relay {
 
     /// The exit code if it ended by itself; the process is forgotten then.
     pub(crate) fn has_ended(&mut self) -> Option<Option<i32>> {
-        let status = self.process.as_mut()?.ended()?;
-        self.process = None;
-        Some(status.code())
+        if self.runs() {
+            return None;
+        }
+        Some(self.forget()?.code())
     }
 
     pub(crate) fn kill(&mut self) {
-        self.process = None;
+        self.forget();
+    }
+
+    /// Forgets the process, and kills it unless it has ended by itself. Then its status must be 0
+    /// if it was asked to end, or 1, which it returns when its store is down; the checker knows
+    /// whether it was. If it was asked before it could catch signals, the signal ends it.
+    fn forget(&mut self) -> Option<ExitStatus> {
+        let status = self.process.take()?.ended()?;
+        let is_clean = self.asked && (status.success() || status.signal() == Some(SIGTERM));
+        if !is_clean {
+            let log = self.log();
+            let last = log.lines().rev().find(|line| !line.is_empty()).unwrap_or_default();
+            let kind = if status.code() == Some(1) { RELAY_GAVE_UP } else { RELAY_FAILED };
+            self.failures.push((kind, format!("{status}: {last}")));
+        }
+        Some(status)
+    }
+
+    /// What failed since the last call.
+    pub(crate) fn take_failures(&mut self) -> Vec<(&'static str, String)> {
+        std::mem::take(&mut self.failures)
     }
 
     pub(crate) fn signal(&self, name: &str) {
@@ -137,16 +172,18 @@ impl Relay {
     /// yet, so it waits until it serves.
     pub(crate) async fn stop(&mut self) -> anyhow::Result<()> {
         let serving = self.serving().await;
+        self.asked = true;
         self.signal("TERM");
         let began = Instant::now();
         while self.runs() {
             if began.elapsed() > STOP_MAX {
                 self.kill();
+                self.failures.push((RELAY_FAILED, format!("it did not stop within {STOP_MAX:?}")));
                 anyhow::bail!("a relay did not stop within {STOP_MAX:?}");
             }
             sleep(Duration::from_millis(20)).await;
         }
-        self.process = None;
+        self.forget();
         serving
     }
 
@@ -168,12 +205,17 @@ impl Relay {
 }
 
 impl Relay {
-    /// The number of lost leases in its log since the last call.
-    pub(crate) fn leases_lost(&mut self) -> usize {
+    /// The codes of the lost leases in its log since the last call. A panic is kept as a failure.
+    pub(crate) fn leases_lost(&mut self) -> Vec<String> {
         let log = std::fs::read(&self.log).unwrap_or_default();
         let new = String::from_utf8_lossy(log.get(self.log_seen..).unwrap_or_default()).into_owned();
         self.log_seen += new.rfind('\n').map_or(0, |end| end + 1);
-        new[..new.rfind('\n').unwrap_or(0)].matches("lease lost").count()
+        let new = &new[..new.rfind('\n').unwrap_or(0)];
+        let panics = new.lines().filter(|line| line.contains("panicked"));
+        self.failures.extend(panics.map(|line| (RELAY_FAILED, line.to_owned())));
+        let code = |line: &str| line.split("code=\"").nth(1)?.split('"').next().map(str::to_owned);
+        let lost = new.lines().filter(|line| line.contains("lease lost"));
+        lost.map(|line| code(line).unwrap_or_default()).collect()
     }
 }
 

@@ -1,6 +1,7 @@
 //! The table at the end of a run.
 
 use std::fmt::Write as _;
+use std::process::Command;
 
 use postbox_crash_checker::Verdict;
 use postbox_crash_checker::verdict::VIOLATIONS;
@@ -13,6 +14,7 @@ pub(crate) fn table(options: &Options, verdict: &Verdict) -> String {
     let mut row = |name: &str, value: String| rows.push((name.to_owned(), value));
     let sink = if options.sink == SinkKind::Http { "http" } else { "file" };
     row("store, sink, seed", format!("{}, {sink}, {}", options.store.name(), options.seed));
+    row("version", version());
     row("events committed", verdict.events.to_string());
     row("arrivals", verdict.arrivals.to_string());
     for (name, count) in &verdict.facts {
@@ -33,4 +35,12 @@ pub(crate) fn table(options: &Options, verdict: &Verdict) -> String {
         let _ = writeln!(text, "| {name:<width$} | {value} |");
     }
     text
+}
+
+/// The version, and the commit where git knows it.
+fn version() -> String {
+    let output = Command::new("git").args(["describe", "--always", "--dirty"]).output();
+    let commit = output.ok().filter(|output| output.status.success());
+    let commit = commit.map(|output| format!(", {}", String::from_utf8_lossy(&output.stdout).trim()));
+    format!("{}{}", env!("CARGO_PKG_VERSION"), commit.unwrap_or_default())
 }

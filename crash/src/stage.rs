@@ -217,16 +217,21 @@ impl Stage {
         });
     }
 
-    /// Runs an operator's command about events; recorded before it is run.
-    pub(crate) async fn order(&self, op: &str, events: Vec<crate::store::Named>) -> anyhow::Result<String> {
+    /// Runs an operator's command about events of a subscription, or of all; recorded before it is
+    /// run.
+    pub(crate) async fn order(
+        &self,
+        op: &str,
+        of: Option<&str>,
+        events: Vec<crate::store::Named>,
+    ) -> anyhow::Result<String> {
         let order = Order { op: op.to_owned(), events: events.iter().map(|it| it.event.clone()).collect() };
         let mut line = serde_json::to_vec(&order)?;
         line.push(b'\n');
         self.orders.lock().await.write_all(&line)?;
         let ids = events.iter().map(|it| it.id.as_str());
-        // Commands that remove events require a subscription. The events were chosen from this one.
-        let of: &[&str] = if op == "retry" { &[] } else { &["--subscription", "main"] };
-        let arguments: Vec<&str> = [op].into_iter().chain(of.iter().copied()).chain(ids).collect();
+        let of = of.map(|name| ["--subscription", name]);
+        let arguments: Vec<&str> = [op].into_iter().chain(of.iter().flatten().copied()).chain(ids).collect();
         Ok(self.operate(&arguments).await?.1)
     }
 
@@ -236,29 +241,38 @@ impl Stage {
     }
 
     /// Restarts relays that ended by themselves, as any supervisor does, and records their last log
-    /// line. Also records leases that ran out, even without an injected fault, because the machine
-    /// may be slow. `before` are the file lengths of a moment ago.
+    /// line. Also records lost leases with their codes: the checker decides which of them need a
+    /// fault. `before` are the file lengths of a lease ago.
     pub(crate) async fn supervise(self: &Arc<Self>, before: &[(String, u64)]) {
         for relay in &self.relays {
             // A relay that a fault is busy with is left to that fault.
             let Ok(mut relay) = relay.try_lock() else { continue };
-            let lost = relay.leases_lost() as u64;
-            for _ in 0..lost {
+            for detail in relay.leases_lost() {
                 let fault = Fault {
                     is_stall: true,
+                    detail,
                     window: WINDOW,
                     places_from: before.to_vec(),
                     ..self.begin("lease ran out")
                 };
                 self.record(fault).await;
             }
-            let Some(code) = relay.has_ended() else { continue };
+            let ended = relay.has_ended();
+            self.record_failures(&mut relay).await;
+            let Some(code) = ended else { continue };
             // After a pause, because a store that is down stays down for a moment.
             sleep(Duration::from_millis(200)).await;
             let log = relay.log();
             let last = log.lines().rev().find(|line| !line.is_empty()).unwrap_or_default().to_owned();
             self.ended.lock().await.push(format!("{code:?}: {last}"));
             let _ = relay.start();
+        }
+    }
+
+    /// Records what a relay did that no fault excuses, or only some.
+    async fn record_failures(self: &Arc<Self>, relay: &mut Relay) {
+        for (kind, detail) in relay.take_failures() {
+            self.record(Fault { detail, ..self.begin(kind) }).await;
         }
     }
 
@@ -283,9 +297,12 @@ impl Stage {
         while aftermaths.join_next().await.is_some() {}
     }
 
-    pub(crate) async fn stop_relays(&self) {
+    pub(crate) async fn stop_relays(self: &Arc<Self>) {
         for relay in &self.relays {
-            let stopped = relay.lock().await.stop().await;
+            let mut relay = relay.lock().await;
+            let stopped = relay.stop().await;
+            relay.leases_lost();
+            self.record_failures(&mut relay).await;
             if let Err(error) = stopped {
                 self.ended.lock().await.push(format!("{error:#}"));
             }

@@ -20,7 +20,7 @@ pub struct Verdict {
     pub arrivals: u64,
     /// Events accepted again without an operator's command.
     pub duplicates: u64,
-    /// The number of duplicates that the faults explain.
+    /// The sum of all windows in flight at faults. Each fault has a bound of its own.
     pub duplicates_bound: u64,
     /// Violations by kind. All must be zero.
     pub violations: BTreeMap<String, u64>,
@@ -29,15 +29,18 @@ pub struct Verdict {
 }
 
 /// Every kind of violation, in the order of the table.
-pub const VIOLATIONS: [(&str, &str); 9] = [
+pub const VIOLATIONS: [(&str, &str); 12] = [
     ("lost", "committed, neither arrived nor dead"),
     ("phantom", "arrived, though rolled back, altered or unheard of"),
+    ("dead for no reason", "dead, though neither refused nor marked dead nor sent while a relay vanished"),
     ("torn", "transactions of which a part arrived"),
     ("misordered", "first arrivals after a later one of their key"),
     ("stale", "writes by a former owner, or that the tables' rules forbid"),
     ("stuck", "not finished when everything was quiet"),
-    ("duplicates unexplained", "sent again with no abrupt fault in between"),
-    ("duplicates beyond bound", "more than the windows in flight at abrupt faults"),
+    ("duplicates unexplained", "sent again with no abrupt fault near enough"),
+    ("duplicates beyond bound", "more than were in flight at the fault they are charged to"),
+    ("lease lost for no reason", "another may have it, and no fault that costs leases was near"),
+    ("relay failed", "it panicked, crashed, ended unasked, or did not stop in time"),
     ("taken back by the database", "acknowledged commits that a crash undid"),
 ];
 

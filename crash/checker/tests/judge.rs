@@ -136,6 +136,29 @@ fn a_refused_arrival_is_none_unless_the_event_is_dead() {
     files.finds(&["stuck"]);
 }
 
+/// A relay that vanished excuses one event that its relays crashed with, whatever the subscription.
+#[test]
+fn an_event_is_dead_only_for_a_reason() {
+    let mut files = clean();
+    files.tx("c", "committed", &[4], true);
+    files.left.push(json!({ "subscription": "main", "state": "dead", "body": body("c", 0, 4).to_string() }));
+    files.finds(&["dead for no reason"]);
+    files.left[0]["code"] = json!("relay_crashed");
+    files.finds(&["dead for no reason"]);
+    files.fault(1, 0, 0);
+    files.faults[0]["kind"] = json!("relay SIGSTOP past the lease");
+    files.finds(&[]);
+    assert_eq!(files.judge().facts["dead"], 1);
+    files.left[0]["subscription"] = json!("part");
+    files.is_filtered = true;
+    files.finds(&[]);
+    files.faults[0]["window"] = json!(0);
+    files.finds(&["dead for no reason"]);
+    files.faults.clear();
+    files.arrive(422, "c", 0, 4);
+    files.finds(&["dead for no reason"]);
+}
+
 #[test]
 fn what_was_rolled_back_altered_or_never_appended_is_a_phantom() {
     for (tx, v) in [("b", 3), ("a", 7), ("nobody", 1)] {
@@ -220,7 +243,7 @@ fn one_that_passes_a_refused_one_is_misordered() {
 fn a_duplicate_needs_a_fault_in_between_and_a_window_that_has_room() {
     let mut files = clean();
     files.arrive(204, "a", 0, 1);
-    files.finds(&["duplicates beyond bound", "duplicates unexplained"]);
+    files.finds(&["duplicates unexplained"]);
     files.fault(1, 10_000, 10_001);
     files.finds(&["duplicates unexplained"]);
     files.faults.clear();
@@ -228,6 +251,99 @@ fn a_duplicate_needs_a_fault_in_between_and_a_window_that_has_room() {
     files.finds(&[]);
     files.arrive(204, "a", 1, 2);
     files.finds(&["duplicates beyond bound"]);
+}
+
+/// The fault comes between both arrivals, but its victims had sent other events since the first.
+#[test]
+fn a_duplicate_far_from_every_fault_is_unexplained() {
+    let mut files = clean();
+    files.arrive(204, "a", 0, 1);
+    let end = |lines: &[String]| lines.iter().map(|line| line.len() as u64 + 1).sum::<u64>();
+    let (far, near) = (end(&files.arrivals[..2]), end(&files.arrivals[..1]));
+    files.fault(1, far, far);
+    files.finds(&["duplicates unexplained"]);
+    files.fault(1, near, near);
+    files.finds(&[]);
+}
+
+/// The window of one fault does not explain what came again because of another.
+#[test]
+fn each_fault_has_a_bound_of_its_own() {
+    let mut files = clean();
+    files.arrive(204, "a", 0, 1);
+    files.arrive(204, "a", 1, 2);
+    files.fault(1, 10, 500);
+    files.fault(100, 10_000, 10_001);
+    files.finds(&["duplicates beyond bound"]);
+    files.fault(1, 10, 500);
+    files.finds(&[]);
+    files.faults[0]["missed"] = json!(true);
+    files.finds(&["duplicates beyond bound"]);
+    assert_eq!(files.judge().faults["kill"], 2);
+}
+
+/// The first fault explains both repetitions, the second only the earlier one.
+#[test]
+fn a_fault_is_kept_for_what_no_other_explains() {
+    let mut files = clean();
+    files.arrive(204, "a", 0, 1);
+    files.arrive(204, "a", 1, 2);
+    files.fault(1, 0, 500);
+    files.fault(1, 0, 0);
+    files.finds(&[]);
+}
+
+#[test]
+fn a_lost_lease_needs_a_fault_that_can_cost_it() {
+    let mut files = clean();
+    files.fault(1, 0, 0);
+    files.faults[0]["is_stall"] = json!(true);
+    files.finds(&["lease lost for no reason"]);
+    files.fault(1, 0, 0);
+    files.finds(&[]);
+    files.faults[1]["kind"] = json!("relay SIGKILL");
+    files.finds(&["lease lost for no reason"]);
+    files.faults[1]["kind"] = json!("database SIGKILL");
+    files.faults[0]["from"] = json!(10_000_000);
+    files.finds(&["lease lost for no reason"]);
+    assert!(!files.judge().facts.contains_key(LATE));
+}
+
+/// The name of the fact that replaces the violation where nobody took the lane.
+const LATE: &str = "leases not renewed in time, without a fault";
+
+#[test]
+fn a_lease_that_a_slow_machine_did_not_renew_is_a_fact() {
+    let mut files = clean();
+    files.fault(1, 0, 0);
+    files.faults[0]["is_stall"] = json!(true);
+    files.faults[0]["detail"] = json!("lease_not_renewed");
+    files.finds(&[]);
+    assert_eq!(files.judge().facts[LATE], 1);
+    files.faults[0]["detail"] = json!("stale_lease");
+    files.finds(&["lease lost for no reason"]);
+}
+
+#[test]
+fn a_relay_that_panicked_has_failed() {
+    let mut files = clean();
+    files.fault(0, 0, 0);
+    files.faults[0]["kind"] = json!("relay failed");
+    files.faults[0]["detail"] = json!("exit status: 101: thread 'main' panicked");
+    files.finds(&["relay failed"]);
+}
+
+#[test]
+fn a_relay_that_gave_up_has_failed_unless_its_store_was_away() {
+    let mut files = clean();
+    files.fault(0, 0, 0);
+    files.faults[0]["kind"] = json!("relay ended with code 1");
+    files.finds(&["relay failed"]);
+    files.fault(1, 0, 0);
+    files.faults[1]["kind"] = json!("database SIGKILL");
+    files.finds(&[]);
+    files.faults[0]["from"] = json!(20_000_000);
+    files.finds(&["relay failed"]);
 }
 
 #[test]
@@ -279,6 +395,21 @@ fn a_lane_is_taken_from_another_only_when_its_lease_ran_out() {
         files.audit[0]["lease_until"] = json!(until);
         files.finds(if is_allowed { &[] } else { &["stale"] });
     }
+}
+
+/// A step of the clock hides only the take-overs within it, and the table says how many.
+#[test]
+fn a_lane_is_judged_outside_a_clock_step() {
+    let mut files = clean();
+    let lane = |epoch: u64, owner: &str| json!({ "subscription": 1, "lane": 0, "epoch": epoch, "owner": owner, "lease_until": "then" });
+    files.change("lane", lane(1, "o"), lane(2, "other"));
+    files.audit[0]["lease_until"] = json!(1_000);
+    files.fault(0, 0, 0);
+    files.faults[0]["kind"] = json!("database clock step");
+    files.finds(&[]);
+    assert_eq!(files.judge().facts["take-overs not judged"], 1);
+    (files.audit[0]["at"], files.audit[0]["lease_until"]) = (json!(9_000_000), json!(9_001_000));
+    files.finds(&["stale"]);
 }
 
 #[test]

@@ -11,6 +11,7 @@ use futures::future::BoxFuture;
 use postbox_crash_checker::faults::Fault;
 use rand::Rng as _;
 use rand::rngs::SmallRng;
+use rand::seq::SliceRandom as _;
 
 use crate::stage::Stage;
 use crate::store::StoreKind;
@@ -95,6 +96,19 @@ pub(crate) const KINDS: &[Kind] = kinds! {
     "file vacuumed", 6, Inside, SQLITE, sqlite::vacuum;
     "journal checkpointed", 6, Inside, SQLITE, sqlite::checkpoint;
 };
+
+/// Returns each kind of a group once, the last one first. A restore comes after a copy.
+pub(crate) fn each<'a>(kinds: &[&'a Kind], group: Group, random: &mut SmallRng) -> Vec<&'a Kind> {
+    let mut each: Vec<&Kind> = kinds.iter().copied().filter(|kind| kind.group == group).collect();
+    each.shuffle(random);
+    let find = |name: &str| each.iter().position(|kind| kind.name == name);
+    if let (Some(restore), Some(copy)) = (find("restore"), find("backup copied"))
+        && copy < restore
+    {
+        each.swap(copy, restore);
+    }
+    each
+}
 
 /// Draws a kind of a group by weight; `None` if there is none.
 pub(crate) fn draw<'a>(kinds: &[&'a Kind], group: Group, random: &mut SmallRng) -> Option<&'a Kind> {

@@ -69,8 +69,9 @@ pub(super) async fn lay_at(
     // A call that is lost or delayed may cost the lease.
     fault.window = stage.bed.window_of_one().await;
     let trap = stage.postgres()?.proxy(relay).trap(point, harm);
-    if timeout(CALL_WITHIN, trap.sprung()).await.is_err() {
+    if timeout(CALL_WITHIN, trap.sprung()).await.is_err() && !trap.is_sprung() {
         fault.detail.push_str(", not reached");
+        fault.missed = true;
     }
     Ok(Ambush { relay, trap })
 }
@@ -119,6 +120,7 @@ pub(super) async fn lose_answer_and_end(stage: &Stage, random: &mut SmallRng, fa
         let _ = timeout(CALL_WITHIN, trap.release()).await;
     }
     sleep(millis(random, 0..40)).await;
+    fault.missed = false;
     let mut relay = stage.relays[relay].lock().await;
     if random.random_bool(0.6) {
         relay.kill();
@@ -152,7 +154,9 @@ pub(super) async fn lose_commit(stage: &Stage, random: &mut SmallRng, fault: &mu
     };
     fault.detail = format!("{harm:?} at {point:?}");
     let trap = stage.postgres()?.writers.trap(point, harm);
-    if timeout(CALL_WITHIN, trap.sprung()).await.is_ok() && harm == Harm::Delay {
+    let _ = timeout(CALL_WITHIN, trap.sprung()).await;
+    fault.missed = !trap.is_sprung();
+    if !fault.missed && harm == Harm::Delay {
         sleep(millis(random, 10..1_000)).await;
         let _ = timeout(CALL_WITHIN, trap.release()).await;
     }

@@ -12,12 +12,13 @@ use crate::writer::{TOPICS, now_micros};
 const EVENTS_MAX: i64 = 30;
 
 async fn order(stage: &Stage, op: &str, state: &str, most: i64, fault: &mut Fault) -> anyhow::Result<()> {
-    let events = stage.bed.some_events(state, most).await?;
+    let events = stage.bed.some_events("main", state, most).await?;
     fault.detail = format!("{} {state} events", events.len());
+    fault.missed = events.is_empty();
     if !events.is_empty() {
         // Commands in between may have changed these events: the output says so, and it is not an
-        // error.
-        stage.order(op, events).await?;
+        // error. Commands that remove events require a subscription.
+        stage.order(op, (op != "retry").then_some("main"), events).await?;
     }
     Ok(())
 }
@@ -45,6 +46,7 @@ pub(super) async fn prune(stage: &Stage, random: &mut SmallRng, fault: &mut Faul
     let age = *choose(&["1s", "2s", "5s"], random);
     let (ok, said) = stage.operate(&["prune", "--older-than", age]).await?;
     fault.detail = format!("{age}, {ok}: {}", said.lines().last().unwrap_or_default());
+    fault.missed = !ok;
     Ok(())
 }
 

@@ -59,8 +59,9 @@ pub(super) async fn step_clock(stage: &Stage, random: &mut SmallRng, fault: &mut
     };
     fault.detail = format!("relays {relays:?}: {seconds:+} s");
     fault.window = window;
+    fault.missed = true;
     for number in relays {
-        stage.relays[number].lock().await.step_clock(seconds)?;
+        fault.missed &= !stage.relays[number].lock().await.step_clock(seconds)?;
     }
     Ok(())
 }

@@ -94,6 +94,7 @@ pub(super) async fn terminate_backend(stage: &Stage, random: &mut SmallRng, faul
     let pids = bed.backends(random.random_bool(0.7)).await?;
     if pids.is_empty() {
         "nobody there".clone_into(&mut fault.detail);
+        fault.missed = true;
         return Ok(());
     }
     fault.window = window_of_all();
@@ -104,12 +105,13 @@ pub(super) async fn terminate_backend(stage: &Stage, random: &mut SmallRng, faul
 /// it.
 pub(super) async fn freeze_backend(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.postgres()?;
-    fault.window = window_of_all();
     let pids = bed.backends(true).await?;
     let Some(pid) = pids.first().and_then(|_| u32::try_from(*choose(&pids, random)).ok()) else {
         "nobody there".clone_into(&mut fault.detail);
+        fault.missed = true;
         return Ok(());
     };
+    fault.window = window_of_all();
     signal(pid, "STOP");
     (0..RELAYS).for_each(|relay| bed.proxy(relay).reset());
     sleep(millis(random, 50..1_500)).await;
@@ -155,7 +157,8 @@ pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     let mut server = bed.server.lock().await;
     let Some(copy) = bed.copy.lock().await.take() else {
         drop(server);
-        "no copy yet, so one is made".clone_into(&mut fault.detail);
+        // There is nothing to restore yet.
+        "backup copied".clone_into(&mut fault.kind);
         return copy(stage, random, fault).await;
     };
     fault.window = window_of_all();

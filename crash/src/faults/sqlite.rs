@@ -23,9 +23,9 @@ pub(super) async fn fill_disk(stage: &Stage, random: &mut SmallRng, fault: &mut 
 
 /// Another program holds the write lock for a while.
 pub(super) async fn hold_lock(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
-    fault.window = window_of_all();
     let connection = stage.sqlite()?.connection()?;
     connection.execute_batch("BEGIN IMMEDIATE")?;
+    fault.window = window_of_all();
     sleep(millis(random, 200..2_500)).await;
     Ok(connection.execute_batch("ROLLBACK")?)
 }
@@ -62,7 +62,11 @@ pub(super) async fn copy(stage: &Stage, _random: &mut SmallRng, fault: &mut Faul
 pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.sqlite()?;
     let copy = bed.copy.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-    let Some(copy) = copy else { return self::copy(stage, random, fault).await };
+    let Some(copy) = copy else {
+        // There is nothing to restore yet.
+        "backup copied".clone_into(&mut fault.kind);
+        return self::copy(stage, random, fault).await;
+    };
     fault.window = window_of_all();
     (fault.copied_at, fault.copied_places) = (Some(copy.at), copy.places);
     stage.take_back_to(copy.committed);

@@ -5,13 +5,15 @@ use postbox_testkit::proxy::{Harm, Point};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use tokio::time::{sleep, timeout};
+use tokio_postgres::error::SqlState;
 
 use super::network::{Ambush, CALL_WITHIN, WINDOW, lay_at};
 use super::{choose, millis};
 use crate::stage::{RELAYS, Stage};
 use crate::store::window_of_all;
 
-/// Each moves every row, and locks the table meanwhile.
+/// Each moves every row, and locks the table meanwhile. The column with a volatile default also
+/// changes the table's row type, so that prepared statements are planned again.
 const REWRITES: [&str; 8] = [
     "VACUUM FULL postbox.lane",
     "VACUUM FULL postbox.delivery",
@@ -19,17 +21,21 @@ const REWRITES: [&str; 8] = [
     "VACUUM FULL postbox.subscription",
     "CLUSTER postbox.lane USING lane_pkey",
     "CLUSTER postbox.delivery USING delivery_pkey",
-    "ALTER TABLE postbox.lane ALTER COLUMN last_seq TYPE bigint USING last_seq + 0",
-    "VACUUM (FREEZE) postbox.outbox",
+    "ALTER TABLE postbox.lane ADD COLUMN crash_draw float8 DEFAULT random(); ALTER TABLE postbox.lane DROP COLUMN crash_draw",
+    "CLUSTER postbox.outbox USING outbox_pkey",
 ];
 
 /// Rewrites a table.
 pub(super) async fn rewrite(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let statement = *choose(&REWRITES, random);
     statement.clone_into(&mut fault.detail);
-    // A relay that waits for the lock may lose its lease.
+    let client = stage.postgres()?.client().await?;
+    // A relay that waits for the lock may lose its lease; also if this call waits in vain.
     fault.window = window_of_all();
-    stage.postgres()?.execute(statement).await
+    let done = client.batch_execute(statement).await;
+    let refusal = done.as_ref().err().and_then(|error| error.as_db_error());
+    fault.missed = refusal.is_some_and(|error| *error.code() != SqlState::LOCK_NOT_AVAILABLE);
+    Ok(done?)
 }
 
 /// Takes a lock that allows reads but no writes, like an index build.

@@ -77,11 +77,11 @@ impl Bed {
         }
     }
 
-    /// Some events in a state, for an operator to name.
-    pub(crate) async fn some_events(&self, state: &str, limit: i64) -> anyhow::Result<Vec<Named>> {
+    /// Some events of a subscription in a state, for an operator to name.
+    pub(crate) async fn some_events(&self, of: &str, state: &str, limit: i64) -> anyhow::Result<Vec<Named>> {
         match self {
-            Self::Postgres(bed) => bed.some_events(state, limit).await,
-            Self::Sqlite(bed) => bed.some_events(state, limit),
+            Self::Postgres(bed) => bed.some_events(of, state, limit).await,
+            Self::Sqlite(bed) => bed.some_events(of, state, limit),
         }
     }
 

@@ -136,11 +136,11 @@ impl PostgresBed {
         self.execute(&fill).await
     }
 
-    pub(crate) async fn some_events(&self, state: &str, limit: i64) -> anyhow::Result<Vec<Named>> {
+    pub(crate) async fn some_events(&self, of: &str, state: &str, limit: i64) -> anyhow::Result<Vec<Named>> {
         let sql = "SELECT l.id::text, l.payload FROM postbox.delivery AS d JOIN postbox.outbox AS l ON l.seq = d.seq
-                   JOIN postbox.subscription AS s ON s.id = d.subscription AND s.name = 'main'
+                   JOIN postbox.subscription AS s ON s.id = d.subscription AND s.name = $3
                    WHERE d.state = $1 ORDER BY d.seq LIMIT $2";
-        let rows = self.client().await?.query(sql, &[&state, &limit]).await?;
+        let rows = self.client().await?.query(sql, &[&state, &limit, &of]).await?;
         let named = |row: &tokio_postgres::Row| {
             let body: Body = serde_json::from_str(row.get(1)).context("a payload of ours")?;
             anyhow::Ok(Named { id: row.get(0), event: format!("{}/{}", body.tx, body.n) })

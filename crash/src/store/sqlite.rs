@@ -95,13 +95,13 @@ impl SqliteBed {
         Ok(tx.commit()?)
     }
 
-    pub(crate) fn some_events(&self, state: &str, limit: i64) -> anyhow::Result<Vec<Named>> {
+    pub(crate) fn some_events(&self, of: &str, state: &str, limit: i64) -> anyhow::Result<Vec<Named>> {
         let connection = self.connection()?;
         let mut rows = connection.prepare(
             "SELECT l.id, CAST(l.payload AS TEXT) FROM postbox_delivery AS d JOIN postbox_outbox AS l ON l.seq = d.seq
-             WHERE d.subscription = 'main' AND d.state = ?1 ORDER BY d.seq LIMIT ?2",
+             WHERE d.subscription = ?3 AND d.state = ?1 ORDER BY d.seq LIMIT ?2",
         )?;
-        let rows = rows.query_map(params![state, limit], |row| Ok((row.get(0)?, row.get::<_, String>(1)?)))?;
+        let rows = rows.query_map(params![state, limit, of], |row| Ok((row.get(0)?, row.get::<_, String>(1)?)))?;
         rows.map(|row| {
             let (id, body) = row?;
             let body: Body = serde_json::from_str(&body).context("a payload of ours")?;
