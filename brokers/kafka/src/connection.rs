@@ -26,7 +26,7 @@ pub(crate) struct Auth {
     pub(crate) password: Secret,
 }
 
-/// The id that each topic has in the cluster.
+/// The id that each topic has in the cluster; without topics of which none is reported.
 pub(crate) type TopicIds = BTreeMap<String, [u8; 16]>;
 
 /// The brokers, the credentials, and the client to use.

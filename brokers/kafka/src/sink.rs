@@ -113,7 +113,7 @@ impl KafkaSink {
         };
         let topic = record.topic.clone();
         match producer.send(record).await {
-            Ok(duplicate) => Published::Confirmed { duplicate },
+            Ok(outcome) => Published::Confirmed(outcome),
             Err(failure) => Published::Failed(failure, topic),
         }
     }
@@ -180,9 +180,7 @@ impl Drop for Call<'_> {
 
 /// The result of one event of a call.
 enum Published {
-    Confirmed {
-        duplicate: bool,
-    },
+    Confirmed(Outcome),
     Failed(Failure, String),
     /// It was never passed to the producer.
     Refused(Outcome),
@@ -269,7 +267,7 @@ impl KafkaSink {
         unanswered: &Outcome,
     ) -> Vec<Outcome> {
         let any = |is: fn(&Published) -> bool| published.iter().flatten().any(is);
-        let confirmed = any(|it| matches!(it, Published::Confirmed { .. }));
+        let confirmed = any(|it| matches!(it, Published::Confirmed(_)));
         let failed = any(|it| matches!(it, Published::Failed(..)));
         let calls = match (confirmed, failed) {
             (true, _) => session.silent_calls.swap(0, Ordering::Relaxed),
@@ -289,8 +287,7 @@ impl KafkaSink {
         }
         let outcome = |published: Option<Published>| match published {
             None => unanswered.clone(),
-            Some(Published::Refused(outcome)) => outcome,
-            Some(Published::Confirmed { duplicate }) => Outcome::Delivered { duplicate },
+            Some(Published::Refused(outcome) | Published::Confirmed(outcome)) => outcome,
             Some(Published::Failed(failure, topic)) => match classify::failure(&failure, &topic) {
                 // Other records of the call were confirmed, so brokers can be reached. Only the
                 // leader of this partition may be down.

@@ -16,12 +16,12 @@ use postbox_core::{AckToken, Clock, Error, ErrorKind, Result, Source, SourceCapa
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 
 use self::held::Held;
 use crate::classify::{self, Failure};
 use crate::client::Consumer;
-use crate::connection::{Cluster, TopicIds};
+use crate::connection::Cluster;
 use crate::group::{Membership, OPERATION, OffsetReset, Partition, Rebalances};
 use crate::message::raw_message;
 
@@ -40,6 +40,8 @@ const RETRY_WAIT: Duration = Duration::from_millis(250);
 /// The longest time to leave the group. After that, the group removes the member when its session
 /// times out.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(3);
+/// The code of a topic that was deleted and created again.
+const RECREATED: &str = "kafka_topic_recreated";
 
 /// Reads topics as a member of a consumer group.
 ///
@@ -108,11 +110,13 @@ impl Member {
                 () = self.closed.cancelled() => break,
             };
             match joined {
-                Ok((consumer, topics)) => {
+                Ok(consumer) => {
                     *lock(&self.state.consumer) = Some(consumer.clone());
-                    self.poll(&consumer, &topics).await;
+                    self.poll(&consumer).await;
                     *lock(&self.state.consumer) = None;
                     consumer.close(LEAVE_TIMEOUT).await;
+                    // A commit that is on its way ends before the next membership begins.
+                    let _committing = self.state.committing.lock().await;
                     lock(&self.state.held).forget_all();
                 }
                 Err(failure) => {
@@ -131,11 +135,11 @@ impl Member {
     /// client does not notice: it goes on asking for the former topic, or goes on in the new one
     /// where it stood in the former. Asks the cluster only if the client's metadata is old. The
     /// error is that of asking.
-    async fn recreated(&self, consumer: &Consumer, topics: &TopicIds) -> Result<Option<Error>> {
-        match consumer.topic_ids(&self.membership.topics, OPERATION).await {
-            Ok(now) => Ok(topics.iter().find(|(topic, id)| now.get(*topic) != Some(id)).map(|(topic, _)| {
+    async fn recreated(&self, consumer: &Consumer) -> Result<Option<Error>> {
+        match consumer.recreated(&self.membership.topics).await {
+            Ok(topic) => Ok(topic.map(|topic| {
                 let text = format!("the topic {topic} was deleted and created again; it is read anew");
-                Error::new(ErrorKind::Unavailable, OPERATION, "kafka_topic_recreated", text)
+                Error::new(ErrorKind::Unavailable, OPERATION, RECREATED, text)
             })),
             Err(error) if error.code() == classify::TOPIC_MISSING => Ok(Some(error)),
             Err(error) => Err(error),
@@ -152,17 +156,43 @@ impl Member {
         }
     }
 
+    /// Moves our new partitions to their beginning where the group's offset is of a former topic.
+    /// Drops what was fetched from there. Returns where they begin.
+    async fn rewind(
+        &self,
+        consumer: &Consumer,
+        records: &mut Vec<ConsumerRecord>,
+    ) -> Result<Vec<(Partition, i64)>, Failure> {
+        let assigned = lock(&self.state.held).take_assigned();
+        if assigned.is_empty() {
+            return Ok(Vec::new());
+        }
+        // The client does not fetch these records again, so a member without an answer joins again.
+        let rewound = consumer.rewind(&assigned).await.map_err(|failure| Failure { is_final: true, ..failure })?;
+        for (topic, partitions) in by_topic(rewound.iter().map(|(partition, _)| partition)) {
+            warn!(code = RECREATED, topic, ?partitions, "partitions of a topic created again");
+        }
+        records.retain(|it| !rewound.iter().any(|((topic, number), _)| it.topic == *topic && it.partition == *number));
+        Ok(rewound.into_iter().filter_map(|(partition, begin)| Some((partition, begin?))).collect())
+    }
+
     /// Polls until the client cannot continue, a topic is another, or the source is closed.
-    async fn poll(&self, consumer: &Consumer, topics: &TopicIds) {
+    async fn poll(&self, consumer: &Consumer) {
         loop {
             let is_full = lock(&self.state.held).waiting() >= self.membership.in_flight_max;
             let polled = async {
-                let records = match is_full {
+                let mut records = match is_full {
                     false => consumer.poll(POLL).await?,
                     true => self.poll_paused(consumer).await?,
                 };
-                let recreated = self.recreated(consumer, topics).await;
-                Ok::<_, Failure>((records, recreated, self.positions(consumer).await))
+                let recreated = self.recreated(consumer).await;
+                let mut positions = Vec::new();
+                // Otherwise we join again, with the topic's new id.
+                if !matches!(recreated, Ok(Some(_))) {
+                    positions = self.rewind(consumer, &mut records).await?;
+                    positions.extend(self.positions(consumer).await);
+                }
+                Ok::<_, Failure>((records, recreated, positions))
             };
             let polled = tokio::select! {
                 biased;
@@ -246,13 +276,20 @@ impl Member {
     }
 }
 
+fn by_topic<'a>(partitions: impl IntoIterator<Item = &'a Partition>) -> BTreeMap<&'a str, Vec<i32>> {
+    let mut topics: BTreeMap<&str, Vec<i32>> = BTreeMap::new();
+    for (topic, partition) in partitions {
+        topics.entry(topic).or_default().push(*partition);
+    }
+    topics
+}
+
 impl Rebalances for State {
     fn assigned(&self, partitions: &[Partition]) {
-        let mut topics: BTreeMap<&str, Vec<i32>> = BTreeMap::new();
-        partitions.iter().for_each(|(topic, partition)| topics.entry(topic).or_default().push(*partition));
-        for (topic, partitions) in topics {
+        for (topic, partitions) in by_topic(partitions) {
             info!(topic, ?partitions, "partitions assigned");
         }
+        lock(&self.held).assigned(partitions);
     }
 
     async fn revoked(&self, partitions: &[Partition]) {

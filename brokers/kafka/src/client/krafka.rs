@@ -1,19 +1,24 @@
 //! krafka: a client in Rust.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ::krafka::admin::{AdminClient, ListConsumerGroupOffsetsOptions};
 use ::krafka::auth::{AuthConfig, TlsConfig};
 use ::krafka::consumer::{
     AutoOffsetReset, Consumer, ConsumerRebalanceListener, IsolationLevel, OffsetAndMetadata, TopicPartition,
 };
 use ::krafka::producer::{Producer, Record};
 use ::krafka::{CloseOptions, ConsumerRecord, Kafka, KafkaBuilder, KrafkaError, ProtocolErrorKind};
-use postbox_core::{Error, ErrorKind, Result};
+use postbox_core::{Error, ErrorKind, Outcome, Result};
 use tokio::time::timeout;
 
-use super::{CONNECT_TIMEOUT, LINGER, MEMORY_BYTES, METADATA_MAX_AGE, POLL_MAX, Producing, REQUEST_TIMEOUT};
+use super::{
+    CONNECT_TIMEOUT, LINGER, MEMORY_BYTES, METADATA_MAX_AGE, POLL_MAX, Producing, REQUEST_TIMEOUT, TLS_MAX_AGE,
+    confirmed,
+};
 use crate::classify::{self, Cause, Failure};
 use crate::connection::{Auth, Cluster, Mechanism, TopicIds};
 use crate::group::{Membership, OPERATION, OffsetReset, Partition, Rebalances};
@@ -42,6 +47,20 @@ impl From<KrafkaError> for Failure {
     }
 }
 
+/// What a broker reports that has no ids.
+const NO_ID: [u8; 16] = [0; 16];
+/// What begins the metadata of our offsets. The topic's id follows.
+const TOPIC_ID: &str = "topic-id:";
+
+/// A member of a consumer group.
+pub(crate) struct Joined {
+    pub(super) consumer: Consumer,
+    admin: AdminClient,
+    group: String,
+    /// The topics' ids when it joined.
+    ids: TopicIds,
+}
+
 fn failed(error: KrafkaError) -> Error {
     classify::error("connect", &error.into())
 }
@@ -63,7 +82,8 @@ fn builder(cluster: &Cluster, request_timeout: Duration) -> KafkaBuilder {
         .client_id("postbox")
         .request_timeout(request_timeout)
         .connect_timeout(CONNECT_TIMEOUT.min(request_timeout))
-        .metadata_max_age(METADATA_MAX_AGE);
+        .metadata_max_age(METADATA_MAX_AGE)
+        .tls_reload_interval(Some(TLS_MAX_AGE));
     match security(cluster) {
         Some(security) => builder.security(security),
         None => builder,
@@ -91,16 +111,18 @@ fn security(cluster: &Cluster) -> Option<AuthConfig> {
     Some(auth.map_or_else(|| AuthConfig::ssl(config.clone()), |auth| auth.with_tls(config.clone())))
 }
 
-/// Returns the ids of these topics, or the error of `operation` if one is missing. Asks the cluster
-/// only if the client's metadata is old.
-pub(super) async fn topic_ids(consumer: &Consumer, topics: &[String], operation: &'static str) -> Result<TopicIds> {
+/// Returns the ids of these topics as far as brokers report them, or the error of `operation` if a
+/// topic is missing. Asks the cluster only if the client's metadata is old.
+async fn topic_ids(consumer: &Consumer, topics: &[String], operation: &'static str) -> Result<TopicIds> {
     let mut ids = TopicIds::new();
     for topic in topics {
         let found = consumer.fetch_metadata(Some(topic)).await.map_err(failed)?.topics;
         let Some(found) = found.first() else {
             return Err(classify::missing(operation, topic));
         };
-        ids.insert(topic.clone(), found.topic_id);
+        if found.topic_id != NO_ID {
+            ids.insert(topic.clone(), found.topic_id);
+        }
     }
     Ok(ids)
 }
@@ -135,8 +157,9 @@ pub(super) async fn producer(cluster: &Cluster, how: &Producing) -> Result<Produ
     producer.await.map_err(failed)
 }
 
-pub(super) async fn send(producer: &Producer, record: Record) -> Result<bool, Failure> {
-    Ok(producer.enqueue(record).await?.await?.is_deduplicated())
+pub(super) async fn send(producer: &Producer, record: Record) -> Result<Outcome, Failure> {
+    let stored = producer.enqueue(record).await?.await?;
+    Ok(confirmed(stored.is_deduplicated(), stored.partition, stored.offset))
 }
 
 /// Closes a producer. An error only lists what could not be sent any more, which the calls have
@@ -149,7 +172,7 @@ pub(super) async fn join(
     cluster: &Cluster,
     membership: &Membership,
     rebalances: &Arc<impl Rebalances>,
-) -> Result<(Consumer, TopicIds)> {
+) -> Result<Joined> {
     let Membership { topics, group, offset_reset, session_timeout, in_flight_max, .. } = membership;
     let kafka = connect(cluster, REQUEST_TIMEOUT).await?;
     let consumer = kafka
@@ -170,7 +193,15 @@ pub(super) async fn join(
     let consumer = consumer.await.map_err(failed)?;
     let ids = topic_ids(&consumer, topics, OPERATION).await?;
     consumer.subscribe(topics).await.map_err(failed)?;
-    Ok((consumer, ids))
+    Ok(Joined { consumer, admin: kafka.admin(), group: group.clone(), ids })
+}
+
+/// Returns the first topic that has another id than when we joined. Asks the cluster only if the
+/// client's metadata is old.
+pub(super) async fn recreated(joined: &Joined, topics: &[String]) -> Result<Option<String>> {
+    let now = topic_ids(&joined.consumer, topics, OPERATION).await?;
+    let other = joined.ids.iter().find(|(topic, id)| now.get(*topic).is_some_and(|now| now != *id));
+    Ok(other.map(|(topic, _)| topic.clone()))
 }
 
 /// Returns the offset of the next message in each of our partitions, as far as it is known.
@@ -187,6 +218,48 @@ pub(super) async fn positions(consumer: &Consumer) -> Vec<(Partition, i64)> {
     positions
 }
 
+fn place((topic, partition): &Partition) -> TopicPartition {
+    TopicPartition::new(topic.to_string(), *partition)
+}
+
+/// The metadata of our offsets: whoever reads one later sees whether it is of this topic or of a
+/// former one with the same name.
+fn metadata_of(id: &[u8; 16]) -> String {
+    format!("{TOPIC_ID}{:032x}", u128::from_be_bytes(*id))
+}
+
+/// Whether an offset is of another topic than the one with this id. Offsets of other clients, and
+/// of older versions, do not say it.
+fn is_former(metadata: &str, id: Option<&[u8; 16]>) -> bool {
+    metadata.starts_with(TOPIC_ID) && id.is_some_and(|id| metadata != metadata_of(id))
+}
+
+/// Moves those of these partitions to their beginning whose committed offset is of a former topic.
+/// Returns them, each with its first offset as far as that is known.
+pub(super) async fn rewind(
+    joined: &Joined,
+    assigned: &BTreeSet<Partition>,
+) -> Result<Vec<(Partition, Option<i64>)>, Failure> {
+    let Joined { consumer, admin, group, ids } = joined;
+    let places = assigned.iter().map(place).collect();
+    // Only the admin client reads metadata.
+    let options = ListConsumerGroupOffsetsOptions::default().timeout(REQUEST_TIMEOUT).partitions(places);
+    let mut offsets = admin.list_consumer_group_offsets(group.as_str(), options).await?;
+    let mut rewound = Vec::new();
+    for at in assigned {
+        let (topic, partition) = at;
+        // The client, too, takes a partition's error for no committed offset.
+        let metadata = offsets.remove(&place(at)).and_then(|committed| committed.ok()?.metadata);
+        // An error means that it is ours no longer.
+        if is_former(&metadata.unwrap_or_default(), ids.get(&**topic))
+            && consumer.seek_to_beginning(topic, *partition).await.is_ok()
+        {
+            rewound.push((at.clone(), consumer.position(topic, *partition).await));
+        }
+    }
+    Ok(rewound)
+}
+
 pub(super) async fn poll_paused(consumer: &Consumer, wait: Duration) -> Result<Vec<ConsumerRecord>, Failure> {
     let assigned = consumer.assignment().await;
     for (topic, partitions) in &assigned {
@@ -199,11 +272,16 @@ pub(super) async fn poll_paused(consumer: &Consumer, wait: Duration) -> Result<V
     Ok(polled?)
 }
 
-pub(super) async fn commit(consumer: &Consumer, offsets: &[(Partition, i64)]) -> Result<(), Failure> {
-    let place = |((topic, partition), offset): &(Partition, i64)| {
-        (TopicPartition::new(topic.to_string(), *partition), OffsetAndMetadata::new(*offset))
+pub(super) async fn commit(joined: &Joined, offsets: &[(Partition, i64)]) -> Result<(), Failure> {
+    let placed = |(at, offset): &(Partition, i64)| {
+        let committed = match joined.ids.get(&*at.0) {
+            Some(id) => OffsetAndMetadata::with_metadata(*offset, metadata_of(id)),
+            None => OffsetAndMetadata::new(*offset),
+        };
+        (place(at), committed)
     };
-    Ok(consumer.commit_offsets(offsets.iter().map(place)).await?)
+    let offsets: Vec<_> = offsets.iter().map(placed).collect();
+    Ok(joined.consumer.commit_offsets(offsets).await?)
 }
 
 /// Leaves the group. An error means that the group has removed this member already, or will.
@@ -229,5 +307,21 @@ impl<R: Rebalances> ConsumerRebalanceListener for Listener<R> {
 
     async fn on_partitions_lost(&self, list: &[TopicPartition]) {
         self.0.revoked(&partitions(list)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_offset_with_another_topic_id_is_of_a_former_topic() {
+        let (id, other) = ([7; 16], [8; 16]);
+        assert!(is_former(&metadata_of(&other), Some(&id)));
+        assert!(!is_former(&metadata_of(&id), Some(&id)));
+        assert!(!is_former(&metadata_of(&other), None), "the brokers report no id");
+        for others in ["", "checkpoint-7"] {
+            assert!(!is_former(others, Some(&id)), "{others}");
+        }
     }
 }

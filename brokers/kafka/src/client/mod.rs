@@ -7,17 +7,18 @@ mod krafka;
 #[cfg(feature = "rdkafka")]
 mod librdkafka;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ::krafka::ConsumerRecord;
 use ::krafka::producer::Record;
-use postbox_core::Result;
 #[cfg(not(feature = "rdkafka"))]
 use postbox_core::{Error, ErrorKind};
+use postbox_core::{Outcome, Result};
 
 use crate::classify::Failure;
-use crate::connection::{Cluster, TopicIds};
+use crate::connection::Cluster;
 use crate::group::{Membership, Partition, Rebalances};
 use crate::sink::Acks;
 
@@ -28,6 +29,9 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// How old the client's knowledge of topics may be. A topic that was deleted and created again is
 /// noticed after this time.
 const METADATA_MAX_AGE: Duration = Duration::from_secs(10);
+/// How old the certificates may be that a new connection uses: files that are renewed are read
+/// again after this time.
+const TLS_MAX_AGE: Duration = Duration::from_secs(60);
 /// The largest batch for one partition, in bytes: half of a topic's default `max.message.bytes`.
 const BATCH_BYTES_MAX: usize = 512 * 1024;
 /// The producer's buffer, in bytes. While it is full, calls wait.
@@ -108,9 +112,8 @@ impl Producer {
         }
     }
 
-    /// Sends a record and waits for its confirmation. Returns whether the brokers said that they
-    /// had it already.
-    pub(crate) async fn send(&self, record: Record) -> Result<bool, Failure> {
+    /// Sends a record and waits for its confirmation.
+    pub(crate) async fn send(&self, record: Record) -> Result<Outcome, Failure> {
         match self {
             Self::Krafka(producer) => krafka::send(producer, record).await,
             #[cfg(feature = "rdkafka")]
@@ -129,53 +132,57 @@ impl Producer {
     }
 }
 
+/// The outcome of a confirmed record. The offset is negative if the brokers do not say it.
+fn confirmed(duplicate: bool, partition: i32, offset: i64) -> Outcome {
+    match offset {
+        0.. => Outcome::delivered_at(duplicate, format_args!("{partition}@{offset}")),
+        _ => Outcome::Delivered { duplicate, position: None },
+    }
+}
+
 /// A member of a consumer group.
 #[derive(Clone)]
 pub(crate) enum Consumer {
-    Krafka(Arc<::krafka::consumer::Consumer>),
+    Krafka(Arc<krafka::Joined>),
     #[cfg(feature = "rdkafka")]
     Librdkafka(Arc<librdkafka::Consumer>),
 }
 
 impl Consumer {
     /// Joins the group. Topics are looked up before, so that a missing one leaves no member behind.
-    /// `rebalances` learns which partitions are ours from then on. Also returns the topics' ids, as
-    /// [`Self::topic_ids`].
+    /// `rebalances` learns which partitions are ours from then on.
     pub(crate) async fn join(
         cluster: &Cluster,
         membership: &Membership,
         rebalances: &Arc<impl Rebalances>,
-    ) -> Result<(Self, TopicIds)> {
+    ) -> Result<Self> {
         match cluster.client {
-            Client::Krafka => {
-                let (consumer, ids) = krafka::join(cluster, membership, rebalances).await?;
-                Ok((Self::Krafka(Arc::new(consumer)), ids))
-            }
+            Client::Krafka => Ok(Self::Krafka(Arc::new(krafka::join(cluster, membership, rebalances).await?))),
             #[cfg(feature = "rdkafka")]
             Client::Librdkafka => {
                 let consumer = librdkafka::Consumer::join(cluster, membership, rebalances).await?;
-                Ok((Self::Librdkafka(Arc::new(consumer)), TopicIds::new()))
+                Ok(Self::Librdkafka(Arc::new(consumer)))
             }
             #[cfg(not(feature = "rdkafka"))]
             Client::Librdkafka => Err(missing()),
         }
     }
 
-    /// Returns the topics' ids, or the error of `operation` if a topic is missing. Asks the cluster
-    /// only if the client's metadata is old. librdkafka does not report ids, so the result is then
-    /// empty.
-    pub(crate) async fn topic_ids(&self, topics: &[String], operation: &'static str) -> Result<TopicIds> {
+    /// Returns a topic that is another than when we joined, if there is one, or an error if a topic
+    /// is missing. Asks the cluster only if the client's metadata is old. librdkafka does not
+    /// report topic ids, so it never knows of one.
+    pub(crate) async fn recreated(&self, topics: &[String]) -> Result<Option<String>> {
         match self {
-            Self::Krafka(consumer) => krafka::topic_ids(consumer, topics, operation).await,
+            Self::Krafka(joined) => krafka::recreated(joined, topics).await,
             #[cfg(feature = "rdkafka")]
-            Self::Librdkafka(_) => Ok(TopicIds::new()),
+            Self::Librdkafka(_) => Ok(None),
         }
     }
 
     /// Waits for messages.
     pub(crate) async fn poll(&self, wait: Duration) -> Result<Vec<ConsumerRecord>, Failure> {
         match self {
-            Self::Krafka(consumer) => Ok(consumer.poll(wait).await?),
+            Self::Krafka(joined) => Ok(joined.consumer.poll(wait).await?),
             #[cfg(feature = "rdkafka")]
             Self::Librdkafka(consumer) => consumer.poll(wait, false).await,
         }
@@ -185,7 +192,7 @@ impl Consumer {
     /// before.
     pub(crate) async fn poll_paused(&self, wait: Duration) -> Result<Vec<ConsumerRecord>, Failure> {
         match self {
-            Self::Krafka(consumer) => krafka::poll_paused(consumer, wait).await,
+            Self::Krafka(joined) => krafka::poll_paused(&joined.consumer, wait).await,
             #[cfg(feature = "rdkafka")]
             Self::Librdkafka(consumer) => consumer.poll(wait, true).await,
         }
@@ -195,15 +202,29 @@ impl Consumer {
     /// librdkafka knows it only once a message was read.
     pub(crate) async fn positions(&self) -> Vec<(Partition, i64)> {
         match self {
-            Self::Krafka(consumer) => krafka::positions(consumer).await,
+            Self::Krafka(joined) => krafka::positions(&joined.consumer).await,
             #[cfg(feature = "rdkafka")]
             Self::Librdkafka(_) => Vec::new(),
         }
     }
 
+    /// Moves those of our new partitions to their beginning whose committed offset is of a former
+    /// topic with the same name. Returns them, each with its first offset as far as that is known.
+    /// librdkafka does not report topic ids, so it moves none.
+    pub(crate) async fn rewind(
+        &self,
+        assigned: &BTreeSet<Partition>,
+    ) -> Result<Vec<(Partition, Option<i64>)>, Failure> {
+        match self {
+            Self::Krafka(joined) => krafka::rewind(joined, assigned).await,
+            #[cfg(feature = "rdkafka")]
+            Self::Librdkafka(_) => Ok(Vec::new()),
+        }
+    }
+
     pub(crate) async fn commit(&self, offsets: &[(Partition, i64)]) -> Result<(), Failure> {
         match self {
-            Self::Krafka(consumer) => krafka::commit(consumer, offsets).await,
+            Self::Krafka(joined) => krafka::commit(joined, offsets).await,
             #[cfg(feature = "rdkafka")]
             Self::Librdkafka(consumer) => consumer.commit(offsets).await,
         }
@@ -213,7 +234,7 @@ impl Consumer {
     /// session times out.
     pub(crate) async fn close(&self, within: Duration) {
         match self {
-            Self::Krafka(consumer) => krafka::close_consumer(consumer, within).await,
+            Self::Krafka(joined) => krafka::close_consumer(&joined.consumer, within).await,
             #[cfg(feature = "rdkafka")]
             Self::Librdkafka(consumer) => consumer.close(within).await,
         }

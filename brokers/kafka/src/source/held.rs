@@ -1,6 +1,6 @@
 //! The messages that are fetched and not settled, and the offsets of each partition.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use postbox_core::{AckToken, RawMessage, SourceMessage};
@@ -13,6 +13,8 @@ pub(super) struct Held {
     /// The messages that are handed out, by the number of their token.
     given: BTreeMap<u64, (Partition, i64)>,
     times: u64,
+    /// Our new partitions. Whether their committed offset is of this topic is yet to be asked.
+    assigned: BTreeSet<Partition>,
 }
 
 /// The messages and offsets of a partition since it was assigned to us.
@@ -128,15 +130,27 @@ impl Held {
         }
     }
 
+    /// Notes which partitions have become ours.
+    pub(super) fn assigned(&mut self, partitions: &[Partition]) {
+        self.assigned.extend(partitions.iter().cloned());
+    }
+
+    /// Returns the partitions that have become ours since the last call, and still are.
+    pub(super) fn take_assigned(&mut self) -> BTreeSet<Partition> {
+        std::mem::take(&mut self.assigned)
+    }
+
     /// Forgets everything, because we have left the group.
     pub(super) fn forget_all(&mut self) {
         self.partitions.clear();
         self.given.clear();
+        self.assigned.clear();
     }
 
     /// Forgets a partition. Its next owner starts at the committed offset.
     pub(super) fn forget(&mut self, partition: &Partition) {
         self.partitions.remove(partition);
+        self.assigned.remove(partition);
         self.given.retain(|_, (its, _)| its != partition);
     }
 }
@@ -230,6 +244,20 @@ mod tests {
         held.settle(&given[0].token);
         held.put_back(&given[1].token, NOW);
         assert_eq!((held.uncommitted(), held.waiting()), (Vec::new(), 0));
+    }
+
+    #[test]
+    fn a_partition_is_asked_for_once_each_time_that_it_comes_to_us() {
+        let mut held = Held::default();
+        for _ in 0..2 {
+            held.assigned(&[partition(0), partition(1)]);
+            held.forget(&partition(1));
+            assert_eq!(held.take_assigned(), BTreeSet::from([partition(0)]));
+            assert!(held.take_assigned().is_empty());
+        }
+        held.assigned(&[partition(0)]);
+        held.forget_all();
+        assert!(held.take_assigned().is_empty());
     }
 
     #[test]

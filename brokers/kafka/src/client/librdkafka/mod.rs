@@ -13,7 +13,7 @@ use ::krafka::error::ErrorCode;
 use ::rdkafka::config::{ClientConfig, RDKafkaLogLevel};
 use ::rdkafka::consumer::{BaseConsumer, ConsumerContext, Rebalance};
 use ::rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
-use ::rdkafka::message::DeliveryResult;
+use ::rdkafka::message::{DeliveryResult, Message as _};
 use ::rdkafka::producer::{Producer as _, ProducerContext, ThreadedProducer};
 use ::rdkafka::{ClientContext, TopicPartitionList};
 use postbox_core::{Error, Result, lock};
@@ -156,11 +156,12 @@ impl ClientContext for Context {
 }
 
 impl ProducerContext for Context {
-    type DeliveryOpaque = Box<oneshot::Sender<Result<(), KafkaError>>>;
+    type DeliveryOpaque = Box<oneshot::Sender<Result<(i32, i64), KafkaError>>>;
 
     fn delivery(&self, result: &DeliveryResult<'_>, waiting: Self::DeliveryOpaque) {
         // An error means that its call is over.
-        let _ = waiting.send(result.as_ref().map(|_| ()).map_err(|(error, _)| error.clone()));
+        let at = result.as_ref().map(|stored| (stored.partition(), stored.offset()));
+        let _ = waiting.send(at.map_err(|(error, _)| error.clone()));
     }
 }
 

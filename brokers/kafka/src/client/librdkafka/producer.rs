@@ -7,10 +7,10 @@ use ::krafka::producer::Record;
 use ::rdkafka::error::RDKafkaErrorCode as Code;
 use ::rdkafka::message::{Header, OwnedHeaders};
 use ::rdkafka::producer::{BaseRecord, Producer as _, PurgeConfig};
-use postbox_core::Result;
+use postbox_core::{Outcome, Result};
 use tokio::sync::oneshot;
 
-use super::super::{LINGER, MEMORY_BYTES, Producing};
+use super::super::{LINGER, MEMORY_BYTES, Producing, confirmed};
 use super::{Context, Native, Threaded, blocking, closed, config, millis, reach};
 use crate::classify::{self, Failure};
 use crate::connection::Cluster;
@@ -58,10 +58,10 @@ impl Producer {
     }
 
     /// Sends a record and waits for its confirmation. The library does not say whether the brokers
-    /// had it already, so the result is never `true`.
-    pub(crate) async fn send(&self, record: &Record) -> Result<bool, Failure> {
+    /// had it already, so the outcome is never a duplicate.
+    pub(crate) async fn send(&self, record: &Record) -> Result<Outcome, Failure> {
         let producer = self.native.get()?;
-        let (confirm, confirmed) = oneshot::channel();
+        let (confirm, confirmation) = oneshot::channel();
         let headers = OwnedHeaders::new_with_capacity(record.headers.len());
         let headers = record
             .headers
@@ -85,8 +85,8 @@ impl Producer {
             }
             next = refused;
         }
-        match confirmed.await {
-            Ok(result) => Ok(result.map(|()| false)?),
+        match confirmation.await {
+            Ok(result) => Ok(result.map(|(partition, offset)| confirmed(false, partition, offset))?),
             Err(_) => Err(closed()),
         }
     }
