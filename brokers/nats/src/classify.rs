@@ -49,7 +49,7 @@ pub(crate) fn read(message: &Message) -> Answer {
 pub(crate) fn outcome(answer: Answer) -> Outcome {
     match answer {
         Answer { error: Some(refusal), .. } => refused(&refusal),
-        Answer { stream: Some(_), seq: Some(_), duplicate, .. } => Outcome::Delivered { duplicate },
+        Answer { stream: Some(_), seq: Some(seq), duplicate, .. } => Outcome::delivered_at(duplicate, seq),
         // Something answered that is no stream: nothing is stored.
         _ => Outcome::ambiguous("nats_answer_unknown", "the answer to the publish is not from JetStream"),
     }
@@ -183,7 +183,7 @@ mod tests {
         let error = |code| format!("{{\"error\":{{\"code\":503,\"err_code\":{code},\"description\":\"why\"}}}}");
         for (payload, expected) in [
             (r#"{"stream":"S","seq":1}"#.to_owned(), Outcome::DELIVERED),
-            (r#"{"stream":"S","seq":1,"duplicate":true}"#.to_owned(), Outcome::Delivered { duplicate: true }),
+            (r#"{"stream":"S","seq":1,"duplicate":true}"#.to_owned(), Outcome::DUPLICATE),
             (error(10_054), Outcome::dead("payload_too_large", "")),
             (error(10_097), Outcome::dead("payload_too_large", "")),
             (error(10_060), Outcome::ambiguous("nats_stream_other", "")),

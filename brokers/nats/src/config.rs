@@ -15,8 +15,8 @@ use postbox_core::{Down, Envelope, Inbound, LogName, RawMessage, Result, Sink, S
 
 use crate::classify::{NO_CONSUMER, no_stream};
 use crate::connection::{Auth, Link, Servers};
-use crate::jetstream::{ConsumerSpec, NewStream, Settings, ensure_consumer, settings, streams_of};
-use crate::sink::{DISCARDS, NatsSink, Publishing, Target};
+use crate::jetstream::{ConsumerSpec, NewStream, ensure_consumer, settings, streams_of};
+use crate::sink::{DISCARDS, NO_ACK, NatsSink, Publishing, STREAMS_MAX, Target};
 use crate::source::NatsSource;
 use crate::subject;
 
@@ -274,19 +274,25 @@ impl NatsSourceTable {
 async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
     let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
     let pattern = subject::pattern(&table.subject);
-    let streams = match &table.stream {
-        Some(stream) => match settings(&client, stream).await? {
-            Some(Settings { discards: true, .. }) => {
-                return Ok(format!("answers; the stream {stream} exists; {DISCARDS}"));
+    let mut streams = Vec::new();
+    match &table.stream {
+        Some(stream) => streams.extend(settings(&client, stream).await?.map(|found| (stream.clone(), found))),
+        None => {
+            for stream in streams_of(&client, &pattern).await?.into_iter().take(STREAMS_MAX) {
+                // A stream that we may not look at exists all the same.
+                let found = settings(&client, &stream).await.ok().flatten().unwrap_or_default();
+                streams.push((stream, found));
             }
-            found => found.map(|_| stream.clone()).into_iter().collect(),
-        },
-        None => streams_of(&client, &pattern).await?,
-    };
+        }
+    }
     match (&streams[..], &table.stream, &table.create) {
         ([], Some(stream), Some(_)) => Ok(format!("answers; the stream {stream} will be created")),
         ([], stream, _) => Err(no_stream(stream.as_deref(), &pattern)),
-        (streams, ..) => Ok(format!("answers; the stream {} exists", streams.join(", "))),
+        (streams, ..) => Ok(streams.iter().fold("answers".to_owned(), |text, (stream, found)| {
+            let discards = if found.discards { format!("; {DISCARDS}") } else { String::new() };
+            let no_ack = if found.no_ack { format!("; {NO_ACK}") } else { String::new() };
+            format!("{text}; the stream {stream} exists{discards}{no_ack}")
+        })),
     }
 }
 

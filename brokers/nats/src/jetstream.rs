@@ -61,7 +61,7 @@ pub(crate) struct NewStream {
 }
 
 /// The settings of a stream that matter to a sink.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Settings {
     /// How long it remembers message ids.
     pub(crate) duplicate_window: Duration,
@@ -69,6 +69,8 @@ pub(crate) struct Settings {
     pub(crate) deletes_acked: bool,
     /// Whether it now throws away what is published, because no consumer wants it.
     pub(crate) discards: bool,
+    /// Whether it never acknowledges a publish.
+    pub(crate) no_ack: bool,
 }
 
 /// Returns a stream's settings; `None` if there is no such stream.
@@ -77,6 +79,7 @@ pub(crate) async fn settings(client: &Client, stream: &str) -> Result<Option<Set
         duplicate_window: Duration::from_nanos(info["config"]["duplicate_window"].as_u64().unwrap_or_default()),
         deletes_acked: matches!(info["config"]["retention"].as_str(), Some("workqueue" | "interest")),
         discards: info["config"]["retention"] == "interest" && info["state"]["consumer_count"] == 0,
+        no_ack: info["config"]["no_ack"] == true,
     };
     Ok(stream_info(client, stream).await?.map(settings))
 }
@@ -228,6 +231,14 @@ fn fault(config: &Value, spec: &ConsumerSpec) -> Option<String> {
     }
     if config["priority_groups"].as_array().is_some_and(|groups| !groups.is_empty()) {
         return Some("has priority groups, which a source cannot ask in; create it without them".to_owned());
+    }
+    // Otherwise a message that is given back comes again after later ones, and every replica gets
+    // one.
+    if spec.in_flight_max == 1 && config["max_ack_pending"] != 1 {
+        return Some(format!(
+            "gives several messages at once (max_ack_pending), so in_flight = 1 would not keep their order; edit it: \
+             nats consumer edit {stream} {name} --max-pending=1"
+        ));
     }
     // A consumer with several filters can be used by not configuring one.
     let wanted = spec.filter.as_deref()?;

@@ -36,7 +36,7 @@ const CONCURRENCY: usize = 8;
 /// a server that is asked for all at once answers too late.
 const LOOKS_MAX: usize = 16;
 /// The most streams whose settings are looked at.
-const STREAMS_MAX: usize = 3;
+pub(crate) const STREAMS_MAX: usize = 3;
 
 /// The stream that events are published to.
 #[derive(Debug, Clone, Default)]
@@ -62,6 +62,8 @@ struct Known {
     is_checked: AtomicBool,
     /// Set once one without a consumer was reported.
     discards: AtomicBool,
+    /// Set once one that never acknowledges was reported.
+    no_ack: AtomicBool,
 }
 
 /// Publishes events to JetStream.
@@ -202,7 +204,7 @@ impl NatsSink {
         match timeout(self.timeout / 3, message_at(client, stream, number)).await {
             Ok(Ok(Some((its, payload)))) => return Ok(its != subject || payload != body),
             // Gone. That is a repetition, unless the stream may delete what is acknowledged.
-            Ok(Ok(None)) => return Ok(!self.known.is_found.load(Ordering::Relaxed)),
+            Ok(Ok(None)) => return Ok(self.may_delete(client, stream).await),
             // The stream may be in another domain or account, whose API is out of reach.
             Ok(Err(down)) if [NO_STREAM, NO_JETSTREAM].contains(&down.code()) => {}
             Ok(Err(down)) => return Err(down.ambiguous()),
@@ -218,6 +220,18 @@ impl NatsSink {
             );
         }
         Ok(false)
+    }
+
+    /// Whether a stream may delete what is acknowledged. It may be another, or edited, since the
+    /// connection was made, so it is asked again. If nobody knows, an event is rather stored twice.
+    async fn may_delete(&self, client: &Client, stream: &str) -> bool {
+        if !self.known.is_found.load(Ordering::Relaxed) {
+            return true;
+        }
+        let Ok(Ok(found)) = timeout(self.timeout / 3, settings(client, stream)).await else { return true };
+        let deletes_acked = found.is_none_or(|found| found.deletes_acked);
+        self.known.deletes_acked.fetch_or(deletes_acked, Ordering::Relaxed);
+        deletes_acked
     }
 
     /// Returns the outcome of an event that no stream takes. If other events of the call were
@@ -388,8 +402,13 @@ impl NatsSink {
 pub(crate) const DISCARDS: &str = "its retention is interest, so it throws away every event that no consumer wants; \
                                    create the consumers first, or a stream with retention limits";
 
-/// Creates the stream if configured, notes whether it deletes messages, warns if it discards them,
-/// and compares its duplicate window with the time in which events can repeat.
+/// What a stream with `no_ack` does, and the cure.
+pub(crate) const NO_ACK: &str = "it has no_ack, so no event ever counts as delivered; edit the stream so that it \
+                                 acknowledges (no_ack = false)";
+
+/// Creates the stream if configured, notes whether it deletes messages, warns if it discards them
+/// or acknowledges none, and compares its duplicate window with the time in which events can
+/// repeat.
 async fn prepare(client: &Client, target: &Target, known: &Known) -> Result<(), Down> {
     let streams = match &target.stream {
         Some(stream) => vec![stream.clone()],
@@ -401,16 +420,20 @@ async fn prepare(client: &Client, target: &Target, known: &Known) -> Result<(), 
             (Ok(None), Some(new)) => {
                 create_stream(client, stream, new).await?;
                 info!(stream, "stream made");
-                Some(Settings { duplicate_window: new.duplicate_window, deletes_acked: false, discards: false })
+                let duplicate_window = new.duplicate_window;
+                Some(Settings { duplicate_window, deletes_acked: false, discards: false, no_ack: false })
             }
             (Err(down), Some(_)) => return Err(down),
             (found, _) => found.unwrap_or_default(),
         };
-        let Some(Settings { duplicate_window: window, deletes_acked, discards }) = found else { continue };
+        let Some(Settings { duplicate_window: window, deletes_acked, discards, no_ack }) = found else { continue };
         known.is_found.store(true, Ordering::Relaxed);
         known.deletes_acked.fetch_or(deletes_acked, Ordering::Relaxed);
         if discards && !known.discards.swap(true, Ordering::Relaxed) {
             warn!(code = "nats_interest_none", stream, "stream without a consumer: {DISCARDS}");
+        }
+        if no_ack && !known.no_ack.swap(true, Ordering::Relaxed) {
+            warn!(code = "nats_no_ack", stream, "stream without acknowledgements: {NO_ACK}");
         }
         if window < target.repeats_within && !known.is_checked.swap(true, Ordering::Relaxed) {
             warn!(

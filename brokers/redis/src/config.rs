@@ -82,7 +82,7 @@ table! {
         /// The stream. Stream and group are created if missing; a new group starts with the first
         /// entry.
         stream: String = text(plain), required(r#""orders""#);
-        /// The consumer group.
+        /// The consumer group; all replicas of a service use the same, and each service its own.
         group: String = text(plain), default("postbox");
         /// The consumer name: different for each process, the same after its restart.
         consumer: String = text(plain), default("postbox");

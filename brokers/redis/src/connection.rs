@@ -26,10 +26,13 @@ const BULK_BYTES_MAX: usize = 512 * 1024 * 1024;
 /// A server, and how to connect to it.
 #[derive(Debug)]
 pub(crate) struct Server {
-    /// The server, or the Sentinels that know it.
-    clients: Vec<Client>,
+    /// The URLs of the server, or of the Sentinels that know it.
+    urls: Vec<String>,
     /// The primary's name in the Sentinels; `None` without Sentinels.
     primary: Option<String>,
+    /// For the URLs.
+    first: Settings,
+    /// For the primary that a Sentinel names.
     settings: Settings,
     timeout: Duration,
     /// Whether warnings about the server were logged already.
@@ -40,11 +43,11 @@ pub(crate) struct Server {
 #[derive(Debug)]
 struct Settings {
     redis: RedisConnectionInfo,
-    certificates: Option<TlsCertificates>,
+    tls: Option<TlsTable>,
 }
 
 impl Server {
-    /// Parses the URL and reads the certificates. Does not connect.
+    /// Parses the URL, and reads the certificates to see that they are usable. Does not connect.
     pub(crate) fn new(
         url: &str,
         user: Option<&str>,
@@ -65,12 +68,15 @@ impl Server {
         if let Some(password) = password {
             redis = redis.set_password(password.expose());
         }
-        let certificates = tls.map(certificates).transpose()?;
         // Sentinels have their own users and no databases, so they are not sent ours.
-        let first = Settings { redis: if primary.is_some() { plain } else { redis.clone() }, certificates };
-        let clients = urls.iter().map(|url| first.client(url)).collect::<Result<_>>()?;
-        let settings = Settings { redis, ..first };
-        Ok(Self { clients, primary, settings, timeout, warned: AtomicBool::new(false) })
+        let first = Settings { redis: if primary.is_some() { plain } else { redis.clone() }, tls: tls.cloned() };
+        let settings = Settings { redis, tls: tls.cloned() };
+        let server = Self { urls, primary, first, settings, timeout, warned: AtomicBool::new(false) };
+        server.clients().map(|_| server)
+    }
+
+    fn clients(&self) -> Result<Vec<Client>> {
+        self.urls.iter().map(|url| self.first.client(url)).collect()
     }
 
     /// Suppresses warnings about lost data, for a server that stores nothing of value.
@@ -83,19 +89,28 @@ impl Server {
         self.timeout
     }
 
-    /// Opens a connection to a server that accepts writes.
+    /// Opens a connection to a server that accepts writes. The certificates are read again, because
+    /// they may have been renewed.
     pub(crate) async fn connect(&self) -> Result<Connection> {
-        in_time(self.timeout, &self.clients, self.try_connect()).await
+        let connecting = async {
+            let clients = self.clients()?;
+            in_time(self.timeout, &clients, self.try_connect(&clients)).await
+        };
+        connecting.await.map_err(|error| match error.code() {
+            // Files that are being replaced may be usable in a moment.
+            code @ "tls_invalid" => Error::new(ErrorKind::Unavailable, "connect", code.to_owned(), error.message()),
+            _ => error,
+        })
     }
 
     /// Asks the Sentinels one after the other, until one names a server that is a primary. A
     /// Sentinel that is cut off from the others keeps naming the former primary.
-    async fn try_connect(&self) -> Result<Connection> {
+    async fn try_connect(&self, clients: &[Client]) -> Result<Connection> {
         let mut failed = invalid("no server is named".to_owned());
-        for client in &self.clients {
+        for client in clients {
             let Some(primary) = &self.primary else { return self.connect_to(client).await };
             let via = async { self.connect_to(&self.settings.named(client, primary).await?).await };
-            let limit = self.timeout / (self.clients.len() as u32 + 1);
+            let limit = self.timeout / (clients.len() as u32 + 1);
             match in_time(limit, slice::from_ref(client), via).await {
                 Ok(connection) => return Ok(connection),
                 Err(error) => failed = error,
@@ -162,12 +177,12 @@ impl Settings {
         let info = info.map_err(|_| invalid("the url does not lead to a server".to_owned()))?;
         let info =
             info.set_redis_settings(self.redis.clone()).set_tcp_settings(TcpSettings::default().set_nodelay(true));
-        let Some(certificates) = self.certificates.clone() else {
+        let Some(tls) = &self.tls else {
             return Client::open(info).map_err(|error| classify::failure("configure", error));
         };
         let wrong =
             |error| Error::invalid("configure", "tls_invalid", format!("the certificates are unusable: {error}"));
-        Client::build_with_tls(info, certificates).map_err(wrong)
+        Client::build_with_tls(info, certificates(tls)?).map_err(wrong)
     }
 
     /// Asks a Sentinel for the address of the primary.

@@ -149,7 +149,7 @@ fn last_generated_id(info: Value) -> Option<String> {
 
 fn outcome(answer: &RedisResult<Option<String>>) -> Outcome {
     match answer {
-        Ok(Some(_)) => Outcome::DELIVERED,
+        Ok(Some(id)) => Outcome::delivered_at(false, id),
         Ok(None) => classify::stream_missing(),
         Err(error) => classify::refused(error),
     }

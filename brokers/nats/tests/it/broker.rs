@@ -118,7 +118,14 @@ pub(crate) async fn stored(client: &Client, stream: &str) -> Vec<Stored> {
     let number = |key: &str| info["state"][key].as_u64().expect("a number");
     let mut all = Vec::new();
     for seq in number("first_seq").max(1)..=number("last_seq") {
-        let Ok(got) = api(client, &format!("STREAM.MSG.GET.{stream}"), json!({ "seq": seq })).await else { continue };
+        let got = loop {
+            match api(client, &format!("STREAM.MSG.GET.{stream}"), json!({ "seq": seq })).await {
+                // No answer, as while a cluster elects, says nothing about the message.
+                Err(0) => {}
+                got => break got,
+            }
+        };
+        let Ok(got) = got else { continue };
         let text = |key: &str| got["message"][key].as_str().unwrap_or_default().to_owned();
         let headers = String::from_utf8(base64(&text("hdrs"))).expect("text");
         all.push(Stored { subject: text("subject"), headers, payload: base64(&text("data")) });

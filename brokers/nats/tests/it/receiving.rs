@@ -194,6 +194,7 @@ async fn a_consumer_that_gives_other_messages_than_configured_is_refused() {
     for (name, change, keys, cure) in [
         ("bare", json!({ "headers_only": true }), "", "nats consumer edit EVENTS bare --no-headers-only"),
         ("groups", priority, "", "priority groups"),
+        ("many", json!({}), "in_flight = 1", "nats consumer edit EVENTS many --max-pending=1"),
         ("less", json!({ "filter_subject": "in.b" }), "filter = \"in.a\"", "edit EVENTS less --filter 'in.a'"),
         ("more", json!({}), "filter = \"in.a\"", "takes >, but the source's filter is in.a"),
     ] {

@@ -135,6 +135,15 @@ async fn a_full_stream_is_waited_for() {
     }
 }
 
+/// Receives a message of `in.>` and acknowledges it, until the stream has deleted it.
+async fn acknowledged(broker: &Broker) {
+    let consumer = source(&broker.server.url(), "stream = \"EVENTS\"\nfilter = \"in.>\"").await;
+    let taken = timeout(PATIENCE, consumer.next(1)).await.expect("in time").expect("it comes");
+    consumer.ack(&[taken[0].token]).await.expect("acknowledged");
+    let gone = async { while !broker.stored("EVENTS").await.is_empty() {} };
+    timeout(PATIENCE, gone).await.expect("deleted");
+}
+
 /// The stream knows the id of a message that it has no more, so nobody can see its subject.
 #[tokio::test]
 async fn two_subscriptions_may_publish_to_a_stream_that_deletes_what_is_acknowledged() {
@@ -150,11 +159,7 @@ async fn two_subscriptions_may_publish_to_a_stream_that_deletes_what_is_acknowle
         broker.stream("EVENTS", &["in.>", "audit.>"], json!({ "retention": "workqueue" })).await;
         let sent = deliveries([event("t")]);
         assert_eq!(said(&deliver(&billing, &sent).await[0]), "delivered", "{version:?}");
-        let consumer = source(&url, "stream = \"EVENTS\"\nfilter = \"in.>\"").await;
-        let taken = timeout(PATIENCE, consumer.next(1)).await.expect("in time").expect("it comes");
-        consumer.ack(&[taken[0].token]).await.expect("acknowledged");
-        let gone = async { while !broker.stored("EVENTS").await.is_empty() {} };
-        timeout(PATIENCE, gone).await.expect("deleted");
+        acknowledged(&broker).await;
         assert_eq!(said(&deliver(&audit, &sent).await[0]), "delivered", "{version:?}");
         for sink in [&billing, &audit] {
             assert_eq!(said(&deliver(sink, &sent).await[0]), "duplicate", "{version:?}");
@@ -162,6 +167,31 @@ async fn two_subscriptions_may_publish_to_a_stream_that_deletes_what_is_acknowle
         let stored = broker.stored("EVENTS").await;
         let subjects: Vec<&str> = stored.iter().map(|message| message.subject.as_str()).collect();
         assert_eq!(subjects, ["audit.t"], "{version:?}");
+    }
+}
+
+/// The stream is made anew after the connection, which asked the former one for its retention.
+#[tokio::test]
+async fn a_stream_that_deletes_what_is_acknowledged_only_now_is_noticed() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, "").await;
+        let url = broker.server.url();
+        broker.stream("EVENTS", &["in.>", "audit.>"], json!({})).await;
+        let billing = sink(&url, "subject = \"in.{topic}\"").await;
+        let audit = sink(&url, "subject = \"audit.{topic}\"").await;
+        for sink in [&billing, &audit] {
+            assert_eq!(said(&send(sink, event("t")).await), "delivered", "{version:?}");
+        }
+        api(&broker.client, "STREAM.DELETE.EVENTS", Value::Null).await.expect("deleted");
+        broker.stream("EVENTS", &["in.>", "audit.>"], json!({ "retention": "workqueue" })).await;
+        let sent = deliveries([event("t")]);
+        assert_eq!(said(&deliver(&billing, &sent).await[0]), "delivered", "{version:?}");
+        acknowledged(&broker).await;
+        for expected in ["delivered", "duplicate"] {
+            assert_eq!(said(&deliver(&audit, &sent).await[0]), expected, "{version:?}");
+        }
+        let stored = broker.stored("EVENTS").await;
+        assert_eq!(stored.iter().map(|message| message.subject.as_str()).collect::<Vec<_>>(), ["audit.t"]);
     }
 }
 
@@ -175,11 +205,7 @@ async fn on_a_stream_that_nobody_may_look_at_an_event_is_rather_stored_twice_tha
     let audit = sink_with(&url, &format!("subject = \"audit.{{topic}}\"\n{AS_BLIND}"), &context(6 * SHORT)).await;
     let sent = deliveries([event("t")]);
     assert_eq!(said(&deliver(&billing, &sent).await[0]), "delivered");
-    let consumer = source(&url, "stream = \"EVENTS\"\nfilter = \"in.>\"").await;
-    let taken = timeout(PATIENCE, consumer.next(1)).await.expect("in time").expect("it comes");
-    consumer.ack(&[taken[0].token]).await.expect("acknowledged");
-    let gone = async { while !broker.stored("EVENTS").await.is_empty() {} };
-    timeout(PATIENCE, gone).await.expect("deleted");
+    acknowledged(&broker).await;
     for expected in ["delivered", "duplicate"] {
         assert_eq!(said(&deliver(&audit, &sent).await[0]), expected);
     }
@@ -213,6 +239,26 @@ async fn a_stream_that_throws_away_what_nobody_wants_is_warned_of_once() {
         api(&broker.client, "CONSUMER.DURABLE.CREATE.EVENTS.c", consumer).await.expect("made");
         assert!(!look().await, "{version:?}");
     }
+}
+
+#[tokio::test]
+async fn a_stream_that_acknowledges_nothing_is_warned_of_once() {
+    let broker = Broker::launch(NatsVersion::V2_15, "").await;
+    let url = broker.server.url();
+    broker.stream("EVENTS", &["in.>"], json!({ "no_ack": true })).await;
+    let keys = "subject = \"in.{topic}\"\nstream = \"EVENTS\"";
+    for keys in [keys, "subject = \"in.{topic}\""] {
+        let table: NatsSinkTable = table(&format!("url = {url:?}\n{keys}"));
+        assert!(table.connect(&context(PATIENCE)).await.expect("it answers").contains("no_ack = false"), "{keys}");
+    }
+    let sink = sink_with(&url, keys, &context(SHORT)).await;
+    let (warnings, _guard) = Warnings::hear();
+    for _ in 0..2 {
+        assert_eq!(said(&send(&sink, event("t")).await), "ambiguous nats_ack_timeout");
+        sink.close().await;
+    }
+    let warned = warnings.all().into_iter().filter(|line| line.contains("nats_no_ack")).count();
+    assert_eq!(warned, 1);
 }
 
 #[tokio::test]

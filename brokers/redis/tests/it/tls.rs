@@ -2,28 +2,34 @@
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
 
 use postbox_config::TlsTable;
+use postbox_core::Result;
 use postbox_redis::{RedisSink, RedisSinkConfig};
 use postbox_testkit::servers::{PrivateRedis, RedisKind, listen_anywhere};
 
+use super::support::LOOK;
 use super::{PATIENCE, codes, deliver, numbered};
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn only_a_server_with_a_trusted_certificate_gets_events() {
-    let folder = tempfile::tempdir().expect("a folder");
+/// Writes a new certificate, which signs itself, and its key.
+fn certificate(folder: &Path) -> [PathBuf; 2] {
     // The server runs as another user and must read the files.
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("ours");
+    fs::set_permissions(folder, Permissions::from_mode(0o755)).expect("ours");
     let key = rcgen::KeyPair::generate().expect("a key");
     let params = rcgen::CertificateParams::new(["localhost".to_owned()]).expect("a name");
     let certificate = params.self_signed(&key).expect("a certificate");
     let file = |name: &str, text: String| {
-        let path = folder.path().join(name);
+        let path = folder.join(name);
         fs::write(&path, text).expect("written");
         fs::set_permissions(&path, Permissions::from_mode(0o644)).expect("ours");
         path
     };
-    let (cert_file, key_file) = (file("cert.pem", certificate.pem()), file("key.pem", key.serialize_pem()));
+    [file("cert.pem", certificate.pem()), file("key.pem", key.serialize_pem())]
+}
+
+/// Starts a server that asks clients for this certificate. Returns the port for TLS, too.
+async fn server([cert_file, key_file]: &[PathBuf; 2]) -> (PrivateRedis, u16) {
     let port = listen_anywhere().and_then(|listener| Ok(listener.local_addr()?.port())).expect("a port");
     let arguments = [
         "--tls-port",
@@ -35,12 +41,22 @@ async fn only_a_server_with_a_trusted_certificate_gets_events() {
         "--tls-ca-cert-file",
         cert_file.to_str().expect("text"),
     ];
-    let _server = PrivateRedis::launch_with(RedisKind::Redis7, &arguments).await;
-    let sink = |tls: TlsTable| {
-        let url = format!("rediss://localhost:{port}");
-        let config = RedisSinkConfig { url, tls: Some(tls), ..RedisSinkConfig::default() };
-        RedisSink::new(&config, PATIENCE, 1)
-    };
+    (PrivateRedis::launch_with(RedisKind::Redis7, &arguments).await, port)
+}
+
+fn sink_to(port: u16, tls: TlsTable) -> Result<RedisSink> {
+    let url = format!("rediss://localhost:{port}");
+    let config = RedisSinkConfig { url, tls: Some(tls), ..RedisSinkConfig::default() };
+    RedisSink::new(&config, PATIENCE, 1)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_a_server_with_a_trusted_certificate_gets_events() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let files = certificate(folder.path());
+    let (_server, port) = server(&files).await;
+    let [cert_file, key_file] = files;
+    let sink = |tls: TlsTable| sink_to(port, tls);
     let trusting = TlsTable { ca_file: Some(cert_file.clone()), ..TlsTable::default() };
     let ours = TlsTable { client_cert: Some(cert_file), client_key: Some(key_file), ..trusting.clone() };
     let outcome = async |tls: TlsTable| deliver(&sink(tls).expect("a sink"), &numbered(2)).await;
@@ -52,4 +68,25 @@ async fn only_a_server_with_a_trusted_certificate_gets_events() {
     assert!(codes(&refused)[0].starts_with("unavailable "), "the server asks who we are: {refused:?}");
     let error = sink(TlsTable { ca_file: Some("/nonexistent/ca.pem".into()), ..TlsTable::default() });
     assert_eq!(error.expect_err("no such file").code(), "tls_invalid");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn renewed_files_are_used_by_the_next_connection() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let files = certificate(folder.path());
+    let (mut server, port) = server(&files).await;
+    let [cert, key] = files.map(Some);
+    let sink = sink_to(port, TlsTable { ca_file: cert.clone(), client_cert: cert, client_key: key }).expect("a sink");
+    let outcome = async || codes(&deliver(&sink, &numbered(1)).await);
+    assert_eq!(outcome().await, ["delivered"]);
+    server.kill();
+    while sink.is_connected() {
+        tokio::time::sleep(LOOK).await;
+    }
+    let [_, key_file] = certificate(folder.path());
+    fs::write(&key_file, "half of it").expect("written");
+    assert_eq!(outcome().await, ["unavailable tls_invalid"]);
+    certificate(folder.path());
+    server.start().await;
+    assert_eq!(outcome().await, ["delivered"]);
 }
