@@ -24,7 +24,7 @@ pub(crate) fn classify_status(status: StatusCode, after: Option<Duration>, text:
         300..=399 => {
             Outcome::dead("http_redirect", format!("{text}; redirects are not followed, configure the final URL"))
         }
-        409 => Outcome::Delivered { duplicate: true },
+        409 => Outcome::DUPLICATE,
         410 => Outcome::Gone { code: code(), error: text },
         429 => Outcome::Throttled { code: code(), error: text, after },
         // A gateway sends these both for a handler that crashed on this event and for one that is
@@ -129,8 +129,8 @@ mod tests {
 
     fn kind(outcome: &Outcome) -> &'static str {
         match outcome {
-            Outcome::Delivered { duplicate: false } => "delivered",
-            Outcome::Delivered { duplicate: true } => "duplicate",
+            Outcome::Delivered { duplicate: false, .. } => "delivered",
+            Outcome::Delivered { duplicate: true, .. } => "duplicate",
             Outcome::Retry { .. } => "retry",
             Outcome::ServerError { .. } => "server error",
             Outcome::Ambiguous { .. } => "ambiguous",

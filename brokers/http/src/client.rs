@@ -1,5 +1,5 @@
 //! The HTTP client of a sink. It is built again when one of its certificate files has changed, so
-//! that a renewed certificate needs no restart.
+//! that a renewed certificate needs no restart, and when the next request should open a connection.
 
 use std::fs;
 use std::path::Path;
@@ -18,6 +18,13 @@ use crate::tls;
 /// How often the files are looked at: rarely enough to cost nothing, and soon enough for a person
 /// who has just replaced one.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
+/// How long a client and its connections are used: then the target's name is looked up again, so
+/// that a target which has moved is followed although it still answers at its old address.
+const LIFE_MAX: Duration = Duration::from_secs(5 * 60);
+/// How long they are used if the target refuses every request. Behind a balancer of connections the
+/// others may be well. A target that refuses everything does not get a new connection for each
+/// request, and one that refuses now and then keeps its connections.
+const LIFE_OF_REFUSED: Duration = Duration::from_secs(1);
 /// How long an idle connection is kept: less than the minute after which servers and load balancers
 /// commonly hang up.
 const IDLE_TIME_MAX: Duration = Duration::from_secs(30);
@@ -37,6 +44,11 @@ struct Built {
     client: Client,
     files: Vec<Stamp>,
     looked: Duration,
+    made: Duration,
+    /// Whether the target refused a request of this client.
+    is_refused: bool,
+    /// Whether the target answered a request of this client otherwise.
+    has_succeeded: bool,
 }
 
 /// When a file was changed, and its length. None if that cannot be read.
@@ -47,38 +59,60 @@ impl SinkClient {
     pub(crate) fn new(config: HttpSinkConfig, url: Url, lookup: Arc<dyn Lookup>, now: Duration) -> Result<Self> {
         let files = stamps(&config, &url);
         let client = build(&config, &url, Arc::clone(&lookup))?;
-        Ok(Self { config, url, lookup, built: Mutex::new(Built { client, files, looked: now }) })
+        let built = Built { client, files, looked: now, made: now, is_refused: false, has_succeeded: false };
+        Ok(Self { config, url, lookup, built: Mutex::new(built) })
     }
 
     /// Returns the client for the next request. Does not wait for a failure, because some servers
     /// answer an expired certificate with a status that makes the event dead.
     pub(crate) fn current(&self, now: Duration) -> Client {
         let mut built = lock(&self.built);
-        if now.saturating_sub(built.looked) >= LOOK_EVERY {
+        let is_refused = built.is_refused && !built.has_succeeded;
+        let life = if is_refused { LIFE_OF_REFUSED } else { LIFE_MAX };
+        let is_over = now.saturating_sub(built.made) >= life;
+        if is_over || now.saturating_sub(built.looked) >= LOOK_EVERY {
             built.looked = now;
             // Taken before the files are read: a change in between is seen at the next look.
             let files = stamps(&self.config, &self.url);
-            if files != built.files {
+            if is_over || files != built.files {
+                // Also if it fails, so that not every request reads the files.
+                built.made = now;
                 self.renew(&mut built, files);
             }
         }
         built.client.clone()
     }
 
+    /// Notes an answer, and whether it is a refusal (429 or 5xx). While the target has answered
+    /// nothing else, the next request opens a connection.
+    pub(crate) fn answered(&self, is_refusal: bool) {
+        let mut built = lock(&self.built);
+        built.is_refused |= is_refusal;
+        built.has_succeeded |= !is_refusal;
+    }
+
     /// Requests in progress keep the old client. So do the next ones if the files are unusable, for
     /// example because only the certificate is there yet and not its key.
     fn renew(&self, built: &mut Built, files: Vec<Stamp>) {
         let host = self.url.host_str().unwrap_or_default();
+        let has_changed = files != built.files;
         match build(&self.config, &self.url, Arc::clone(&self.lookup)) {
             Ok(client) => {
-                info!(host, "changed certificate files read");
-                (built.client, built.files) = (client, files);
+                if has_changed {
+                    info!(host, "changed certificate files read");
+                }
+                (built.client, built.files, built.has_succeeded) = (client, files, false);
             }
             Err(error) => {
-                let cure = "the old ones stay in use; correct the files, they are read again within 10 seconds";
-                warn!(host, code = error.code(), why = error.message(), cure, "changed certificate files unusable");
+                let (what, within) = match has_changed {
+                    true => ("changed certificate files unusable", "10 seconds"),
+                    false => ("certificate files unusable", "5 minutes"),
+                };
+                let cure = format!("the old ones stay in use; correct the files, they are read again within {within}");
+                warn!(host, code = error.code(), why = error.message(), %cure, "{what}");
             }
         }
+        built.is_refused = false;
     }
 }
 

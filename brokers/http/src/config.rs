@@ -296,6 +296,7 @@ mod tests {
             "X-Forwarded-Proto",
             "x-forwarded-user",
             "x-real-ip",
+            "x-remote-user",
             "x-client-cert",
             "x-ssl-client-cert",
             "x-http-method",

@@ -52,13 +52,18 @@ const PREFIXES_OF_OURS: [&str; 3] = ["proxy-", "svix-", "webhook-"];
 
 /// Handlers believe that a proxy set these: who calls, and which method and path are meant. No
 /// event sets them. The configuration may, because the operator is trusted.
-const OF_PROXIES: [&str; 8] = [
+const OF_PROXIES: [&str; 13] = [
+    "cf-connecting-ip",
+    "true-client-ip",
+    "x-auth-request-user",
     "x-client-cert",
+    "x-client-ip",
     "x-http-method",
     "x-http-method-override",
     "x-method-override",
     "x-original-url",
     "x-real-ip",
+    "x-remote-user",
     "x-rewrite-url",
     "x-ssl-client-cert",
 ];

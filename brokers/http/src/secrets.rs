@@ -7,13 +7,11 @@ use http::HeaderMap;
 use postbox_core::envelope;
 use url::{Position, Url};
 
-/// A shorter value of the query or of a header is an ordinary word (`json`, `true`, `prod`) rather
-/// than a secret, and part of other words.
+/// A shorter segment of the path, value of the query or of a header is an ordinary word (`json`,
+/// `true`, `prod`) rather than a secret, and part of other words.
 const BYTES_MIN: usize = 8;
 /// Fewer bytes at the end of the text are not taken for the beginning of a secret.
 const CUT_BYTES_MIN: usize = 4;
-/// A shorter segment of a path is a word rather than a token.
-const SEGMENT_BYTES_MIN: usize = 12;
 
 /// The path and the query of a URL, which may hold a token, and the configured headers. The longest
 /// first, so that none is replaced in part.
@@ -26,12 +24,16 @@ impl Secrets {
         let mut add = |text: &[u8], bytes_min: usize| {
             if text.len() >= bytes_min {
                 secrets.push(text.to_vec());
+                // As PHP's `json_encode` writes it.
+                if text.contains(&b'/') {
+                    secrets.push(text.split(|byte| *byte == b'/').collect::<Vec<_>>().join(&b"\\/"[..]));
+                }
             }
         };
         // Everything beyond "/".
         add(url[Position::BeforePath..Position::AfterQuery].as_bytes(), 2);
         // As they are sent, and decoded: frameworks name the decoded path. `+` is no escape in it.
-        for (part, bytes_min) in once((path, 2)).chain(path.split('/').map(|segment| (segment, SEGMENT_BYTES_MIN))) {
+        for (part, bytes_min) in once((path, 2)).chain(path.split('/').map(|segment| (segment, BYTES_MIN))) {
             add(part.as_bytes(), bytes_min);
             if let Some(decoded) = envelope::decode(part.as_bytes()) {
                 add(decoded.as_bytes(), bytes_min);
@@ -92,6 +94,11 @@ mod tests {
             ("Cannot POST /in/canary-of-a-path", "Cannot POST …"),
             ("no /in/canary-of-a-path?key=canary%20query&canary-bare here", "no … here"),
             ("no route in/canary-of-a-path", "no route in/…"),
+            (r#"{"path":"\/in\/canary-of-a-path"}"#, r#"{"path":"…"}"#),
+            (
+                r#"{"url":"https:\/\/h\/in\/canary-of-a-path?key=canary%20query&canary-bare"}"#,
+                r#"{"url":"https:\/\/h…"}"#,
+            ),
             (r#"{"key":"canary query","raw":"canary%20query"}"#, r#"{"key":"…","raw":"…"}"#),
             ("unknown flag canary-bare", "unknown flag …"),
             ("authorization: Bearer canary-header; token canary-header", "authorization: …; token …"),
@@ -118,6 +125,8 @@ mod tests {
         ] {
             assert_eq!(shown(said), expected, "{said}");
         }
+        let secrets = Secrets::new(&Url::parse("https://h/in/7-bytes/8-bytes.").expect("a URL"), &HeaderMap::new());
+        assert_eq!(secrets.conceal(b"7-bytes, 8-bytes."), "7-bytes, …".as_bytes());
         let plain = Secrets::new(&Url::parse("https://h/").expect("a URL"), &HeaderMap::new());
         assert_eq!(plain.conceal(b"/ is all"), b"/ is all");
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures::future::join_all;
-use http::{HeaderMap, HeaderName, HeaderValue, header};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use postbox_core::{Capabilities, Clock, Delivery, Error, Outcome, Result, Sink};
 use reqwest::Response;
 use url::Url;
@@ -89,6 +89,7 @@ impl HttpSink {
 
     async fn read(&self, response: Response) -> Outcome {
         let status = response.status();
+        self.client.answered(status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS);
         let header = |name| response.headers().get(name).and_then(|value: &HeaderValue| value.to_str().ok());
         let after = header(header::RETRY_AFTER).and_then(|value| retry_after(value, self.clock.now()));
         let mut text = format!("the target answered {status}");

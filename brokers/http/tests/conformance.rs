@@ -96,7 +96,7 @@ impl SinkFixture for Endpoint {
     }
 
     fn traits(&self) -> SinkTraits {
-        SinkTraits { payload_bytes_max: Some(BODY_BYTES_MAX), ..SinkTraits::ALL }
+        SinkTraits { positions: false, payload_bytes_max: Some(BODY_BYTES_MAX), ..SinkTraits::ALL }
     }
 
     async fn attempts(&self) -> Vec<Attempt> {

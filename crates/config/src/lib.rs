@@ -54,7 +54,7 @@ pub use kind::{
     nested, path, size, text, words,
 };
 pub use reader::{Place, ReadOptions, Reader, Section, read};
-pub use secret::{LiveSecret, Secret, all_secrets, secret, secret_always, signing_secret};
+pub use secret::{LiveSecret, Secret, all_secrets, has_stray_end, secret, secret_always, signing_secret};
 pub use table::{Key, Start, Table, doc};
 pub use units::{duration_text, parse_duration, parse_size};
 

@@ -47,6 +47,14 @@ fn read(place: &Place<'_>, is_needed: bool) -> Option<Secret> {
     let (text, path) = (place.text()?, &place.name);
     let Some(name) = text.strip_prefix("env:") else { return Some(Secret::new(text)) };
     match (place.reader.options.env)(name).filter(|value| !value.is_empty()) {
+        // Blank ones have faults of their own.
+        Some(value) if !value.trim().is_empty() && has_stray_end(&value) => {
+            let variable = if is_variable(name) { name } else { "named after env:" };
+            place.fault(format!(
+                "{path}: the environment variable {variable} begins or ends with a line break or a tab, perhaps that \
+                 of a file; remove it"
+            ))
+        }
         Some(value) => Some(Secret(value)),
         None if !is_needed || place.reader.options.replaced == Some(path.as_str()) => None,
         None if is_variable(name) => {
@@ -57,6 +65,12 @@ fn read(place: &Place<'_>, is_needed: bool) -> Option<Secret> {
              secret itself); write \"env:NAME\", with the secret in NAME"
         )),
     }
+}
+
+/// Whether this begins or ends with a line break or a tab, which nobody means. A password may begin
+/// or end with a blank.
+pub fn has_stray_end(text: &str) -> bool {
+    text.trim_matches(['\n', '\r', '\t']) != text
 }
 
 /// Whether this looks like the name of a variable, so that it is safe to repeat.
@@ -116,6 +130,22 @@ pub fn all_secrets(secret: &Option<LiveSecret>, secrets: &[LiveSecret]) -> (Vec<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ReadOptions;
+
+    #[test]
+    fn only_a_line_break_or_a_tab_at_an_end_is_a_mistake() {
+        let read = |value: &str| {
+            let env = |_: &str| Some(value.to_owned());
+            let options = ReadOptions { env: &env, delivers: true, ..ReadOptions::none() };
+            crate::read::<LiveSecret>("secret = \"env:KEY\"", options).map(|(live, _)| live.secret.expose().to_owned())
+        };
+        for wrong in ["hunter2\n", "hunter2\r\n", "\thunter2"] {
+            assert!(read(wrong).is_err(), "{wrong:?}");
+        }
+        for right in [" hunter2", "hunter2 ", "hun\tter2"] {
+            assert_eq!(read(right).ok().as_deref(), Some(right));
+        }
+    }
 
     #[test]
     fn debug_shows_nothing_of_it() {

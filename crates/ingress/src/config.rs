@@ -78,7 +78,7 @@ table! {
         /// Most verified messages per second (`s`), minute (`m`) or hour (`h`); others get 429 with
         /// `Retry-After`.
         ///
-        /// Unverified messages do not count.
+        /// Unverified messages and repetitions do not count.
         rate: Option<Rate> = text(from_core::<Rate>), unset("no limit", r#""600/m""#);
         /// CloudEvents: origins that get consent in the `OPTIONS` handshake.
         ///
@@ -155,10 +155,11 @@ impl WebhookTable {
     fn check_mapping(&self, section: &Section<'_>, scheme: Scheme) {
         let list = |origin: &Option<Origin>| origin.iter().cloned().collect();
         let known_by = Mapping { id: list(&self.id), tenant: list(&self.tenant), ..Mapping::default() };
-        if let Some(fault) = known_by.fault(scheme) {
+        let time_header = self.timestamp_header.as_deref();
+        if let Some(fault) = known_by.fault(scheme, time_header) {
             section.fault("tenant", format!("[{}]: {fault}", section.path));
         }
-        if let Some(risk) = known_by.risk(scheme) {
+        if let Some(risk) = known_by.risk(scheme, time_header) {
             section.warning("id", format!("[{}]: {risk}", section.path));
         }
     }

@@ -8,7 +8,7 @@ use postbox_webhook::Scheme;
 use tracing::debug;
 
 use crate::answer::Answer;
-use crate::ingress::{Ingress, SourceState};
+use crate::ingress::{Ingress, Named, SourceState};
 use crate::json::text_at;
 
 /// Slack asks once whether the URL belongs to us. Only a verified request is answered.
@@ -21,7 +21,7 @@ pub(crate) fn challenge(scheme: Scheme, body: &[u8]) -> Option<String> {
 /// only origins in the configuration get consent, and a callback URL in it is never called.
 pub(crate) async fn consent(
     State(ingress): State<Arc<Ingress>>,
-    Path(name): Path<String>,
+    Path(Named { source: name }): Path<Named>,
     headers: HeaderMap,
 ) -> Answer {
     let Some(state) = ingress.sources.get(&name) else {

@@ -13,7 +13,7 @@ use postbox_http::OF_ONE_REQUEST;
 /// Headers that are dropped in addition to those [of one request](OF_ONE_REQUEST) and those that a
 /// source names for its signature: more credentials, signatures, headers added by proxies, and
 /// those stored as a field of the event.
-const DROPPED: [&str; 42] = [
+const DROPPED: [&str; 47] = [
     "accept",
     "accept-charset",
     "accept-language",
@@ -27,19 +27,23 @@ const DROPPED: [&str; 42] = [
     "ce-time",
     "ce-type",
     "ce-version",
+    "cf-connecting-ip",
     "pragma",
     "stripe-signature",
     "svix-signature",
     "svix-timestamp",
+    "true-client-ip",
     "webhook-signature",
     "webhook-timestamp",
     "x-access-token",
     "x-amz-security-token",
     "x-api-key",
     "x-auth-key",
+    "x-auth-request-user",
     "x-auth-token",
     "x-authorization",
     "x-client-cert",
+    "x-client-ip",
     "x-csrf-token",
     "x-gitlab-token",
     "x-goog-iap-jwt-assertion",
@@ -47,6 +51,7 @@ const DROPPED: [&str; 42] = [
     "x-ms-client-principal",
     "x-real-ip",
     "x-refresh-token",
+    "x-remote-user",
     "x-secret",
     "x-session-token",
     "x-shopify-hmac-sha256",

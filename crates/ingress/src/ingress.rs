@@ -136,11 +136,11 @@ impl SourceState {
 
     fn new(source: WebhookSource, receive: &Arc<dyn Receive>, clock: &Arc<dyn Clock>) -> Result<Self> {
         let limits = source.limits;
-        let scheme = source.check.scheme();
-        if let Some(fault) = source.mapping.fault(scheme) {
+        let (scheme, time_header) = (source.check.scheme(), source.check.chosen_time_header());
+        if let Some(fault) = source.mapping.fault(scheme, time_header) {
             return Err(Error::invalid("configure", "tenant_unsigned", format!("source {}: {fault}", source.name)));
         }
-        if let Some(risk) = source.mapping.risk(scheme) {
+        if let Some(risk) = source.mapping.risk(scheme, time_header) {
             warn!(source = %source.name, code = "id_unsigned", why = %risk, "message id unsigned");
         }
         let fault = |text: &str| {
@@ -171,6 +171,12 @@ impl SourceState {
             source,
         })
     }
+}
+
+/// The source that a path names. Taken by its name: the routes may be below other parameters.
+#[derive(serde::Deserialize)]
+pub(crate) struct Named {
+    pub(crate) source: String,
 }
 
 /// The routes: `POST /in/{source}`, and `OPTIONS` for the CloudEvents handshake. Mount or merge

@@ -25,7 +25,8 @@ use crate::json::text_at;
 pub enum Origin {
     /// Not a place: a constant text.
     Literal(String),
-    /// A request header. Headers are unsigned, except `webhook-id` in Standard Webhooks.
+    /// A request header. Headers are unsigned, except `webhook-id` in Standard Webhooks, and the
+    /// one with the time in plain HMAC.
     Header(String),
     /// A place in the JSON body (RFC 6901): a string, number or boolean. In an SNS message only
     /// some fields are signed.
@@ -42,13 +43,19 @@ const SNS_SIGNED: [&str; 6] = ["/Message", "/MessageId", "/Subject", "/Timestamp
 
 impl Origin {
     /// Whether the scheme's signature covers it, so that nobody without the key can change it.
-    pub fn is_signed_by(&self, scheme: Scheme) -> bool {
+    /// `time_header` is the one that the settings of plain HMAC name for the time, if any.
+    pub fn is_signed_by(&self, scheme: Scheme, time_header: Option<&str>) -> bool {
         match self {
             Self::Literal(_) | Self::SignedId | Self::BodyDigest => true,
             // Not `svix-id`, although Svix signs it: an unsigned `svix-id` may accompany the
             // `webhook-id` that was verified.
             Self::Header(name) => {
-                scheme == Scheme::StandardWebhooks && name.eq_ignore_ascii_case(postbox_webhook::standard::ID_HEADER)
+                let signed = match scheme {
+                    Scheme::StandardWebhooks => Some(postbox_webhook::standard::ID_HEADER),
+                    Scheme::Hmac => time_header,
+                    _ => None,
+                };
+                signed.is_some_and(|signed| name.eq_ignore_ascii_case(signed))
             }
             Self::Json(pointer) => scheme != Scheme::Sns || SNS_SIGNED.contains(&pointer.as_str()),
         }
@@ -121,9 +128,10 @@ impl Mapping {
 
     /// Returns what makes the mapping unusable for a scheme, and the cure: an unsigned tenant. A
     /// message is identified by source, tenant and id, so a captured message could be stored again
-    /// under any number of tenants. An ingress rejects such a source.
-    pub fn fault(&self, scheme: Scheme) -> Option<String> {
-        let origin = self.tenant.iter().find(|origin| !origin.is_signed_by(scheme))?;
+    /// under any number of tenants. An ingress rejects such a source. `time_header`: as in
+    /// [`Origin::is_signed_by`].
+    pub fn fault(&self, scheme: Scheme, time_header: Option<&str>) -> Option<String> {
+        let origin = self.tenant.iter().find(|origin| !origin.is_signed_by(scheme, time_header))?;
         Some(format!(
             "the tenant comes from {origin}, which {scheme} does not sign: whoever captures a message could have it \
              stored again for other tenants; write a fixed text (a source for each tenant), or a signed part of the \
@@ -131,9 +139,10 @@ impl Mapping {
         ))
     }
 
-    /// Returns what is allowed but risky: an unsigned id.
-    pub fn risk(&self, scheme: Scheme) -> Option<String> {
-        let origin = self.id.iter().find(|origin| !origin.is_signed_by(scheme))?;
+    /// Returns what is allowed but risky: an unsigned id. `time_header`: as in
+    /// [`Origin::is_signed_by`].
+    pub fn risk(&self, scheme: Scheme, time_header: Option<&str>) -> Option<String> {
+        let origin = self.id.iter().find(|origin| !origin.is_signed_by(scheme, time_header))?;
         Some(format!(
             "the id comes from {origin}, which {scheme} does not sign: whoever captures a message can have it \
              applied again under other ids; leave `id` out, or take it from a signed part of the message"

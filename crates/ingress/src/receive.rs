@@ -14,7 +14,7 @@ use tracing::{debug, error, warn};
 use crate::answer::Answer;
 use crate::body::{check_headers, read};
 use crate::handshake::challenge;
-use crate::ingress::{Ingress, SourceState};
+use crate::ingress::{Ingress, Named, SourceState};
 use crate::mapping::{Rejection, VerifiedRequest};
 use crate::source::Check;
 
@@ -27,7 +27,7 @@ const STALE_TIMEOUT: Duration = Duration::from_secs(1);
 /// not be stored. If it was, its repetition is a duplicate.
 pub(crate) async fn receive(
     State(ingress): State<Arc<Ingress>>,
-    Path(name): Path<String>,
+    Path(Named { source: name }): Path<Named>,
     request: Request,
 ) -> Response {
     let Some(state) = ingress.sources.get(&name) else {
@@ -119,11 +119,12 @@ impl Ingress {
         }
     }
 
-    /// Applies the source's rate limit.
+    /// Applies the source's rate limit. Spends nothing yet, because the message may be a
+    /// repetition.
     fn pace(&self, state: &SourceState) -> Result<(), Answer> {
         let Some(rate) = &state.rate else { return Ok(()) };
-        let mut bucket = lock(rate);
-        bucket.take(self.clock.monotonic()).map_err(Answer::TooMany)
+        let wait = lock(rate).wait(self.clock.monotonic());
+        wait.map_or(Ok(()), |wait| Err(Answer::TooMany(wait)))
     }
 
     /// Checks the headers before any of the body is read, and returns the time limit for the body.
@@ -175,7 +176,13 @@ impl Ingress {
 
     async fn store(&self, state: &SourceState, inbound: Inbound) -> Result<Answer, Answer> {
         let Ok(_place) = self.places.try_acquire() else { return Err(Answer::Busy) };
-        match state.receiver.receive(inbound).await {
+        let received = state.receiver.receive(inbound).await;
+        if let (Ok(Received::Accepted(_) | Received::Conflict), Some(rate)) = (&received, &state.rate) {
+            // Repetitions cost nothing, not even while they are being stored. Otherwise whoever
+            // captured one message could use up the rate of the genuine ones.
+            lock(rate).spend(1, self.clock.monotonic());
+        }
+        match received {
             Ok(Received::Accepted(_)) => Ok(Answer::Accepted),
             Ok(Received::Duplicate) => Ok(Answer::Duplicate),
             Ok(Received::Conflict) => Ok(Answer::Conflict),

@@ -23,8 +23,9 @@ pub struct SourceLimits {
     pub body_timeout: Duration,
     /// Most verified messages that are being stored at once. Default 256.
     pub concurrency: usize,
-    /// Rate limit of verified messages. Default: none. Unverified messages do not count, so a
-    /// stranger cannot use it up.
+    /// Rate limit of verified messages. Default: none. Neither unverified messages nor repetitions
+    /// count, so a stranger cannot use it up, not even one who captured a message. Messages that
+    /// arrive together may exceed it, by at most [`Self::concurrency`]; later ones wait longer.
     pub rate: Option<Rate>,
     /// Longest wait for the store. Default 10 s; then the sender is asked to repeat.
     pub store_timeout: Duration,
@@ -85,6 +86,14 @@ impl Check {
         match self {
             Self::Keys(verifier) => verifier.chosen_headers(),
             Self::Sns(_) => Vec::new(),
+        }
+    }
+
+    /// The one of them that holds the signed time.
+    pub(crate) fn chosen_time_header(&self) -> Option<&str> {
+        match self {
+            Self::Keys(verifier) => verifier.chosen_time_header(),
+            Self::Sns(_) => None,
         }
     }
 }

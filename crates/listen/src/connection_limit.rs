@@ -15,6 +15,9 @@ use tracing::warn;
 
 use super::ServeLimits;
 
+/// How long a connection is kept after an answer: longer than proxies keep theirs (commonly 60 s).
+/// If we close first, a request that is on its way is lost, and the proxy answers 502.
+const KEEP_ALIVE: Duration = Duration::from_secs(75);
 /// Interval between log lines about evicted connections.
 const LOG_EVERY: Duration = Duration::from_secs(60);
 
@@ -49,8 +52,10 @@ struct Idle {
 /// What the client of an idle connection has to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WaitsFor {
-    /// Send the head of a request, or read the last answer.
+    /// Send the head of its first request.
     Head,
+    /// Read the last answer, or send the head of another request.
+    Next,
     /// Send the rest of a body.
     Body,
 }
@@ -94,12 +99,19 @@ impl ConnectionLimiter {
         Arc::new(slot)
     }
 
-    /// Closes connections whose request head did not arrive in time.
+    /// Closes connections whose first or next request head did not arrive in time.
     pub(super) fn close_overdue(&self) {
         let now = self.clock.monotonic();
         self.log_evicted(now);
-        let timeout = self.limits.header_timeout;
-        self.close(|idle| idle.waits_for == WaitsFor::Head && now.saturating_sub(idle.since) >= timeout);
+        let first = self.limits.header_timeout;
+        self.close(|idle| {
+            let most = match idle.waits_for {
+                WaitsFor::Head => first,
+                WaitsFor::Next => first.max(KEEP_ALIVE),
+                WaitsFor::Body => return false,
+            };
+            now.saturating_sub(idle.since) >= most
+        });
     }
 
     /// Logs evictions at a limited rate, so that a crowd cannot flood the log.
@@ -118,7 +130,7 @@ impl ConnectionLimiter {
     pub(super) fn close_unfinished(&self, head: Duration, body: Duration) {
         let now = self.clock.monotonic();
         self.close(|idle| {
-            let most = if idle.waits_for == WaitsFor::Head { head } else { body };
+            let most = if idle.waits_for == WaitsFor::Body { body } else { head };
             now.saturating_sub(idle.since) >= most
         });
     }
@@ -160,6 +172,7 @@ struct SlotState {
     /// Requests in service, and bodies with bytes to come.
     requests: usize,
     bodies: usize,
+    has_answered: bool,
     /// Its number among the idle connections, and what it waits for.
     idle: Option<(u64, WaitsFor)>,
     closing: bool,
@@ -168,6 +181,7 @@ struct SlotState {
 impl SlotState {
     fn waits_for(&self) -> Option<WaitsFor> {
         match (self.requests, self.bodies) {
+            (0, _) if self.has_answered => Some(WaitsFor::Next),
             (0, _) => Some(WaitsFor::Head),
             (_, 0) => None,
             _ => Some(WaitsFor::Body),
@@ -246,7 +260,10 @@ pub(super) struct InService(Arc<Slot>);
 
 impl Drop for InService {
     fn drop(&mut self) {
-        self.0.change(|state| state.requests -= 1);
+        self.0.change(|state| {
+            state.requests -= 1;
+            state.has_answered = true;
+        });
     }
 }
 

@@ -18,7 +18,9 @@
 //! request, perhaps byte by byte), to read an answer, or to send the rest of a body. Idle
 //! connections are closed as follows:
 //!
-//! - one without a request in service is closed after `header_timeout`;
+//! - one that owes us its first request is closed after `header_timeout`, and one that was answered
+//!   after 75 s, or after `header_timeout` if that is longer: a proxy in front that keeps idle
+//!   connections for less time (commonly 60 s) never sends a request into one that is being closed;
 //! - when all slots are taken, a newcomer takes the slot of the longest idle one. So ten thousand
 //!   slow clients evict each other, and a client that sends its request at once is served at once;
 //! - a connection whose request has arrived completely is never evicted; then newcomers wait in the
@@ -27,10 +29,10 @@
 //! The time limit of a request's *body* is up to the handler; the webhook ingress has one
 //! (`SourceLimits` of `postbox-ingress`).
 //!
-//! A request is in service until its handler returns the answer. From then on the client has
-//! `header_timeout` to take all of it, even if the router is still producing its body. So there are
-//! no long downloads, no server-sent events and no WebSocket: serve those with `axum::serve`,
-//! behind a proxy.
+//! A request is in service until its handler returns the answer. From then on the client has the
+//! same time (75 s, or `header_timeout` if that is longer) to take all of it, even if the router is
+//! still producing its body. So there are no long downloads, no server-sent events and no
+//! WebSocket: serve those with `axum::serve`, behind a proxy.
 //!
 //! Only HTTP/1.1 is supported: HTTP/2 lets a stranger name a thousand header fields in as many
 //! bytes. TLS, and HTTP/2 towards clients, are the job of the proxy in front. At a stop, requests
@@ -85,8 +87,7 @@ pub struct ServeLimits {
     /// Most open connections. Default 512: half of the 1,024 files that a process usually may have
     /// open, at some 16 KiB each.
     pub connections: usize,
-    /// Longest time a connection may be without a request in service: to send the head of one, or
-    /// to read the last answer. Default 10 s.
+    /// Longest time until the head of a connection's first request has arrived. Default 10 s.
     pub header_timeout: Duration,
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::routing::get;
-use postbox_core::{LogName, SourceName};
+use postbox_core::{Clock, LogName, SourceName};
 use postbox_ingress::{Ingress, SourceLimits, WebhookSource};
 use postbox_listen::{ServeLimits, serve};
 use postbox_testkit::clock::{ManualClock, StillClock};
@@ -119,6 +119,10 @@ async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
     let mut slow = Vec::new();
     for number in 0..400 {
         slow.push(connect(&server, SLOW[number % SLOW.len()]).await);
+        // One that was answered and is silent gives way like the others.
+        let mut answered = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n").await;
+        timeout(DEADLINE, answered.read_exact(&mut [0; 12])).await.expect("an answer").unwrap();
+        slow.push(answered);
         if number % 20 == 19 {
             let answer = send(&server, &format!("msg_{number}")).await;
             assert!(answer.starts_with("HTTP/1.1 202"), "after {number} slow ones: {answer}");
@@ -126,7 +130,7 @@ async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
     }
     assert_eq!(inbox.all().len(), 20);
     // Evicted connections end; as many as there are slots may still be open.
-    let ends = slow.iter_mut().take(400 - LIMITS.connections).map(hear);
+    let ends = slow.iter_mut().take(800 - LIMITS.connections).map(hear);
     timeout(DEADLINE, futures::future::join_all(ends)).await.expect("they are all closed");
     // Dropping them frees their slots.
     drop(slow);
@@ -144,12 +148,15 @@ async fn whoever_sends_no_head_in_time_is_let_go() {
     let mut dripping = connect(&server, b"POST /in/peer HTTP/1.1\r\n").await;
     let drip = async { while dripping.write_all(b"x").await.is_ok() && !pause().await {} };
     while_time_passes(&server.clock, timeout(DEADLINE, drip)).await.expect("it is closed");
-    // Nor does waiting before a second request.
+    // Nor does waiting before a second request, but a proxy may keep its connection for a minute.
     let mut idle = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n").await;
     let mut answer = [0; 12];
     timeout(DEADLINE, idle.read_exact(&mut answer)).await.expect("an answer").unwrap();
     assert_eq!(&answer, b"HTTP/1.1 404");
+    let answered_at = server.clock.monotonic();
     while_time_passes(&server.clock, hear(&mut idle)).await;
+    let kept = server.clock.monotonic() - answered_at;
+    assert!(kept >= Duration::from_secs(75), "{kept:?}");
 }
 
 /// A short pause; always `false`.

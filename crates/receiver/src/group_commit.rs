@@ -40,8 +40,10 @@ pub(crate) struct GroupCommit {
 #[derive(Default)]
 pub(crate) struct Queue {
     messages: VecDeque<Queued>,
-    /// Queue length at which messages whose sender is gone are dropped.
-    swept_at: usize,
+    /// The payload bytes of `messages`.
+    bytes: usize,
+    /// Queue length, and payload bytes, at which messages whose sender is gone are dropped.
+    swept_at: (usize, usize),
     workers: usize,
     /// The last commit had more than one message, so the next probably does too.
     crowded: bool,
@@ -105,6 +107,7 @@ impl GroupCommit {
         }
         let mut queue = self.queue();
         let many = messages.len() > 1;
+        queue.bytes += messages.iter().map(Queued::bytes).sum::<usize>();
         queue.messages.extend(messages);
         queue.sweep();
         if queue.workers == if self.ordered { 1 } else { COMMITS_MAX } {
@@ -159,7 +162,7 @@ impl GroupCommit {
 
     /// Fails all that is queued.
     fn fail_queued(&self, failure: &Arc<Error>) {
-        let queued = std::mem::take(&mut self.queue().messages);
+        let queued = self.queue().take_all();
         for message in queued {
             let _ = message.answer.send(Err(Arc::clone(failure)));
         }
@@ -198,12 +201,32 @@ fn is_of_one(error: &Error) -> bool {
 
 impl Queue {
     /// Drops messages that nobody waits for any more, once there are twice as many as after the
-    /// last sweep.
+    /// last sweep, or twice as many bytes: a few large ones fill the memory too.
     fn sweep(&mut self) {
-        if self.messages.len() >= self.swept_at.max(2 * MESSAGES_MAX) {
+        let (messages_max, bytes_max) = self.swept_at;
+        let is_long = self.messages.len() >= messages_max.max(2 * MESSAGES_MAX);
+        if is_long || self.bytes >= bytes_max.max(2 * COMMIT_BYTES_MAX) {
             self.messages.retain(|message| !message.answer.is_closed());
-            self.swept_at = 2 * self.messages.len();
+            self.bytes = self.messages.iter().map(Queued::bytes).sum();
+            self.swept_at = (2 * self.messages.len(), 2 * self.bytes);
         }
+    }
+
+    fn pop(&mut self) -> Option<Queued> {
+        let message = self.messages.pop_front()?;
+        self.bytes -= message.bytes();
+        Some(message)
+    }
+
+    fn take_all(&mut self) -> VecDeque<Queued> {
+        self.bytes = 0;
+        std::mem::take(&mut self.messages)
+    }
+}
+
+impl Queued {
+    fn bytes(&self) -> usize {
+        self.inbound.event.payload.len()
     }
 }
 
@@ -269,11 +292,11 @@ impl Worker {
         let mut batch: Vec<Queued> = Vec::new();
         let mut bytes = 0;
         while batch.len() < MESSAGES_MAX && bytes < COMMIT_BYTES_MAX {
-            let Some(message) = queue.messages.pop_front() else { break };
+            let Some(message) = queue.pop() else { break };
             // If the sender is gone, the message need not be stored: nothing was promised, and it
             // will be sent again.
             if !message.answer.is_closed() {
-                bytes += message.inbound.event.payload.len();
+                bytes += message.bytes();
                 batch.push(message);
             }
         }

@@ -276,6 +276,11 @@ impl Receiver {
             ErrorKind::Unavailable | ErrorKind::RateLimited => {
                 warn!(%source, code, error = %failure, failures, "store unavailable");
             }
+            // It may be this message alone, and in an ordered source all others wait for it.
+            _ if failure.is_refused_alone() => {
+                let message_id = log_excerpt(message_id);
+                error!(%source, code, message_id, error = %failure, failures, "store failed");
+            }
             // A wrong log or schema, for example. Once a person fixes it, a repetition succeeds.
             _ => error!(%source, code, error = %failure, failures, "store failed"),
         }

@@ -36,6 +36,11 @@ pub trait Key: fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// The one of them that holds the time, which is signed.
+    fn chosen_time_header(_settings: &Self::Settings) -> Option<&str> {
+        None
+    }
+
     /// Whether this key signed exactly this claim and body.
     fn signed(&self, claim: &Self::Claim<'_>, body: &[u8]) -> bool;
 
@@ -118,6 +123,10 @@ impl<K: Key> Verify for Verifier<K> {
 
     fn chosen_headers(&self) -> Vec<&str> {
         K::chosen_headers(&self.settings)
+    }
+
+    fn chosen_time_header(&self) -> Option<&str> {
+        K::chosen_time_header(&self.settings)
     }
 
     fn verify(&self, request: &Request<'_>, now: UnixSeconds) -> Result<Verified, Refusal> {

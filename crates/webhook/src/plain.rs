@@ -172,11 +172,11 @@ impl Key for Secret {
     type Claim<'r> = Claim<'r>;
 
     fn chosen_headers(layout: &Layout) -> Vec<&str> {
-        [Some(&layout.signature_header), layout.timestamp_header.as_ref()]
-            .into_iter()
-            .flatten()
-            .map(String::as_str)
-            .collect()
+        [Some(layout.signature_header.as_str()), Self::chosen_time_header(layout)].into_iter().flatten().collect()
+    }
+
+    fn chosen_time_header(layout: &Layout) -> Option<&str> {
+        layout.timestamp_header.as_deref()
     }
 
     fn read<'r>(layout: &'r Layout, request: &Request<'r>) -> Result<Claim<'r>, Refusal> {

@@ -67,6 +67,12 @@ pub trait Verify: fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// Returns the one of [`Self::chosen_headers`] that holds the time, which is signed. Default:
+    /// none.
+    fn chosen_time_header(&self) -> Option<&str> {
+        None
+    }
+
     /// Checks that the request is genuine.
     fn verify(&self, request: &Request<'_>, now: UnixSeconds) -> Result<Verified, Refusal>;
 }

@@ -1,6 +1,8 @@
 //! Every way in which a target can answer, or fail to.
 
-use std::sync::atomic::Ordering;
+use std::iter::repeat;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -8,7 +10,9 @@ use axum::response::Response;
 use http::StatusCode;
 use postbox_core::{Outcome, Sink};
 use postbox_http::{HttpSink, HttpSinkConfig};
+use postbox_testkit::clock::ManualClock;
 use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
 
 use crate::stand::{
     DEADLINE, StillClock, Target, config, nobody, plain, raw_target, send, short, sink, text, this_machine,
@@ -234,25 +238,66 @@ async fn what_a_target_says_is_kept_short_and_harmless() {
 
 #[tokio::test]
 async fn one_connection_serves_many_requests() {
-    let (url, connections) = raw_target(|mut stream| async move {
-        let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: 10000\r\n\r\n{}", "x".repeat(10_000));
-        loop {
-            // The request's body has eight bytes. `raw_target` has already read the head of the
-            // first request.
-            let mut body = [0; 8];
-            if tokio::io::AsyncReadExt::read_exact(&mut stream, &mut body).await.is_err() {
-                return;
-            }
-            let _ = stream.write_all(answer.as_bytes()).await;
-            crate::stand::read_head(&mut stream).await;
-        }
-    })
-    .await;
+    let (url, connections) = raw_target(|stream| answer_all(stream, repeat(200))).await;
     let sink = sink(config(url));
     for number in 0..20 {
         assert!(send(&sink, &plain(number)).await.is_delivered());
     }
     assert_eq!(connections.load(Ordering::SeqCst), 1);
+}
+
+/// Answers the requests of a connection of which `raw_target` has read the first head, each with
+/// the next status.
+async fn answer_all(mut stream: TcpStream, statuses: impl Iterator<Item = u16>) {
+    for status in statuses {
+        let answer = format!("HTTP/1.1 {status} So\r\ncontent-length: 10000\r\n\r\n{}", "x".repeat(10_000));
+        // The request's body has eight bytes.
+        let mut body = [0; 8];
+        if tokio::io::AsyncReadExt::read_exact(&mut stream, &mut body).await.is_err() {
+            return;
+        }
+        let _ = stream.write_all(answer.as_bytes()).await;
+        crate::stand::read_head(&mut stream).await;
+    }
+}
+
+/// As behind a balancer of connections: each leads to one process for as long as it lives.
+#[tokio::test]
+async fn a_process_that_refuses_is_left_and_no_connection_is_kept_for_long() {
+    let accepted = AtomicUsize::new(0);
+    let (url, connections) = raw_target(move |stream| {
+        let number = accepted.fetch_add(1, Ordering::SeqCst);
+        answer_all(stream, repeat(*[503, 500, 429].get(number).unwrap_or(&200)))
+    })
+    .await;
+    let clock = Arc::new(ManualClock::default());
+    let sink = HttpSink::new(config(url), clock.clone()).unwrap();
+    let second = Duration::from_secs(1);
+    for (passed, code, connected) in [
+        (Duration::ZERO, "http_503", 1),
+        (second, "http_500", 2),
+        (second, "http_429", 3),
+        (second, "", 4),
+        (299 * second, "", 4),
+        (second, "", 5),
+    ] {
+        clock.advance(passed);
+        assert_eq!(short(&send(&sink, &plain(1)).await).1, code);
+        assert_eq!(connections.load(Ordering::SeqCst), connected, "{code}");
+    }
+}
+
+/// A busy target that refuses now and then does not have to open connections for it.
+#[tokio::test]
+async fn a_process_that_also_accepts_keeps_its_connection() {
+    let (url, connections) = raw_target(|stream| answer_all(stream, [200, 503, 429, 200].into_iter())).await;
+    let clock = Arc::new(ManualClock::default());
+    let sink = HttpSink::new(config(url), clock.clone()).unwrap();
+    for code in ["", "http_503", "http_429", ""] {
+        assert_eq!(short(&send(&sink, &plain(1)).await).1, code);
+        assert_eq!(connections.load(Ordering::SeqCst), 1, "{code}");
+        clock.advance(Duration::from_secs(2));
+    }
 }
 
 #[tokio::test]
@@ -277,8 +322,7 @@ async fn several_at_once_have_their_outcomes_in_order() {
 #[tokio::test]
 async fn no_private_address_is_called_unless_it_is_allowed() {
     let (target, url) = Target::ok().await;
-    let allowing =
-        |url: &str, allow| HttpSink::new(HttpSinkConfig { allow, ..config(url) }, std::sync::Arc::new(StillClock));
+    let allowing = |url: &str, allow| HttpSink::new(HttpSinkConfig { allow, ..config(url) }, Arc::new(StillClock));
     // A URL with a private address is refused when the sink is built. The error says how to fix it.
     let reported = allowing(&url, Vec::new()).err().unwrap().to_string();
     assert!(reported.contains("allow = [\"127.0.0.1\"]"), "{reported}");
@@ -303,7 +347,7 @@ async fn a_sink_never_calls_ourselves() {
     let own: std::net::SocketAddr = url.trim_start_matches("http://").parse().unwrap();
     let beside = |url: &str, listening: &str| {
         let listening = vec![listening.parse().unwrap()];
-        HttpSink::new(HttpSinkConfig { listening, ..config(url) }, std::sync::Arc::new(StillClock))
+        HttpSink::new(HttpSinkConfig { listening, ..config(url) }, Arc::new(StillClock))
     };
     for listening in [own.to_string(), format!("0.0.0.0:{}", own.port()), format!("[::]:{}", own.port())] {
         for url in [&url, &named] {

@@ -12,10 +12,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use jiff::Timestamp;
-use postbox_core::{Clock, Delivery, NewEvent};
+use postbox_core::{Clock, Delivery, Envelope, NewEvent};
 use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_webhook::standard::SigningKey;
-use tokio::io::{AsyncBufReadExt, BufReader, Lines};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
+use tokio::net::TcpStream;
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::time::timeout;
 
@@ -175,6 +176,22 @@ async fn the_guide_s_python_receiver_refuses_what_is_malformed_and_goes_on() {
         let outcome = send(&sink, &delivery(number, paid(payload))).await;
         assert_eq!(short(&outcome), ("dead", "http_422"), "{payload:.40}: {outcome:?}");
     }
+    // With its envelope it is larger than the receiver takes.
+    let envelope = Envelope::Json;
+    let large = HttpSink::new(HttpSinkConfig { envelope, ..config(sample.url()) }, Arc::new(WallClock)).unwrap();
+    let payload = format!("\"{}\"", "x".repeat((16 << 20) - 2));
+    for number in 50..60 {
+        let outcome = send(&large, &delivery(number, paid(&payload))).await;
+        assert_eq!(short(&outcome), ("dead", "http_413"), "{outcome:?}");
+    }
+    // It reads four times what it takes, and no more: an endless body would hold its thread.
+    let mut stranger = TcpStream::connect(&sample.address).await.unwrap();
+    let head = format!("POST / HTTP/1.1\r\nhost: a\r\ncontent-length: {}\r\n\r\n", (64 << 20) + 1);
+    stranger.write_all(head.as_bytes()).await.unwrap();
+    stranger.write_all("x".repeat(64 << 20).as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    timeout(DEADLINE, stranger.read_to_string(&mut answer)).await.expect("it is answered and closed").unwrap();
+    assert!(answer.starts_with("HTTP/1.1 413 "), "{answer}");
     let right = || delivery(99, paid(r#"{"order":17}"#));
     assert_eq!(short(&send(&sink, &right()).await), ("delivered", ""));
     assert_eq!(short(&send(&sink, &right()).await), ("duplicate", ""));

@@ -35,7 +35,8 @@ impl Stand {
     fn bounded(sources: Vec<WebhookSource>, storing_max: usize) -> Self {
         let inbox = Arc::new(Inbox::default());
         let ingress = Ingress::bounded(sources, inbox.clone(), Arc::new(StillClock), storing_max).unwrap();
-        Self { inbox, router: postbox_ingress::router(Arc::clone(&ingress)), ingress }
+        let router = postbox_ingress::router(Arc::clone(&ingress));
+        Self { inbox, router: router.clone().nest("/t/{tenant}", router), ingress }
     }
 
     pub(crate) fn standard() -> Self {
@@ -91,7 +92,8 @@ pub(crate) fn same(answer: &(StatusCode, String), expected: (StatusCode, &str)) 
 async fn a_message_is_stored_once_and_every_repetition_succeeds() {
     let stand = Stand::standard();
     same(&stand.post(message("msg_1", r#"{"type":"a.b"}"#)).await, ACCEPTED);
-    same(&stand.post(message("msg_1", r#"{"type":"a.b"}"#)).await, (StatusCode::OK, "duplicate"));
+    let below = signed("msg_1", br#"{"type":"a.b"}"#).uri("/t/acme/in/hooks");
+    same(&stand.post(below.body(Body::from(r#"{"type":"a.b"}"#)).unwrap()).await, (StatusCode::OK, "duplicate"));
     same(&stand.post(message("msg_1", r#"{"type":"x.y"}"#)).await, (StatusCode::OK, "conflict"));
     let stored = stand.inbox.all();
     assert_eq!(stored.len(), 1);
@@ -516,7 +518,7 @@ async fn cloudevents_consent_is_given_to_known_origins_only() {
         (StatusCode::OK, Some(origin.to_owned()), Some(rate.to_owned()), Some("POST, OPTIONS".to_owned()))
     };
     assert_eq!(ask("/in/hooks", &["events.EXAMPLE.org"]).await, granted("Events.example.org", "120"));
-    assert_eq!(ask("/in/free", &["b"]).await, granted("b", "*"));
+    assert_eq!(ask("/t/acme/in/free", &["b"]).await, granted("b", "*"));
     let refused = (StatusCode::FORBIDDEN, None, None, None);
     for origins in [&["evil.example.org"][..], &["*"], &[""], &[], &["events.example.org", "events.example.org"]] {
         assert_eq!(ask("/in/hooks", origins).await, refused, "{origins:?}");

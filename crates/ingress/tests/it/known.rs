@@ -4,11 +4,12 @@
 use std::sync::Arc;
 
 use axum::body::Body;
+use futures::future::join_all;
 use http::{Request, StatusCode};
 use postbox_core::{LogName, SourceName};
 use postbox_ingress::{Ingress, Origin, SnsClient, WebhookSource};
 use postbox_testkit::clock::StillClock;
-use postbox_testkit::inbox::Inbox;
+use postbox_testkit::inbox::{Inbox, Mode};
 use postbox_testkit::warnings::Warnings;
 use postbox_webhook::sns::{TopicArn, Verifier};
 use postbox_webhook::{Scheme, Settings, UnixSeconds, plain, verifier};
@@ -93,6 +94,12 @@ fn an_id_that_nobody_signed_is_warned_of() {
     let mut standard = source("a", Scheme::StandardWebhooks);
     standard.mapping.id = header("webhook-id");
     assert!(refusal(standard).is_none());
+    let layout = plain::Layout { timestamp_header: Some("X-Sent-At".into()), ..plain::Layout::new("X-Proof") };
+    let settings = Settings { layout: Some(layout), ..Settings::default() };
+    let timed = verifier(Scheme::Hmac, &[TEXT_SECRET], &settings).unwrap();
+    let mut timed = WebhookSource::new(SourceName::new("a").unwrap(), LogName::inbox(), timed);
+    timed.mapping.id = header("x-sent-at");
+    assert!(refusal(timed).is_none());
     let reported = warnings.all();
     assert_eq!(reported.len(), 1, "{reported:?}");
     assert!(
@@ -229,6 +236,11 @@ async fn credentials_of_whatever_name_are_not_kept() {
         "x-gitlab-token",
         "cf-access-jwt-assertion",
         "x-vault-token",
+        "x-remote-user",
+        "x-auth-request-user",
+        "x-client-ip",
+        "true-client-ip",
+        "cf-connecting-ip",
         "proxy-authorization",
         "x-forwarded-access-token",
     ] {
@@ -239,6 +251,23 @@ async fn credentials_of_whatever_name_are_not_kept() {
     let event = stand.inbox.all().remove(0).event;
     assert!(!format!("{event:?}").contains("canary"), "{event:?}");
     assert_eq!(event.headers["x-token-count"], "7");
+}
+
+#[tokio::test]
+async fn a_captured_message_does_not_use_up_the_rate() {
+    let mut hooks = source("hooks", Scheme::StandardWebhooks);
+    hooks.limits.rate = Some("2/s".parse().unwrap());
+    let stand = Stand::new(vec![hooks]);
+    same(&stand.post(message("msg_1", "{}")).await, ACCEPTED);
+    for _ in 0..100 {
+        same(&stand.post(message("msg_1", "{}")).await, DUPLICATE);
+    }
+    stand.inbox.set(Mode::Hangs);
+    let repeated = join_all((0..16).map(|_| stand.post(message("msg_1", "{}"))));
+    let answered = async { stand.inbox.set(Mode::Works) };
+    let (repeated, genuine, ()) = tokio::join!(repeated, stand.post(message("msg_2", "{}")), answered);
+    repeated.iter().for_each(|answer| same(answer, DUPLICATE));
+    same(&genuine, ACCEPTED);
 }
 
 #[tokio::test]

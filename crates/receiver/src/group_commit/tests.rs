@@ -283,13 +283,20 @@ async fn nobody_waits_longer_than_a_commit_may_take() {
 async fn a_sender_that_hangs_up_leaves_nothing_behind() {
     let (store, group) = group();
     let sent = occupy(&store, &group).await;
-    for _ in 0..10 * MESSAGES_MAX {
-        send(&group, &["gone"], 10).await.remove(0).abort();
-        tokio::task::yield_now().await;
+    for (count, bytes) in [(10 * MESSAGES_MAX, 10), (20, COMMIT_BYTES_MAX / 2)] {
+        for _ in 0..count {
+            send(&group, &["gone"], bytes).await.remove(0).abort();
+            tokio::task::yield_now().await;
+        }
+        let queue = group.queue();
+        assert!(queue.messages.len() <= 2 * MESSAGES_MAX, "{}", queue.messages.len());
+        let held: usize = queue.messages.iter().map(Queued::bytes).sum();
+        assert!(held == queue.bytes && held <= 2 * COMMIT_BYTES_MAX, "{held}, {} counted", queue.bytes);
     }
-    assert!(group.queue().messages.len() <= 2 * MESSAGES_MAX);
     store.leave.add_permits(2);
     assert_eq!(codes(sent).await, ["accepted"; 2]);
+    idle(&group).await;
+    assert_eq!(group.queue().bytes, 0);
 }
 
 #[test]

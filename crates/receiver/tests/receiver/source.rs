@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    AckToken, Clock, Criteria, Delivery, Error, ErrorKind, Inbound, Inspect as _, ListQuery, LogName, RawMessage,
-    Receive, Received, Result, Source, SourceCapabilities, SourceMessage, SourceName, State, Subscription,
+    AckToken, Clock, Criteria, Delivery, Error, ErrorKind, Headers, Inbound, Inspect as _, ListQuery, LogName,
+    RawMessage, Receive, Received, Result, Source, SourceCapabilities, SourceMessage, SourceName, State, Subscription,
 };
 use postbox_engine::{Relay, TokioClock};
 use postbox_memory::{MemorySource, MemoryStore};
@@ -16,6 +16,7 @@ use postbox_router::handler_sink;
 use postbox_testkit::clock::ManualClock;
 use postbox_testkit::conformance::{Poison, ReceivingFixture, ReceivingTraits, SourceFixture};
 use postbox_testkit::inbox::{Inbox, Mode};
+use postbox_testkit::warnings::Warnings;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -374,9 +375,13 @@ async fn messages_that_cannot_be_stored_are_an_outage_and_a_single_refused_one_i
     assert_eq!(outage("0").await, None, "it says nothing about the store");
     assert_eq!(receiver.metrics().snapshot().store_errors, 0, "no alert for one message that is refused");
     refuse(Some((ErrorKind::Internal, "store_error")));
+    let (warnings, guard) = Warnings::hear();
     for _ in 0..10 {
         assert_eq!(outage("1").await, None, "a trigger may refuse one message");
     }
+    drop(guard);
+    let named = |line: &String| line.contains("store failed") && line.contains("message_id=\"1\"");
+    assert!(warnings.all().iter().any(named), "{:?}", warnings.all());
     assert_eq!(outage("2").await.as_deref(), Some("store_error"));
     refuse(None);
     assert_eq!(outage("3").await, None, "one is stored");
@@ -482,7 +487,7 @@ async fn a_relay_never_sends_poison_and_an_operator_sees_its_bytes() {
         state: Some(State::Dead),
         which: Criteria::default(),
         code: Some("body_broken".into()),
-        correlation: None,
+        headers: Headers::new(),
         after: None,
         limit: 10,
     };
