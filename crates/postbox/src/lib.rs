@@ -200,7 +200,7 @@ pub use postbox_core::{
 /// }
 /// ```
 pub use postbox_derive::Event;
-pub use postbox_engine::{JsonLines, Relay, RelayBuilder, RelaySettings, TokioClock};
+pub use postbox_engine::{JsonLines, Relay, RelayBuilder, RelaySettings, SharedRate, TokioClock};
 pub use postbox_memory::MemoryStore;
 pub use postbox_router::{InProcessBus, handler_sink};
 pub use service::{Service, ServiceBuilder};

@@ -68,8 +68,8 @@ impl InProcessBus {
 /// that may still succeed is called again first.
 pub(crate) fn worst(outcomes: Vec<Outcome>) -> Outcome {
     let rank = |outcome: &Outcome| match outcome {
-        Outcome::Delivered { duplicate: true } => 0,
-        Outcome::Delivered { duplicate: false } => 1,
+        Outcome::Delivered { duplicate: true, .. } => 0,
+        Outcome::Delivered { duplicate: false, .. } => 1,
         Outcome::Gone { .. } => 2,
         Outcome::Dead { .. } => 3,
         Outcome::Retry { .. } => 4,

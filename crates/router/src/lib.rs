@@ -294,7 +294,7 @@ fn violation(schemas: &[Arc<dyn Schemas>], event: &postbox_core::Event) -> Optio
         if !schemas.iter().any(|schemas| schemas.knows(event.topic.as_str())) {
             return None;
         }
-        let version = event.header(header::SCHEMA_VERSION).unwrap_or_default();
+        let version = header::find(&event.headers, header::SCHEMA_VERSION).unwrap_or_default();
         let message =
             format!("the event has schema version {version:?}, which is no number; its sender has to mend it");
         return Some(Outcome::dead("schema_version_differs", message));

@@ -54,8 +54,9 @@ pub struct DieselAsync {
 impl DieselAsync {
     /// The pool must lead to the store's database, with a role that has the store's rights.
     ///
-    /// Each lane uses one connection of the pool while handlers run. A connection whose transaction
-    /// did not end, because a handler took too long or the store was lost, is closed.
+    /// The pool lends each lane up to two connections while handlers run, for new events and for
+    /// retries. A connection whose transaction did not end, because a handler took too long or the
+    /// store was lost, is closed.
     pub fn new(store: &PostgresStore, pool: Pool<AsyncPgConnection>) -> Self {
         Self { store: store.clone(), pool }
     }

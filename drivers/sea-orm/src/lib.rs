@@ -24,6 +24,11 @@ impl<'a> Transaction<'a, Postgres, SeaOrm> for &DatabaseTransaction {
     }
 }
 
+/// The server refuses this (25P01) unless a transaction is open, which `sea-orm` does not tell. A
+/// nested `begin` that failed or was dropped has rolled the transaction back, and the append would
+/// commit by itself.
+const OPEN_CHECK: &str = "SAVEPOINT postbox_append; RELEASE SAVEPOINT postbox_append";
+
 async fn append_in(
     tx: &DatabaseTransaction,
     to: &Postgres,
@@ -33,6 +38,7 @@ async fn append_in(
     let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Appended::default()) };
     let database = tx.get_database_backend();
     check_database(database)?;
+    tx.execute_unprepared(OPEN_CHECK).await.map_err(|error| classify(log, &error))?;
     let texts = statement.texts.into_iter().map(Into::into);
     let sql = Statement::from_sql_and_values(database, statement.sql, texts);
     let done = tx.execute_raw(sql).await.map_err(|error| classify(log, &error))?;

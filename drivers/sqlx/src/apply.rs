@@ -44,8 +44,9 @@ pub struct Sqlx {
 impl Sqlx {
     /// The pool must lead to the store's database, with a role that has the store's rights.
     ///
-    /// Each lane uses one connection of the pool while handlers run. A connection whose transaction
-    /// did not end, because a handler took too long or the store was lost, is closed.
+    /// The pool lends each lane up to two connections while handlers run, for new events and for
+    /// retries. A connection whose transaction did not end, because a handler took too long or the
+    /// store was lost, is closed.
     pub fn new(store: &PostgresStore, pool: PgPool) -> Self {
         Self { store: store.clone(), pool }
     }
@@ -70,7 +71,12 @@ impl Settles for Sqlx {
     type Connection = PgConnection;
 
     async fn run(connection: &mut PgConnection, sql: String) -> Result<()> {
-        connection.execute(AssertSqlSafe(sql)).await.map(drop).map_err(failed)
+        let executed = connection.execute(AssertSqlSafe(sql)).await.map(drop).map_err(failed);
+        match executed {
+            // The driver did that. After a ROLLBACK by SQL it still counts a transaction.
+            Err(_) if !connection.is_in_transaction() => Err(Error::transaction_lost("apply", ROLLED_BACK)),
+            executed => executed,
+        }
     }
 
     async fn rows(connection: &mut PgConnection, statement: Statement) -> Result<Rows> {
@@ -81,6 +87,10 @@ impl Settles for Sqlx {
         rows.iter().map(columns).collect::<Result<_, _>>().map_err(failed)
     }
 }
+
+/// Why `sqlx` counts no transaction any more.
+const ROLLED_BACK: &str =
+    "sqlx rolled it back, because a nested begin() failed or was dropped; let the handler fail then";
 
 struct SqlxApply {
     sqlx: Sqlx,

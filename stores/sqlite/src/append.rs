@@ -40,7 +40,7 @@ impl Append for SqliteStore {
 /// Takes a [`rusqlite::Transaction`], a savepoint of one, and a connection with an open
 /// transaction; with the feature `sqlx`, transactions of `sqlx` 0.9 too. A connection without one
 /// is refused (`Invalid`, code `no_transaction`). If an append fails, your transaction is as it was
-/// before.
+/// before, unless SQLite has rolled back all of it, as after an error of the disk.
 ///
 /// ```
 /// # fn example() -> Result<(), Box<dyn std::error::Error>> {
@@ -93,13 +93,24 @@ fn append_in(tx: &Connection, log: &LogName, events: &[NewEvent]) -> Result<Appe
         }
         tx.execute_batch("SAVEPOINT postbox_append")?;
         let inserted = insert(tx, &log, events, now);
-        tx.execute_batch(match inserted {
-            Ok(_) => "RELEASE postbox_append",
-            Err(_) => "ROLLBACK TO postbox_append; RELEASE postbox_append",
-        })?;
+        match inserted {
+            Ok(_) => tx.execute_batch("RELEASE postbox_append")?,
+            // The savepoint is gone too.
+            Err(_) if tx.is_autocommit() => {}
+            Err(_) => tx.execute_batch("ROLLBACK TO postbox_append; RELEASE postbox_append")?,
+        }
         inserted
     };
-    append().map_err(|fault| fault.into_error("append"))
+    append().map_err(|fault| {
+        let error = fault.into_error("append");
+        if tx.is_autocommit() { rolled_back(error) } else { error }
+    })
+}
+
+/// After some errors, as of the disk, SQLite rolls back the whole transaction by itself.
+pub(crate) fn rolled_back(error: Error) -> Error {
+    let message = format!("{}; SQLite has rolled back your whole transaction: begin it again", error.message());
+    Error::new(error.kind(), error.operation(), error.code().to_owned(), message).with_source(error)
 }
 
 /// Refuses a connection in autocommit mode, where the promise of one transaction could not be kept.

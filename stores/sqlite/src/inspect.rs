@@ -379,7 +379,7 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery, state: St
             Some(_) => Decoded::read(row)?,
             None => Decoded::missing(&delivery),
         };
-        if query.which.mean_event(Some(&decoded.event)) && query.is_of_conversation(&decoded.event) {
+        if query.which.mean_event(Some(&decoded.event)) && query.has_headers(&decoded.event) {
             if !limiter.take(decoded.event.payload.len()) {
                 break;
             }
@@ -415,7 +415,7 @@ fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery, state: 
         let head = Head::read(row)?;
         if is_meant(&query.which, row, &head)? && reader.state_found(tx, &head, seq(row)?)? == state {
             let decoded = Decoded::read(row)?;
-            if query.is_of_conversation(&decoded.event) {
+            if query.has_headers(&decoded.event) {
                 if !limiter.take(decoded.event.payload.len()) {
                     break;
                 }
@@ -449,7 +449,7 @@ fn list_newest(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work
             continue;
         }
         let decoded = Decoded::read(row)?;
-        if query.is_of_conversation(&decoded.event) {
+        if query.has_headers(&decoded.event) {
             if !limiter.take(decoded.event.payload.len()) {
                 break;
             }

@@ -1,13 +1,14 @@
 //! Appends in an `sqlx` transaction.
 
 use ::sqlx::sqlite::SqliteArguments;
-use ::sqlx::{Arguments, AssertSqlSafe, Connection as _, SqliteConnection};
+use ::sqlx::{Arguments, AssertSqlSafe, Connection as _, Database, SqliteConnection};
 use postbox_core::kit::{check_message_id, log_unknown};
 use postbox_core::{
     AppendFuture, Appended, Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName, Transaction,
 };
+use sqlx_core::transaction::TransactionManager as _;
 
-use crate::append::{APPEND_COLUMNS, OR_NOTHING, Sqlite, headers_json, log_has};
+use crate::append::{APPEND_COLUMNS, OR_NOTHING, Sqlite, headers_json, log_has, rolled_back};
 use crate::classify::from_code;
 use crate::migrate::checked_log;
 use crate::once::once_insert;
@@ -16,6 +17,9 @@ use crate::schema::{NOW_MICROS, log_table};
 /// The most events in one statement. With 14 parameters each they stay far below SQLite's limit of
 /// 32,766, and a statement is one message to the connection's thread.
 const EVENTS_PER_STATEMENT: usize = 500;
+
+/// What counts the transactions of a connection.
+type Manager = <::sqlx::Sqlite as Database>::TransactionManager;
 
 /// Marks transactions of `sqlx`.
 #[derive(Debug)]
@@ -52,15 +56,20 @@ async fn append_in(
     if events.is_empty() {
         return Ok(Appended::default());
     }
-    require_transaction("append", connection)?;
+    require_transaction("append", connection).await?;
     let may_be_known = events.iter().any(|(_, event)| event.id.is_some());
     let known = if events.len() <= EVENTS_PER_STATEMENT && !may_be_known {
-        insert(connection, &log, &events, "").await?;
-        0
+        match insert(connection, &log, &events, "").await {
+            Ok(_) => 0,
+            Err(error) => return Err(explain_rollback(connection, error).await),
+        }
     } else {
         // Several statements must all take effect, or none.
         let mut savepoint = connection.begin().await.map_err(|error| classify("append", error))?;
-        let known = insert_chunks(&mut savepoint, &log, &events).await?;
+        let known = match insert_chunks(&mut savepoint, &log, &events).await {
+            Ok(known) => known,
+            Err(error) => return Err(explain_rollback(&mut savepoint, error).await),
+        };
         savepoint.commit().await.map_err(|error| classify("append", error))?;
         known
     };
@@ -68,13 +77,49 @@ async fn append_in(
 }
 
 /// Refuses a connection without a transaction, because change and events could not commit together.
-fn require_transaction(operation: &'static str, connection: &SqliteConnection) -> Result<()> {
+async fn require_transaction(operation: &'static str, connection: &mut SqliteConnection) -> Result<()> {
     if !connection.is_in_transaction() {
         let message = "sqlx has no transaction open; begin one with it (not with the SQL command), \
                        and commit your change together with its events";
         return Err(Error::invalid(operation, "no_transaction", message));
     }
+    if is_ended(operation, connection).await? {
+        let message = "sqlx counts a transaction, but none is open: SQLite has rolled it back after an error, or an \
+                       SQL command has ended it; begin another one";
+        return Err(Error::invalid(operation, "no_transaction", message));
+    }
     Ok(())
+}
+
+/// Returns whether the transaction that `sqlx` counts is there no more. If so, it is no longer
+/// counted either: `sqlx` cannot end it, and would lend the connection again as it is.
+async fn is_ended(operation: &'static str, connection: &mut SqliteConnection) -> Result<bool> {
+    // Inside a transaction, BEGIN fails with SQLITE_ERROR and changes nothing.
+    match ::sqlx::query("BEGIN").persistent(false).execute(&mut *connection).await {
+        Err(error) if error.as_database_error().and_then(|error| error.code()).as_deref() == Some("1") => {
+            return Ok(false);
+        }
+        Err(error) => return Err(classify(operation, error)),
+        Ok(_) => {}
+    }
+    let depth = Manager::get_transaction_depth(connection);
+    // `sqlx` rolls back to savepoints of these names.
+    for nested in 1..depth {
+        let savepoint = ::sqlx::query(AssertSqlSafe(format!("SAVEPOINT _sqlx_savepoint_{nested}"))).persistent(false);
+        savepoint.execute(&mut *connection).await.map_err(|error| classify(operation, error))?;
+    }
+    for _ in 0..depth {
+        Manager::rollback(connection).await.map_err(|error| classify(operation, error))?;
+    }
+    Ok(true)
+}
+
+/// Says of an append's error that SQLite has rolled back everything, if it has.
+async fn explain_rollback(connection: &mut SqliteConnection, error: Error) -> Error {
+    match is_ended("append", connection).await {
+        Ok(true) => rolled_back(error),
+        _ => error,
+    }
 }
 
 /// Inserts events. Returns how many of them the log already has.
@@ -144,7 +189,7 @@ async fn insert_unknown(
 /// [`crate::once_in`]; pass `&mut *tx`.
 pub async fn once_in(connection: &mut SqliteConnection, source: &SourceName, message_id: &str) -> Result<bool> {
     check_message_id("once", message_id)?;
-    require_transaction("once", connection)?;
+    require_transaction("once", connection).await?;
     let noted = ::sqlx::query(AssertSqlSafe(once_insert()))
         .bind(source.as_str())
         .bind(message_id)

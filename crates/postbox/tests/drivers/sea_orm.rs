@@ -1,9 +1,9 @@
 //! `sea-orm`: half of the appends through a shared reference.
 
-use ::sea_orm::{Database, TransactionTrait as _};
+use ::sea_orm::{ConnectionTrait as _, Database, TransactionTrait as _};
 use async_trait::async_trait;
 use postbox::postgres::Postgres;
-use postbox::{Appended, Error, Postbox, Result};
+use postbox::{Appended, Error, NewEvent, Postbox, Result};
 
 use crate::{End, Typed};
 
@@ -28,7 +28,12 @@ impl crate::Driver for Driver {
         given
     }
 
-    async fn append_outside(_: &str, _: &Postbox<Postgres>) -> Option<Error> {
-        None
+    /// A nested begin fails, and `sqlx` below rolls the whole transaction back.
+    async fn append_outside(url: &str, postbox: &Postbox<Postgres>) -> Option<Error> {
+        let database = Database::connect(url).await.expect("connected");
+        let mut tx = database.begin().await.expect("begun");
+        tx.execute_unprepared("SELECT 1 / 0").await.expect_err("a division by zero");
+        tx.begin().await.expect_err("the transaction is aborted");
+        postbox.append(&mut tx, NewEvent::json("t", "{}")).await.err()
     }
 }

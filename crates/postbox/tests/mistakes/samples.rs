@@ -41,11 +41,13 @@ fn a_value_that_is_no_event(store: MemoryStore) {
 
 fn a_result_of_an_event(store: MemoryStore, placed: Result<NewEvent, std::io::Error>) {
     let mut tx = store.begin();
+    let _ = Postbox::new(store.clone()).append(&mut tx, &placed); //~ type annotations needed
     let _ = Postbox::new(store.clone()).append(&mut tx, placed); //~ type annotations needed
 }
 
 fn a_result_of_events(store: MemoryStore, placed: Result<Vec<NewEvent>, std::io::Error>) {
     let mut tx = store.begin();
+    let _ = Postbox::new(store.clone()).append(&mut tx, &placed); //~ is no event
     let _ = Postbox::new(store.clone()).append(&mut tx, placed); //~ is no event
 }
 

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex};
 
 use postbox_core::{
-    Append as _, Context, Criteria, Delivery, Inspect as _, ListQuery, Log as _, LogName, NewEvent, Outcome, Record,
-    Subscription, TypedEvent,
+    Append as _, Context, Criteria, Delivery, Headers, Inspect as _, ListQuery, Log as _, LogName, NewEvent, Outcome,
+    Record, Subscription, TypedEvent,
 };
 use postbox_engine::RelayBuilder;
 use postbox_memory::MemoryStore;
@@ -120,7 +120,7 @@ async fn what_is_appended_names_its_cause_unless_its_task_has_left_the_context()
         state: Some(state),
         which,
         code: None,
-        correlation: None,
+        headers: Headers::new(),
         after: None,
         limit: 10,
     };

@@ -102,7 +102,7 @@ impl Schemas for No13 {
 
 #[tokio::test(start_paused = true)]
 async fn what_has_no_schema_version_that_is_a_number_is_dead_and_nobody_sees_it() {
-    let env = TestEnv::with([paid(1).header("schema-version", "two"), paid(2)]).await;
+    let env = TestEnv::with([paid(1).header("Schema-Version", "two"), paid(2)]).await;
     let seen = Seen::default();
     let count = async |_: Delivery, State(seen): State<Seen>| {
         see(&seen, "an event".to_owned());

@@ -6,6 +6,8 @@ mod support;
 mod particular;
 mod suites;
 
+use std::time::Duration;
+
 pub(crate) use postbox_sqlx::Sqlx as Driver;
 use postbox_testkit::conformance::ApplyFixture as _;
 pub(crate) use sqlx::Error as Failure;
@@ -68,15 +70,35 @@ async fn execute(tx: &mut Connection, sql: &str) -> Result<(), Failure> {
 
 /// Writes the effect in a nested transaction, which ends as the effect says.
 async fn nested(tx: &mut Connection, effect: &str) -> Result<(), Failure> {
+    if effect == "nested and refused" {
+        execute(tx, "SELECT 1 / 0").await.expect_err("a division by zero");
+    }
     let mut nested = tx.begin().await?;
     write(&mut nested, effect).await;
     match effect {
         "nested and kept" => nested.commit().await?,
         "nested and left" => drop(nested),
         "nested and forgotten" => std::mem::forget(nested),
+        "nested and unsure" => {
+            drop(tokio::time::timeout(Duration::ZERO, nested.commit()).await);
+            return Err(Failure::RowNotFound);
+        }
         _ => panic!("as asked"),
     }
     Ok(())
+}
+
+/// The driver rolls the whole transaction back if a nested begin fails. After a commit whose future
+/// is dropped, it rolls back to a savepoint that is gone. The handler did neither by SQL.
+#[tokio::test]
+async fn a_nested_transaction_that_does_not_begin_or_end_is_retried() {
+    let fixture = suites::direct().await;
+    let retried = particular::drained(&fixture, &["1", "nested and refused", "nested and unsure", "2"]).await;
+    let expected = [("nested and refused", "handler_lost_transaction"), ("nested and unsure", "handler_error")];
+    assert_eq!(retried, particular::codes(&expected));
+    let mut effects = fixture.effects().await;
+    effects.sort();
+    assert_eq!(effects, ["1", "2"]);
 }
 
 /// The driver would end the nested transaction instead of the one around it.

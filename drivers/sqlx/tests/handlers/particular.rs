@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Criteria, Delivery, Disposition, Event, Inspect as _, Lease, ListQuery, Log as _, LogName, NewEvent,
-    Outcome, RetryPolicy, State, Subscription, SubscriptionName, Tx,
+    Append as _, Criteria, Delivery, Disposition, Event, Headers, Inspect as _, Lease, ListQuery, Log as _, LogName,
+    NewEvent, Outcome, RetryPolicy, State, Subscription, SubscriptionName, Tx,
 };
 use postbox_engine::{Relay, RelaySettings};
 use postbox_router::Router;
@@ -46,7 +46,7 @@ pub(crate) async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec
         code: None,
         after: None,
         limit: 100,
-        correlation: None,
+        headers: Headers::new(),
     };
     let text = |event: &Event| String::from_utf8_lossy(&event.payload).into_owned();
     let records = fixture.store.store.list(&query).await.expect("listed");
@@ -56,8 +56,11 @@ pub(crate) async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec
 /// As a timeout of the server does, e.g. `idle_in_transaction_session_timeout`.
 const ENDS_ITSELF: &str = "SELECT pg_terminate_backend(pg_backend_pid())";
 
+/// Fails after the handler has given up on it.
+const TIMES_OUT: &str = "SET LOCAL statement_timeout = 100; SELECT pg_sleep(10)";
+
 /// A role without any rights here, and a path without its tables.
-const SETS: &str = "SELECT set_config('role', 'pg_monitor', true), set_config('search_path', 'pg_catalog', true)";
+const SETS: &str = "SELECT set_config('role', 'pg_checkpoint', true), set_config('search_path', 'pg_catalog', true)";
 
 async fn odd(delivery: Delivery, Tx(tx): Tx<'_, Driver>) -> Result<(), Failure> {
     let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
@@ -74,6 +77,10 @@ async fn odd(delivery: Delivery, Tx(tx): Tx<'_, Driver>) -> Result<(), Failure> 
         "loses its connection" => execute(tx, ENDS_ITSELF).await?,
         "loses it and hides it" => drop(execute(tx, ENDS_ITSELF).await),
         "hangs" => std::future::pending::<()>().await,
+        "gives up" => {
+            drop(tokio::time::timeout(Duration::from_millis(20), execute(tx, TIMES_OUT)).await);
+            panic!("as asked");
+        }
         _ => {}
     }
     Ok(())
@@ -117,6 +124,15 @@ async fn a_handler_that_loses_its_connection_is_retried_alone() {
     let mut effects = fixture.effects().await;
     effects.sort();
     assert_eq!(effects, ["1", "2"]);
+}
+
+/// `sqlx` returns the error of that statement in place of the next answer, as if the store had
+/// failed.
+#[tokio::test]
+async fn a_handler_that_gives_up_on_a_statement_that_then_fails_is_retried_alone() {
+    let fixture = direct().await;
+    assert_eq!(drained(&fixture, &["1", "gives up", "2"]).await, codes(&[("gives up", "panic")]));
+    assert_eq!(fixture.effects().await, ["1", "2"]);
 }
 
 #[tokio::test]
@@ -172,7 +188,7 @@ async fn handlers_of_another_store_are_named() {
 #[tokio::test]
 async fn a_pool_of_another_database_is_named() {
     let ((store, lease), other) = (leased().await, support::on(Version::V15).await);
-    let (pool, taken) = taken_up(&other.url).await;
+    let (pool, taken) = taken_up(&other.front).await;
     drop(taken);
     let applied = Fixture::of(store, pool).apply().apply(&lease, &[], Default::default(), &DELIVERED).await;
     assert_eq!(applied.expect_err("it is elsewhere").code(), "pool_of_another_database");
@@ -181,7 +197,7 @@ async fn a_pool_of_another_database_is_named() {
 #[tokio::test]
 async fn a_pool_without_a_free_connection_says_so() {
     let (store, lease) = leased().await;
-    let (pool, taken) = taken_up(&store.url).await;
+    let (pool, taken) = taken_up(&store.front).await;
     let fixture = Fixture::of(store, pool);
     let begun = tokio::time::Instant::now();
     let applied = fixture.apply().apply(&lease, &[], Default::default(), &DELIVERED).await;

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Append as _, Capabilities, Criteria, Delivery, Inspect as _, ListQuery, LogName, NewEvent, Outcome, Sink, State,
-    Store as _, Subscription,
+    Append as _, Capabilities, Criteria, Delivery, Headers, Inspect as _, ListQuery, LogName, NewEvent, Outcome, Sink,
+    State, Store as _, Subscription,
 };
 use postbox_engine::{Relay, RelaySettings};
 use postbox_sqlite::SqliteStore;
@@ -116,7 +116,7 @@ async fn only_the_poison_dies(fixture: Fixture, apply: bool) {
         state: Some(State::Dead),
         which: Criteria::default(),
         code: None,
-        correlation: None,
+        headers: Headers::new(),
         after: None,
         limit: 10,
     };

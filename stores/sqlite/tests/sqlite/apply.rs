@@ -208,6 +208,25 @@ async fn an_append_that_fails_leaves_your_transaction_as_it_was() {
 }
 
 #[tokio::test]
+async fn an_append_that_ended_your_transaction_says_so() {
+    let fixture = fixture().await;
+    let mut connection = fixture.connect();
+    let full = "CREATE TRIGGER no_room BEFORE INSERT ON postbox_outbox WHEN NEW.topic = 'full' \
+                BEGIN SELECT RAISE(ROLLBACK, 'no room'); END";
+    connection.execute_batch(full).expect("made");
+    let (good, bad) = (NewEvent::json("t", "1"), NewEvent::json("full", "1"));
+    for events in [vec![bad.clone()], vec![good.clone(), bad]] {
+        let mut tx = connection.transaction().expect("begun");
+        let error = Postbox::new(Sqlite).append(&mut tx, events).expect_err("refused");
+        assert_eq!(error.code(), "store_error");
+        let said = ["no room", "rolled back your whole transaction"].map(|part| error.message().contains(part));
+        assert_eq!(said, [true; 2], "{error}");
+        let error = Postbox::new(Sqlite).append(&mut tx, &good).expect_err("no transaction");
+        assert_eq!(error.code(), "no_transaction");
+    }
+}
+
+#[tokio::test]
 async fn an_append_takes_savepoints_and_what_a_connection_has_open() {
     let fixture = fixture().await;
     let mut connection = fixture.connect();

@@ -2,8 +2,8 @@
 //! check.
 
 use postbox_core::{
-    Admin as _, Batch, BatchLimit, Change, Criteria, Disposition, Entry, Inspect, Lease, ListQuery, Log, NewEvent,
-    Selection, Settlement, State, Store as _, SubscriptionName,
+    Admin as _, Batch, BatchLimit, Change, Criteria, Disposition, Entry, Headers, Inspect, Lease, ListQuery, Log,
+    NewEvent, Selection, Settlement, State, Store as _, SubscriptionName,
 };
 use rusqlite::types::Value;
 use rusqlite::{Connection, params};
@@ -253,7 +253,7 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
         state: Some(State::Dead),
         which: Criteria::default(),
         code: None,
-        correlation: None,
+        headers: Headers::new(),
         after: None,
         limit: 10,
     };

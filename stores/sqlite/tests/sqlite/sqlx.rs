@@ -4,13 +4,13 @@
 use postbox_core::{EventId, LogName, NewEvent, Postbox, SourceName};
 use postbox_sqlite::Sqlite;
 use sqlx::Connection as _;
-use sqlx::sqlite::{SqliteConnectOptions, SqlitePool};
+use sqlx::sqlite::{SqliteConnectOptions, SqlitePool, SqlitePoolOptions};
 
 use crate::common::{Fixture, fixture};
 
 async fn pool(fixture: &Fixture) -> SqlitePool {
     let options = SqliteConnectOptions::new().filename(fixture.path());
-    SqlitePool::connect_with(options).await.expect("connected")
+    SqlitePoolOptions::new().max_connections(1).connect_with(options).await.expect("connected")
 }
 
 #[tokio::test]
@@ -93,6 +93,63 @@ async fn without_a_transaction_nothing_is_appended() {
     assert_eq!(error.code(), "no_transaction");
     let lease = fixture.lane().await;
     assert!(fixture.next(&lease).await.is_empty());
+}
+
+/// `sqlx` still counts such a transaction.
+#[tokio::test]
+async fn after_sqlite_has_rolled_back_by_itself_nothing_is_appended() {
+    let fixture = fixture().await;
+    fixture.connect().execute_batch("CREATE TABLE mine (id INTEGER PRIMARY KEY)").expect("made");
+    let source = SourceName::new("s").expect("valid");
+    let pool = pool(&fixture).await;
+    let mut tx = pool.begin().await.expect("begun");
+    sqlx::query("INSERT INTO mine VALUES (1)").execute(&mut *tx).await.expect("inserted");
+    sqlx::query("INSERT OR ROLLBACK INTO mine VALUES (1)").execute(&mut *tx).await.expect_err("taken");
+    for count in [1, 2] {
+        let events = vec![NewEvent::json("t", "1"); count];
+        let error = Postbox::new(Sqlite).append(&mut tx, events).await.expect_err("refused");
+        assert_eq!(error.code(), "no_transaction");
+    }
+    let error = postbox_sqlite::sqlx::once_in(&mut tx, &source, "m").await.expect_err("refused");
+    assert_eq!(error.code(), "no_transaction");
+    drop(tx);
+    let lease = fixture.lane().await;
+    assert!(fixture.next(&lease).await.is_empty());
+    let noted = "SELECT count(*) FROM postbox_once";
+    let noted: i64 = fixture.connect().query_row(noted, [], |row| row.get(0)).expect("counted");
+    assert_eq!(noted, 0);
+
+    // The pool lends the same connection again. It holds no lock, and commits what it should.
+    fixture.connect().execute_batch("INSERT INTO mine VALUES (7)").expect("nobody holds the write lock");
+    let mut tx = pool.begin().await.expect("begun");
+    Postbox::new(Sqlite).append(&mut tx, NewEvent::json("t", "1")).await.expect("appended");
+    tx.commit().await.expect("committed");
+    assert_eq!(fixture.next(&lease).await.deliveries.len(), 1);
+}
+
+#[tokio::test]
+async fn an_append_that_made_sqlite_roll_back_says_so() {
+    let fixture = fixture().await;
+    let refuse = "CREATE TRIGGER refuse BEFORE INSERT ON postbox_outbox BEGIN SELECT RAISE(ROLLBACK, 'refused'); END";
+    fixture.connect().execute_batch(refuse).expect("made");
+    let pool = pool(&fixture).await;
+    // Several events go out in a savepoint, within one of the caller's.
+    for count in [1, 700] {
+        let mut tx = pool.begin().await.expect("begun");
+        let mut nested = tx.begin().await.expect("begun");
+        let events = vec![NewEvent::json("t", "1"); count];
+        let error = Postbox::new(Sqlite).append(&mut nested, events).await.expect_err("refused");
+        assert!(error.message().contains("refused; SQLite has rolled back your whole transaction"), "{error}");
+        drop(nested);
+        drop(tx);
+        fixture.connect().execute_batch("DELETE FROM postbox_once").expect("nobody holds the write lock");
+    }
+    fixture.connect().execute_batch("DROP TRIGGER refuse").expect("dropped");
+    let mut tx = pool.begin().await.expect("begun");
+    Postbox::new(Sqlite).append(&mut tx, NewEvent::json("t", "1")).await.expect("appended");
+    tx.commit().await.expect("committed");
+    let lease = fixture.lane().await;
+    assert_eq!(fixture.next(&lease).await.deliveries.len(), 1);
 }
 
 #[tokio::test]
