@@ -7,7 +7,7 @@ use uuid::Uuid;
 
 use crate::params::{Param, params};
 use crate::schema::{SchemaName, check_log_name};
-use crate::text::AsText as _;
+use crate::text::{AsText as _, elements};
 
 /// The columns that a writer sets. Everything else of a row is the store's own.
 pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at, expires_at";
@@ -29,8 +29,9 @@ SELECT FROM pg_catalog.generate_series(1, {s}.{name}_append_many({may_be_known},
 /// `postbox` by default, of whatever database the transaction is in.
 ///
 /// Transactions are those of `tokio-postgres` and `deadpool-postgres`, and of the drivers that the
-/// crate `postbox` has a feature for. Events take one round trip, whatever their number. Nothing
-/// stays prepared unless asked for, so that a transaction-mode pooler may sit in between.
+/// crate `postbox` has a feature for. Events take one round trip, whatever their number (with
+/// `sea-orm` two). Nothing stays prepared unless asked for, so that a transaction-mode pooler may
+/// sit in between.
 ///
 /// If the server refuses an event, your transaction can only be rolled back, as after any failed
 /// statement. An event that breaks a limit is refused before anything is sent, and the transaction
@@ -66,8 +67,15 @@ impl AppendStatement {
     pub fn of(to: &Postgres, log: &LogName, events: Result<Vec<NewEvent>>) -> Result<Option<Self>> {
         let events = events?;
         let Some(columns) = Columns::of(log, &events)? else { return Ok(None) };
-        let sql = columns.statement(&to.schema, log);
-        Ok(Some(Self { sql, texts: columns.texts(), ids: columns.event_ids() }))
+        let (mut template, texts) = (columns.template().to_owned(), columns.texts());
+        if columns.ids.len() > 1 {
+            for (n, text) in (1..).zip(&texts) {
+                let parameter = format!("${n}");
+                let given = elements(&parameter, text.as_deref().unwrap_or_default());
+                template = template.replace(&format!("{parameter}::"), &format!("{given}::"));
+            }
+        }
+        Ok(Some(Self { sql: columns.fill(&template, &to.schema, log), texts, ids: columns.event_ids() }))
     }
 }
 
@@ -186,7 +194,14 @@ impl<'a> Columns<'a> {
     /// The statement that appends them. One event has a function of its own, because most come
     /// alone: without arrays it costs half.
     pub fn statement(&self, schema: &SchemaName, log: &LogName) -> String {
-        let template = if self.ids.len() == 1 { LOG_APPEND } else { LOG_APPEND_MANY };
+        self.fill(self.template(), schema, log)
+    }
+
+    fn template(&self) -> &'static str {
+        if self.ids.len() == 1 { LOG_APPEND } else { LOG_APPEND_MANY }
+    }
+
+    fn fill(&self, template: &str, schema: &SchemaName, log: &LogName) -> String {
         let may_be_known = if self.may_be_known { "true" } else { "false" };
         schema.log_sql_with(template, log, &[("may_be_known", may_be_known)])
     }

@@ -4,10 +4,10 @@
 use std::borrow::Cow;
 
 use jiff::Timestamp;
-use postgres_types::{ToSql, Type};
+use postgres_types::{Kind, ToSql, Type};
 use uuid::Uuid;
 
-use crate::text::AsText;
+use crate::text::{AsText, elements};
 
 /// A value and its type.
 pub type Param<'a> = (&'a (dyn ToSql + Sync), Type);
@@ -103,9 +103,14 @@ impl<'a> Bound<'a> {
         self.value.text()
     }
 
-    /// The type that such a text is cast to.
-    pub fn type_name(&self) -> &str {
-        self.of.name()
+    /// The parameter `$number`, which has that text, as its type.
+    pub fn cast(&self, number: &str, text: Option<&str>) -> String {
+        let parameter = format!("${number}::text");
+        let given = match (self.of.kind(), text) {
+            (Kind::Array(_), Some(array)) => elements(&parameter, array),
+            _ => parameter,
+        };
+        format!("{given}::pg_catalog.{}", self.of.name())
     }
 }
 

@@ -4,6 +4,8 @@ use std::fmt::Display;
 
 use postbox_core::{Error, ErrorKind, LogName};
 
+use crate::append::no_transaction;
+
 /// The code for a row that refers to a missing row.
 pub const REFERENCE_MISSING: &str = "reference_missing";
 
@@ -45,6 +47,9 @@ pub fn unreachable(operation: &'static str, cause: impl Display) -> Error {
     let message = format!("the database cannot be reached ({cause}); is it running, and did the connection end?");
     Error::new(ErrorKind::Unavailable, operation, UNREACHABLE, message)
 }
+
+/// What is wrong with a standby.
+pub const STANDBY: &str = "the database is a standby; promote it, or name the primary in the store's URL";
 
 /// The cure of a missing or old schema. Without the same store, the command would create another.
 pub const MIGRATE: &str = "run: postbox migrate up, with the same store";
@@ -134,10 +139,12 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
             format!("{}; delivery continues once it does: ALTER DATABASE NAME ALLOW_CONNECTIONS true", fields.message),
         ),
         "57014" => {
-            // These may have to pass a large log, or 200,000 rows. The statements of other changes
-            // are short, so that a lock is the cause.
+            // These may have to pass a large log, 200,000 rows, or many subscriptions. The
+            // statements of other changes are short, so that a lock is the cause.
             let cure = match operation {
-                "remove" | "reset" | "set_lanes" => "raise `statement_timeout` in [store] and try again, or ",
+                "remove" | "reset" | "set_lanes" | "subscribe" | "note_unrouted" => {
+                    "raise `statement_timeout` in [store] and try again, or "
+                }
                 _ => "",
             };
             let text = format!("a statement took longer than the statement timeout; {cure}{LOCKS_NAMED}");
@@ -145,7 +152,7 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
         }
         // A standby refuses BEGIN READ WRITE as an unsupported feature.
         "0A000" if fields.message.contains("recovery") => {
-            make(Unavailable, "store_read_only", "the database is a standby; promote it, or name the primary in the store's URL".to_owned())
+            make(Unavailable, "store_read_only", STANDBY.to_owned())
         }
         "25006" => make(
             Unavailable,
@@ -175,6 +182,8 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
         // No transaction is open, or our savepoint is not part of it. Between our statements, only
         // a handler can have ended the transaction.
         "25P01" | "3B001" if operation == "apply" => Error::transaction_ended(operation),
+        // The answer to a driver that has to ask.
+        "25P01" if operation == "append" => no_transaction(operation),
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
         "40001" | "40P01" => make(Unavailable, "store_contention", text()),
         "55P03" => make(Unavailable, "store_contention", format!("{}; {LOCKS_NAMED}", fields.message)),
@@ -280,6 +289,7 @@ mod tests {
     fn a_timeout_of_a_long_change_names_its_setting() {
         let names_it = |operation| of_database(operation, &fields("57014")).message().contains("`statement_timeout`");
         assert!(names_it("remove") && names_it("reset") && names_it("set_lanes"));
+        assert!(names_it("subscribe") && names_it("note_unrouted"));
         assert!(!names_it("rename"), "a larger one would only wait longer for a lock");
     }
 

@@ -61,28 +61,35 @@ impl<T: AsText> AsText for Option<T> {
     }
 }
 
-/// An array, in Postgres's notation.
+/// An array, in Postgres's notation; in JSON if it has a null, because with `array_nulls = off` the
+/// notation has only the text NULL. [`elements`] reads both.
 impl<T: AsText> AsText for Vec<T> {
     fn text(&self) -> Option<String> {
         let mut array = String::from("{");
         for (n, value) in self.iter().enumerate() {
-            array.push_str(if n == 0 { "" } else { "," });
-            match value.text() {
-                None => array.push_str("NULL"),
-                Some(text) => {
-                    array.push('"');
-                    for c in text.chars() {
-                        if matches!(c, '"' | '\\') {
-                            array.push('\\');
-                        }
-                        array.push(c);
-                    }
-                    array.push('"');
+            let Some(text) = value.text() else {
+                let texts: Vec<_> = self.iter().map(AsText::text).collect();
+                return Some(serde_json::to_string(&texts).expect("a list of strings is always JSON"));
+            };
+            array.push_str(if n == 0 { "\"" } else { ",\"" });
+            for c in text.chars() {
+                if matches!(c, '"' | '\\') {
+                    array.push('\\');
                 }
+                array.push(c);
             }
+            array.push('"');
         }
         array.push('}');
         Some(array)
+    }
+}
+
+/// Returns what to cast to the type of this array, whose text the parameter has.
+pub(crate) fn elements(parameter: &str, array: &str) -> String {
+    match array.starts_with('[') {
+        true => format!("(ARRAY(SELECT pg_catalog.json_array_elements_text({parameter}::pg_catalog.json)))"),
+        false => parameter.to_owned(),
     }
 }
 
@@ -92,8 +99,14 @@ mod tests {
 
     #[test]
     fn an_array_is_written_as_postgres_reads_it() {
-        let texts = vec![Some(""), Some("a,b"), Some(r#"{"a":"\n"}"#), Some("NULL"), None];
-        assert_eq!(texts.text().expect("a text"), r#"{"","a,b","{\"a\":\"\\n\"}","NULL",NULL}"#);
+        let mut texts = vec![Some(""), Some("a,b"), Some(r#"{"a":"\n"}"#), Some("NULL")];
+        let array = texts.text().expect("a text");
+        assert_eq!(array, r#"{"","a,b","{\"a\":\"\\n\"}","NULL"}"#);
+        assert_eq!(elements("$1", &array), "$1");
+        texts.push(None);
+        let array = texts.text().expect("a text");
+        assert_eq!(array, r#"["","a,b","{\"a\":\"\\n\"}","NULL",null]"#);
+        assert_eq!(elements("$1", &array), "(ARRAY(SELECT pg_catalog.json_array_elements_text($1::pg_catalog.json)))");
         assert_eq!(vec![&b"\0\xff"[..]].text().expect("a text"), r#"{"\\x00ff"}"#);
     }
 }

@@ -1,7 +1,7 @@
 //! An operator's criteria as parameters of an SQL condition.
 
 use jiff::Timestamp;
-use postbox_core::{Criteria, Key, Tenant, TopicPattern};
+use postbox_core::{Criteria, Headers, Key, Tenant, TopicPattern};
 
 /// The parameters of the condition.
 pub(crate) struct Meant<'a> {
@@ -22,4 +22,9 @@ impl<'a> Meant<'a> {
             tenant: which.tenant.as_ref().map(Tenant::as_str),
         }
     }
+}
+
+/// Headers that an event must have, as JSON; `None` means any.
+pub(crate) fn headers_json(headers: &Headers) -> Option<String> {
+    (!headers.is_empty()).then(|| serde_json::to_string(headers).expect("a map of strings is JSON"))
 }

@@ -21,8 +21,8 @@ SELECT l.topic, l.tenant, l.key, l.created_at, clock_timestamp(), l.kind, l.aggr
 /// than a request, and too short for the log to grow much.
 const HORIZON_HELD: Duration = Duration::from_secs(600);
 
-/// How many transactions a replication slot may hold the horizon back. Slots record no time; a
-/// database with a thousand writes per second gets there in a quarter of an hour.
+/// How many transactions a replication slot or a standby may hold the horizon back. They record no
+/// time; a database with a thousand writes per second gets there in a quarter of an hour.
 const HORIZON_SLOT_XIDS: i32 = 1_000_000;
 
 /// Sessions and prepared transactions that have blocked others on our tables for more than a
@@ -77,13 +77,14 @@ GROUP BY held.pid, p.gid, p.owner ORDER BY min(waits.waitstart) LIMIT 5";
 /// The oldest holder of the horizon, in the same columns. A transaction that has written anywhere
 /// on the server goes first: retention and routing wait for it. A snapshot holds only what VACUUM
 /// removes, and only in its own database; that of a VACUUM holds nothing. Without rights on a
-/// session, its age is not shown to us. Reads the server's lists; waits for nothing.
+/// session, its age is not shown to us. A standby with `hot_standby_feedback` holds what its own
+/// sessions see: in its slot, if it has one. Reads the server's lists; waits for nothing.
 const HORIZON: &str = "
 SELECT 'session', a.pid::text, coalesce(a.application_name, ''), coalesce(left(a.query, 80), ''), '{}'::text[], 0::bigint,
   (extract(epoch FROM clock_timestamp() - a.xact_start) * 1000)::bigint AS age_ms,
   CASE WHEN a.backend_xid IS NULL THEN 'snapshot' ELSE 'writes' END AS hold
 FROM pg_stat_activity AS a
-WHERE a.xact_start < clock_timestamp() - $1 * INTERVAL '1 millisecond' AND a.leader_pid IS NULL
+WHERE a.xact_start < clock_timestamp() - $1 * INTERVAL '1 millisecond' AND a.leader_pid IS NULL AND a.pid <> pg_backend_pid()
   AND (a.backend_xid IS NOT NULL OR a.backend_xmin IS NOT NULL AND a.datname = current_database()
     AND NOT EXISTS (SELECT FROM pg_stat_progress_vacuum AS v WHERE v.pid = a.pid))
 UNION ALL
@@ -93,6 +94,9 @@ FROM pg_prepared_xacts AS p WHERE p.prepared < clock_timestamp() - $1 * INTERVAL
 UNION ALL
 SELECT 'slot', quote_literal(s.slot_name), age(s.xmin) || ' transactions behind', '', '{}', 0, 0, 'snapshot'
 FROM pg_replication_slots AS s WHERE age(s.xmin) > $2
+UNION ALL
+SELECT 'standby', r.pid::text, concat_ws(', ', nullif(r.application_name, ''), r.client_addr, age(r.backend_xmin) || ' transactions behind'), '', '{}', 0, 0, 'snapshot'
+FROM pg_stat_replication AS r WHERE age(r.backend_xmin) > $2
 ORDER BY hold DESC, age_ms DESC LIMIT 1";
 
 #[async_trait]
@@ -153,12 +157,16 @@ pub(crate) fn named(program: &str) -> &str {
     if program.is_empty() { "a program without a name" } else { program }
 }
 
-/// The name of a holder, and the statement that ends it. `name` is the number of a session, and an
-/// SQL literal otherwise.
+/// The name of a holder, and the statement that ends it, or what does. `name` is the number of a
+/// session, and an SQL literal otherwise.
 pub(crate) fn holder(kind: &str, name: &str) -> (String, String) {
     match kind {
         "prepared" => (format!("the prepared transaction {name}"), format!("ROLLBACK PREPARED {name}")),
         "slot" => (format!("the replication slot {name}"), format!("SELECT pg_drop_replication_slot({name})")),
+        "standby" => (
+            format!("the standby that session {name} sends to"),
+            "on the standby, end its long transactions, or turn hot_standby_feedback off".to_owned(),
+        ),
         _ => (format!("session {name}"), format!("SELECT pg_terminate_backend({name})")),
     }
 }
@@ -187,6 +195,13 @@ mod tests {
     use super::*;
     use crate::PostgresConfig;
 
+    #[test]
+    fn a_standby_is_not_ended_here_because_it_would_connect_again() {
+        let (holder, end) = holder("standby", "7");
+        assert_eq!(holder, "the standby that session 7 sends to");
+        assert!(end.starts_with("on the standby, ") && end.contains("hot_standby_feedback"), "{end}");
+    }
+
     /// Retention and routing wait for what has written, in any database of the server, so it is
     /// named before an older snapshot.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -202,7 +217,7 @@ mod tests {
                 let mode = &store.inner.modes.count;
                 let read = async |session: &Session| horizon(session, Duration::ZERO, HORIZON_SLOT_XIDS).await;
                 let found = session.at_once(mode, read).await.expect("looked");
-                blocker(found.first().expect("at least the transaction that looks"))
+                blocker(found.first().expect("a holder"))
             };
             let client = async |url: &str| {
                 let (client, connection) = tokio_postgres::connect(url, NoTls).await.expect("connected");

@@ -4,7 +4,6 @@
 //! Such a crate implements [`Settles`] for a driver. It binds and executes. Statements, parameters
 //! and errors are made here and in `postbox-postgres-sql`, so that all drivers behave alike.
 
-use std::fmt::Write as _;
 use std::time::Duration;
 
 use postbox_core::{
@@ -27,7 +26,8 @@ pub type Rows = Vec<Vec<Option<String>>>;
 /// A driver whose transactions run handlers and settle their events, with [`apply_in`].
 ///
 /// Behaviour: an error is [`Refusal::of`](postbox_postgres_sql::Refusal::of) if the server refused,
-/// and [`unreachable`](postbox_postgres_sql::unreachable) if it did not answer.
+/// [`unreachable`](postbox_postgres_sql::unreachable) if it did not answer, and
+/// [`transaction_lost`](Error::transaction_lost) if the driver rolled the transaction back itself.
 pub trait Settles: Database {
     /// The connection that the transaction is open on.
     type Connection: Send;
@@ -58,26 +58,29 @@ pub struct Statement {
 
 impl Statement {
     fn of(sql: &str, bound: &[Bound<'_>]) -> Self {
-        Self { sql: cast(sql, bound), texts: bound.iter().map(Bound::text).collect() }
+        let texts: Vec<_> = bound.iter().map(Bound::text).collect();
+        Self { sql: cast(sql, bound, &texts), texts }
     }
 }
 
 /// Returns the statement with each parameter cast from `text` to its type. Between double quotes is
 /// a name, which may contain a dollar sign.
-fn cast(sql: &str, bound: &[Bound<'_>]) -> String {
-    let part = |(nth, part): (usize, &str)| if nth % 2 == 1 { part.to_owned() } else { cast_unquoted(part, bound) };
+fn cast(sql: &str, bound: &[Bound<'_>], texts: &[Option<String>]) -> String {
+    let part =
+        |(nth, part): (usize, &str)| if nth % 2 == 1 { part.to_owned() } else { cast_unquoted(part, bound, texts) };
     sql.split('"').enumerate().map(part).collect::<Vec<_>>().join("\"")
 }
 
-fn cast_unquoted(sql: &str, bound: &[Bound<'_>]) -> String {
+fn cast_unquoted(sql: &str, bound: &[Bound<'_>], texts: &[Option<String>]) -> String {
     let mut parts = sql.split('$');
     let mut cast = parts.next().unwrap_or_default().to_owned();
     for part in parts {
         let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
         let (number, rest) = part.split_at(digits);
-        let of = number.parse().ok().and_then(|number: usize| bound.get(number.checked_sub(1)?));
-        let of = of.expect("our statements have a value for each parameter, and no other dollar sign");
-        write!(cast, "${number}::text::pg_catalog.{}{rest}", of.type_name()).expect("a String takes all");
+        let of = number.parse().ok().and_then(|number: usize| bound.iter().zip(texts).nth(number.checked_sub(1)?));
+        let (of, text) = of.expect("our statements have a value for each parameter, and no other dollar sign");
+        cast.push_str(&of.cast(number, text.as_deref()));
+        cast.push_str(rest);
     }
     cast
 }
@@ -215,6 +218,11 @@ pub fn pool_exhausted(setting: &str) -> Error {
     Error::new(ErrorKind::Unavailable, "apply", "pool_exhausted", message)
 }
 
+/// How often a handler's work is taken back. Instead of executing a statement, `sqlx` returns the
+/// error of an earlier one whose future the handler dropped. It leaves at most one such statement,
+/// and the rollback of a nested transaction.
+const TAKE_BACKS_MAX: usize = 3;
+
 /// A connection that is lent to one handler after another.
 struct Lent<'c, D: Settles> {
     connection: &'c mut D::Connection,
@@ -247,7 +255,20 @@ where
             }
         }
         let take_back = "ROLLBACK TO SAVEPOINT postbox_handler; RELEASE SAVEPOINT postbox_handler";
-        D::run(connection, take_back.to_owned()).await.map(|()| outcome).map_err(apply::after_handler)
+        let mut taken_back = Ok(());
+        for _ in 0..TAKE_BACKS_MAX {
+            taken_back = D::run(connection, take_back.to_owned()).await.map_err(apply::after_handler);
+            if taken_back.as_ref().err().is_none_or(Error::is_transaction_lost) {
+                break;
+            }
+        }
+        match taken_back {
+            // The event has to answer for it. As an error of the store, it would stop the lane.
+            Err(error) if !error.is_transaction_lost() && !error.is_transaction_ended() => {
+                Err(Error::transaction_lost("apply", error.message()))
+            }
+            taken_back => taken_back.map(|()| outcome),
+        }
     }
 }
 
@@ -287,9 +308,11 @@ mod tests {
     fn every_parameter_is_cast_from_text() {
         let (one, many) = (7_i32, vec![Some("a,b"), None]);
         let statement = Statement::of("SELECT f($1, $2::text[], $1)", &bound![one, many]);
-        let sql = "SELECT f($1::text::pg_catalog.int4, $2::text::pg_catalog._text::text[], $1::text::pg_catalog.int4)";
+        let json = "(ARRAY(SELECT pg_catalog.json_array_elements_text($2::text::pg_catalog.json)))";
+        let sql =
+            format!("SELECT f($1::text::pg_catalog.int4, {json}::pg_catalog._text::text[], $1::text::pg_catalog.int4)");
         assert_eq!(statement.sql, sql);
-        assert_eq!(statement.texts, [Some("7".to_owned()), Some(r#"{"a,b",NULL}"#.to_owned())]);
+        assert_eq!(statement.texts, [Some("7".to_owned()), Some(r#"["a,b",null]"#.to_owned())]);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use tokio_postgres::Row;
 
 use crate::PostgresStore;
 use crate::classify::is_damage;
-use crate::criteria::Meant;
+use crate::criteria::{Meant, headers_json};
 use crate::decode::{Raw, Stored};
 use crate::diagnose::{holder, named};
 use crate::lease::pause_of;
@@ -53,7 +53,7 @@ SELECT {record_columns} FROM {s}.delivery AS d
 LEFT JOIN {log} AS l ON l.seq = d.seq
 JOIN {s}.lane AS n ON n.subscription = d.subscription AND n.lane = d.lane
 WHERE d.subscription = $2 AND d.state = $3 AND d.seq > $4 AND ($6::text IS NULL OR d.code = $6) AND {is_meant}
-  AND ($12::text IS NULL OR l.headers ->> 'correlation-id' = $12)
+  AND ($12::text IS NULL OR l.headers @> $12::text::jsonb)
 ORDER BY d.seq LIMIT $7";
 
 /// Records in any state, the newest first. Index: the log's primary key, walked down from `$4`, and
@@ -63,7 +63,7 @@ SELECT {record_columns} FROM {log} AS l
 JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $13
 LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
 WHERE l.seq < $4 AND $3::text IS NULL AND ($6::text IS NULL OR d.code = $6) AND {is_meant}
-  AND ($12::text IS NULL OR l.headers ->> 'correlation-id' = $12)
+  AND ($12::text IS NULL OR l.headers @> $12::text::jsonb)
 ORDER BY l.seq DESC LIMIT $7";
 
 /// One record. Index: the log's unique id. No lock.
@@ -353,9 +353,9 @@ impl PostgresStore {
             let Meant { topic, key, since, until, tenant } = Meant::by(&query.which);
             let limit = query.page().events as i64;
             let (id, lanes) = (subscription.id, i32::from(subscription.lanes));
-            let (code, correlation) = (&query.code, &query.correlation);
+            let (code, headers) = (&query.code, headers_json(&query.headers));
             let params =
-                params![inline, id, state, after, topic, code, limit, key, since, until, tenant, correlation, lanes];
+                params![inline, id, state, after, topic, code, limit, key, since, until, tenant, headers, lanes];
             let (template, params) = match query.state {
                 Some(_) => (RECORD_LIST_ROWS, &params[..12]),
                 None => (RECORD_LIST_NEWEST, &params[..]),

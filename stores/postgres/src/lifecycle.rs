@@ -71,15 +71,16 @@ const PLAN_LOOK_MAX: i64 = 100_000;
 /// The effect of a reset, counted up to `$3` among the next `$4` events after the place and those
 /// that the lanes have ahead, whether there are more events than that, and the epochs of all lanes.
 /// Indexes: the log's primary key, and `(xid, seq)`. No lock.
-const RESET_PLAN: &str = "
-WITH first AS MATERIALIZED (SELECT min(pg_snapshot_xmin(f.from_snap)) AS xid FROM {s}.lane AS f WHERE f.subscription = $1),
+pub(crate) const RESET_PLAN: &str = "
+WITH n AS MATERIALIZED (SELECT * FROM {s}.lane WHERE subscription = $1),
+first AS MATERIALIZED (SELECT min(pg_snapshot_xmin(n.from_snap)) AS xid FROM n),
 later AS (SELECT * FROM {log} AS l WHERE l.seq > $2 ORDER BY l.seq LIMIT $4),
 ahead AS (SELECT * FROM {log} AS l WHERE l.xid >= (SELECT xid FROM first) ORDER BY l.xid, l.seq LIMIT $4)
 SELECT (SELECT count(*) FROM (
-    SELECT FROM later AS l JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+    SELECT FROM later AS l CROSS JOIN LATERAL (SELECT x.* FROM n AS x WHERE x.lane = l.slot % s.lanes OFFSET 0) AS n
     WHERE NOT {is_unread} AND {is_wanted} AND NOT {is_discarded} LIMIT $3) AS again),
   (SELECT count(*) FROM (
-    SELECT FROM ahead AS l JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+    SELECT FROM ahead AS l CROSS JOIN LATERAL (SELECT x.* FROM n AS x WHERE x.lane = l.slot % s.lanes OFFSET 0) AS n
     WHERE l.seq <= $2 AND {is_unread} AND {is_wanted} AND NOT {is_discarded} LIMIT $3) AS skipped),
   EXISTS (SELECT FROM {log} AS l WHERE l.seq > $2 ORDER BY l.seq OFFSET $4)
     OR EXISTS (SELECT FROM {log} AS l WHERE l.xid >= (SELECT xid FROM first) ORDER BY l.xid, l.seq OFFSET $4),
@@ -142,9 +143,11 @@ DELETE FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq > $2 AND d.sta
 
 /// Notes unread events with a row, which the reset skips: a person marked them dead, and may retry
 /// them. Indexes: primary keys.
-const SENT_NOTE_MARKED: &str = "
+pub(crate) const SENT_NOTE_MARKED: &str = "
+WITH n AS MATERIALIZED (SELECT * FROM {s}.lane WHERE subscription = $1)
 INSERT INTO {s}.sent (subscription, seq) SELECT d.subscription, d.seq
-FROM {s}.delivery AS d JOIN {log} AS l ON l.seq = d.seq JOIN {s}.lane AS n ON n.subscription = d.subscription AND n.lane = d.lane
+FROM {s}.delivery AS d JOIN {log} AS l ON l.seq = d.seq
+CROSS JOIN LATERAL (SELECT x.* FROM n AS x WHERE x.lane = d.lane OFFSET 0) AS n
 WHERE d.subscription = $1 AND d.seq <= $2 AND d.state <> 'discarded' AND {is_unread} ON CONFLICT DO NOTHING";
 
 /// Index: primary key. Locks the rows.
@@ -165,14 +168,15 @@ FROM n";
 
 /// Adds a delivery row for each event that an old lane has still to read and that the new lanes
 /// will have passed. Indexes: the log's `(xid, seq)`, primary keys.
-const DELIVERY_LEAVE: &str = "
-WITH ahead AS MATERIALIZED (
+pub(crate) const DELIVERY_LEAVE: &str = "
+WITH n AS MATERIALIZED (SELECT * FROM {s}.lane WHERE subscription = $1),
+ahead AS MATERIALIZED (
   SELECT n.lane, l.seq, l.key, s.ordering, CASE WHEN l.seq <= s.again_seq THEN s.again_replay ELSE 0 END AS replays,
     {later} AS later
   FROM {s}.subscription AS s
-  JOIN {log} AS l ON l.xid >= (SELECT min(pg_snapshot_xmin(f.from_snap)) FROM {s}.lane AS f WHERE f.subscription = $1)
+  JOIN {log} AS l ON l.xid >= (SELECT min(pg_snapshot_xmin(n.from_snap)) FROM n)
     AND l.xid < pg_snapshot_xmax($3::text::pg_snapshot)
-  JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+  CROSS JOIN LATERAL (SELECT x.* FROM n AS x WHERE x.lane = l.slot % s.lanes OFFSET 0) AS n
   WHERE s.id = $1
     AND (pg_visible_in_snapshot(l.xid, $2::text::pg_snapshot) OR (pg_visible_in_snapshot(l.xid, $3::text::pg_snapshot) AND l.seq <= $4))
     AND {is_unread} AND {is_wanted}

@@ -9,14 +9,15 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Lease, Log, Migrate as _, OwnerId, Result, Settlement, Subscription, SubscriptionName,
+    Acquired, Batch, BatchLimit, Lease, Log, Migrate as _, Ordering, OwnerId, Result, Settlement, Subscription,
+    SubscriptionName,
 };
 use postbox_postgres_sql::check_log_name;
 
 use crate::due::due;
 use crate::session::Session;
 use crate::settle::settle;
-use crate::subscription::subscribe;
+use crate::subscription::{subscribe, unblock};
 use crate::window::next_batch;
 use crate::{PostgresStore, lease};
 
@@ -28,6 +29,11 @@ impl Log for PostgresStore {
         self.bounded("subscribe", self.validate()).await?;
         check_log_name("subscribe", &subscription.log)?;
         self.call("subscribe", async |session: &Session| subscribe(self, session, subscription).await).await?;
+        let mut next = (subscription.ordering == Ordering::None).then(|| (String::new(), 0));
+        while let Some(after) = next {
+            let step = async |session: &Session| unblock(session, &subscription.name, &after).await;
+            next = self.write("subscribe", &self.inner.modes.write, step).await?;
+        }
         self.listen_if_asked(&subscription.log).await;
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 use postbox_core::{Changed, Error, ErrorKind, LogName, Maintain, Prune, Result, Routed};
-use postbox_postgres_sql::params;
+use postbox_postgres_sql::{STANDBY, params};
 
 use crate::PostgresStore;
 use crate::rebase::rebase;
@@ -10,10 +10,10 @@ use crate::session::Session;
 use crate::subscription::check_integrity;
 use crate::unrouted::note_unrouted;
 
-/// Whether transactions are read-only by default, whether the URL says so, the role and the
-/// database. Reads settings.
+/// Whether transactions are read-only by default, whether the URL says so, the role, the database,
+/// and whether it is a standby. Reads settings.
 const DEFAULT_READ_ONLY: &str = "
-SELECT setting OPERATOR(pg_catalog.=) 'on', source OPERATOR(pg_catalog.=) 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database())
+SELECT setting OPERATOR(pg_catalog.=) 'on', source OPERATOR(pg_catalog.=) 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database()), pg_catalog.pg_is_in_recovery()
 FROM pg_catalog.pg_settings WHERE name OPERATOR(pg_catalog.=) 'default_transaction_read_only'";
 
 /// Reads the clock, in a transaction of its own.
@@ -53,10 +53,14 @@ impl Maintain for PostgresStore {
     }
 
     /// Receiving is one statement, whose transaction has the default mode of the role or database.
-    /// All other writes begin READ WRITE explicitly. Error: `Mismatch`, code `default_read_only`.
+    /// All other writes begin READ WRITE explicitly. Error: `Mismatch`, code `default_read_only`;
+    /// on a standby, which takes no write at all, `Unavailable`, code `store_read_only`.
     async fn check_receiving(&self) -> Result<()> {
         let ask = async |session: &Session| session.row(DEFAULT_READ_ONLY, &[]).await;
         let row = self.call("check_receiving", ask).await?;
+        if row.get(4) {
+            return Err(Error::new(ErrorKind::Unavailable, "check_receiving", "store_read_only", STANDBY));
+        }
         if !row.get::<_, bool>(0) {
             return Ok(());
         }

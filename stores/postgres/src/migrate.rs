@@ -53,6 +53,13 @@ WHERE NOT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.
       WHERE i.indrelid = c.oid AND i.indisvalid AND x.relname = p.name)))
 ORDER BY p.nth";
 
+/// The quoted name that the schema had when its functions were made, if that is not `$2`. Their
+/// bodies hold it. Reads the catalog; no lock.
+const SCHEMA_RENAMED: &str = "
+SELECT made.name FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
+CROSS JOIN LATERAL (SELECT substring(p.prosrc FROM 'UPDATE (\"(?:[^\"]|\"\")*\")[.]lane AS l ') AS name) AS made
+WHERE n.nspname = $1 AND p.proname = 'settle_lane' AND made.name <> $2";
+
 /// The encoding in which the database stores text.
 const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text";
 
@@ -86,9 +93,10 @@ impl Migrate for PostgresStore {
 
     async fn validate(&self) -> Result<Timestamp> {
         let look = async |session: &Session| {
-            let (known, encoding) = futures::join!(known_migrations(session), check_encoding(session));
+            let (known, encoding, named) =
+                futures::join!(known_migrations(session), check_encoding(session), check_name(session));
             let created_at = check_versions(session.schema(), &known?)?;
-            encoding.map(|()| created_at)
+            encoding.and(named).map(|()| created_at)
         };
         self.look("validate", look).await
     }
@@ -192,8 +200,22 @@ fn migrations_foreign(session: &Session) -> Error {
     Error::new(ErrorKind::Mismatch, session.operation(), "schema_foreign", message)
 }
 
+/// Checks that the schema was not renamed: every call of its functions would fail.
+async fn check_name(session: &Session) -> Result<()> {
+    let (name, quoted) = (session.schema().as_str(), session.schema().quoted());
+    let rows = session.rows(SCHEMA_RENAMED, &params![name, quoted]).await?;
+    let Some(row) = rows.first() else { return Ok(()) };
+    let old: &str = row.get(0);
+    let message = format!(
+        "schema {quoted} was called {old} when it was made, and its functions still use that name; \
+         as its owner, run: ALTER SCHEMA {quoted} RENAME TO {old}; then use that name: `schema` in [store]"
+    );
+    Err(Error::new(ErrorKind::Mismatch, session.operation(), "schema_renamed", message))
+}
+
 /// Checks that no table, index or rule of the schema was dropped or moved.
 pub(crate) async fn check_parts(session: &Session) -> Result<()> {
+    check_name(session).await?;
     let logs = session.rows(&session.sql(LOG_NAMES), &[]).await?;
     let logs: Vec<LogName> = logs.iter().map(|row| LogName::from_stored(row.get::<_, String>(0))).collect();
     let schema = session.schema();

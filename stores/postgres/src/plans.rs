@@ -18,7 +18,7 @@ use crate::window::KEYS_HELD;
 use crate::{PostgresConfig, PostgresStore, SchemaName};
 use postbox_core::kit::{LOOK_EVENTS_MAX, PRUNE_ROWS_MAX};
 use postbox_core::{
-    Criteria, Key, ListQuery, Log as _, LogName, Migrate as _, Prune, State, Subscription, SubscriptionName,
+    Criteria, Headers, Key, ListQuery, Log as _, LogName, Migrate as _, Prune, State, Subscription, SubscriptionName,
 };
 use postbox_postgres_sql::{Param, params};
 use postbox_testkit::servers::{Postgres, Version};
@@ -192,9 +192,9 @@ async fn a_list_of_what_is_pending_skips_what_was_passed() {
         let row = look_up(&session, &name).await.expect("a subscription");
         let list = async |state, key: Option<&str>| {
             let which = Criteria { key: key.map(|key| Key::new(key).expect("a key")), ..Criteria::default() };
-            let (code, correlation, after) = (None, None, None);
+            let (code, headers, after) = (None, Headers::new(), None);
             let subscription = name.clone();
-            let query = ListQuery { subscription, state: Some(state), which, code, correlation, after, limit: 500 };
+            let query = ListQuery { subscription, state: Some(state), which, code, headers, after, limit: 500 };
             session.begin(&store.inner.modes.dry_run).await.expect("begun");
             let before = rows_read(&session).await;
             let found = walk(&session, &row, (&query, state), 0).await.expect("listed").len();
@@ -344,7 +344,7 @@ async fn a_settlement_reads_its_own_rows_whatever_the_statistics_say() {
 
 /// Returns a store whose outbox has a row for each `n` up to [`ROWS`]. Autovacuum is off, so that
 /// only the test analyses it.
-async fn filled(version: Version, insert: &str) -> PostgresStore {
+pub(crate) async fn filled(version: Version, insert: &str) -> PostgresStore {
     let url = Postgres::shared(version).await.fresh_database().await;
     let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
     store.up().await.expect("migrated");

@@ -11,6 +11,8 @@ use postbox_postgres_sql::{cursor_foreign, params};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
+use crate::admin::lock_lanes;
+use crate::criteria::headers_json;
 use crate::migrate::check_parts;
 use crate::row_security::{log_not_locked, subscription_not_seen};
 use crate::session::Session;
@@ -51,12 +53,27 @@ RETURNING id, xmax = 0 AS is_new,
   coalesce((SELECT k.revision FROM known AS k), revision) <> revision AS is_changed";
 
 /// Without order no row holds its key, and no row waits for a turn: neither a blocked one, nor a
-/// follower that has no due time until the row before it is settled. Index: `delivery_held`. Locks
-/// the rows.
+/// follower that has no due time until the row before it is settled. Goes on after a place in the
+/// index `delivery_held`: what was unblocked leaves dead entries in it. Returns the next place, if
+/// there may be more. Locks the rows; the lanes are locked already.
 const DELIVERY_UNBLOCK: &str = "
-UPDATE {s}.delivery SET ordered = false, updated_at = clock_timestamp(),
-  state = CASE state WHEN 'blocked' THEN 'retrying' ELSE state END, due_at = CASE WHEN state = 'blocked' OR (state = 'retrying' AND due_at IS NULL) THEN clock_timestamp() ELSE due_at END
-WHERE subscription = $1 AND holds";
+WITH step AS MATERIALIZED (
+  SELECT h.ctid, h.key, h.seq FROM {s}.delivery AS h
+  WHERE h.subscription = $1 AND h.holds AND (h.key, h.seq) > ($3, $4) ORDER BY h.key, h.seq LIMIT $2),
+unblocked AS (
+  UPDATE {s}.delivery AS d SET ordered = false, updated_at = clock_timestamp(),
+    state = CASE state WHEN 'blocked' THEN 'retrying' ELSE state END, due_at = CASE WHEN state = 'blocked' OR (state = 'retrying' AND due_at IS NULL) THEN clock_timestamp() ELSE due_at END
+  WHERE d.ctid = ANY (ARRAY(SELECT k.ctid FROM step AS k)))
+SELECT k.key, k.seq FROM step AS k ORDER BY k.key, k.seq OFFSET $2 - 1";
+
+/// How many rows one step unblocks: some tenths of a second, during which no lane can settle.
+const UNBLOCK_MAX: i64 = 5_000;
+
+/// The subscription, if it has no order and a row of it after a place holds its key. Indexes: the
+/// unique name, `delivery_held`.
+const SUBSCRIPTION_HELD: &str = "
+SELECT s.id FROM {s}.subscription AS s WHERE s.name = $1 AND s.ordering = 'none'
+  AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = s.id AND d.holds AND (d.key, d.seq) > ($2, $3))";
 
 /// Stores the new filter. Index: primary key of `filter`.
 pub(crate) const FILTER_KEEP: &str = "
@@ -214,8 +231,7 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
     };
     let (name_text, log_text, lanes_wanted) = (name.as_str(), log.as_str(), lanes.unwrap_or(LANES).cast_signed());
     let [kinds, aggregates] = [&filter.kinds, &filter.aggregates];
-    let headers =
-        (!filter.headers.is_empty()).then(|| serde_json::to_string(&filter.headers).expect("a map of strings is JSON"));
+    let headers = headers_json(&filter.headers);
     let on_dead = on_dead.as_str();
     let params = params![name_text, log_text, topics, tenant, order, lanes_wanted, kinds, aggregates, headers, on_dead];
     let made = session.rows(&session.sql(SUBSCRIPTION_UPSERT), &params).await?;
@@ -237,15 +253,28 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
     let known = look_up(session, name).await?;
     session.execute(&session.sql(LANE_CREATE), &params![id, i32::from(known.lanes), now]).await?;
     session.execute(&session.sql(FILTER_KEEP), &params![id]).await?;
-    if *ordering == Ordering::None {
-        session.execute(&session.sql(DELIVERY_UNBLOCK), &params![id]).await?;
-    }
     if row.get(3) {
         let took_everything: bool = row.get(2);
         session.execute(&session.sql(LOG_ROUTE_AGAIN), &params![log_text, id, took_everything]).await?;
     }
     check_lanes(session, Some(id)).await?;
     Ok(known)
+}
+
+/// Unblocks the next rows of a subscription without order, in a transaction of their own: there may
+/// be millions. Begins after a key and `seq`; returns those to go on with, if there may be more. If
+/// the steps are interrupted, the next `subscribe` unblocks the rest. Until then, the rest is sent
+/// in the order of its keys, but a key waits if its dead row that halts it was unblocked already.
+pub(crate) async fn unblock(
+    session: &Session,
+    name: &SubscriptionName,
+    (key, seq): &(String, i64),
+) -> Result<Option<(String, i64)>> {
+    let held = session.rows(&session.sql(SUBSCRIPTION_HELD), &params![name.as_str(), key, seq]).await?;
+    let Some(id) = held.first().map(|row| row.get::<_, i32>(0)) else { return Ok(None) };
+    lock_lanes(session, id).await?;
+    let ends = session.rows(&session.sql(DELIVERY_UNBLOCK), &params![id, UNBLOCK_MAX, key, seq]).await?;
+    Ok(ends.first().map(|row| (row.get(0), row.get(1))))
 }
 
 /// Checks that every log that is read, and every cursor, fits this cluster, and first that the
@@ -351,4 +380,40 @@ fn from_future(session: &Session, what: &str) -> Error {
         "{what} is ahead of this database cluster (a restored dump?); stop all relays and run: postbox migrate rebase"
     );
     Error::new(ErrorKind::Mismatch, session.operation(), "cursor_from_future", message)
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_core::Log as _;
+    use postbox_testkit::servers::Version;
+
+    use super::*;
+    use crate::plans::filled;
+
+    /// What a step unblocks leaves dead entries in the index, which the next one does not read.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn each_step_of_unblocking_goes_on_where_the_last_one_ended() {
+        for version in Version::ALL {
+            let store = filled(version, "INSERT INTO postbox.outbox (topic, payload) SELECT 't', 'x'").await;
+            let name = SubscriptionName::new("s").expect("a name");
+            let subscription = Subscription::new(name.clone(), LogName::outbox());
+            let subscription = Subscription { ordering: Ordering::None, ..subscription };
+            store.subscribe(&subscription).await.expect("subscribed");
+            let session = store.session("test").await.expect("a session");
+            session.begin(&store.inner.modes.write).await.expect("begun");
+            let blocked = "INSERT INTO postbox.delivery (subscription, lane, seq, key, state, ordered)
+                SELECT s.id, 0, n, 'k' || n % 7, 'blocked', true FROM postbox.subscription AS s, generate_series(1, 12000) AS n";
+            session.run(blocked).await.expect("blocked");
+            let (mut next, mut reads) = (Some((String::new(), 0)), vec![0]);
+            while let Some(after) = next {
+                next = unblock(&session, &name, &after).await.expect("unblocked");
+                let read = "SELECT pg_stat_get_xact_tuples_returned('postbox.delivery_held'::regclass)";
+                reads.push(session.row(read, &[]).await.expect("counted").get::<_, i64>(0));
+            }
+            let steps: Vec<i64> = reads.windows(2).map(|reads| reads[1] - reads[0]).collect();
+            let context = format!("{steps:?} entries read (Postgres {})", version.number());
+            assert!(steps.len() == 3 && steps[1] <= steps[0] + 100 && steps[2] < steps[0], "{context}");
+            session.commit().await.expect("ended");
+        }
+    }
 }

@@ -20,18 +20,26 @@ use crate::replay::{REPLAY_NEXT, made};
 use crate::session::Session;
 use crate::subscription::look_up;
 
-/// How many rows one step reads.
+/// How many rows one step reads, of a log with few lanes.
 const STEP_LOOK_MAX: i64 = 10_000;
 
-/// How far the log was checked, and two reasons to stop. The step ends if a leased lane has yet to
-/// take over a new filter. No further events are checked if the log has no subscription, or one
-/// takes everything that was not checked yet. Indexes: primary keys. Locks the log's row, and skips
-/// it if it is locked.
+/// How many rows a step reads of a log whose subscriptions have so many lanes: it compares each row
+/// with each of them (measured with 1,600: 250 rows take a second, 10,000 would take longer than a
+/// statement may).
+fn step_look_max(lanes: i64) -> i64 {
+    (40 * STEP_LOOK_MAX / lanes.max(1)).clamp(250, STEP_LOOK_MAX)
+}
+
+/// How far the log was checked, two reasons to stop, and the number of lanes. The step ends if a
+/// leased lane has yet to take over a new filter. No further events are checked if the log has no
+/// subscription, or one takes everything that was not checked yet. Indexes: primary keys. Locks the
+/// log's row, and skips it if it is locked.
 const LOG_ROUTED: &str = "
 SELECT g.routed_xid::text, g.routed_seq,
   EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
     WHERE s.log = g.name AND n.revision <> s.revision AND n.lease_until > clock_timestamp()),
-  NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name) OR {takes_everything}
+  NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name) OR {takes_everything},
+  (SELECT count(*) FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id WHERE s.log = g.name)
 FROM {s}.log AS g WHERE g.name = $1 FOR NO KEY UPDATE SKIP LOCKED";
 
 /// The number of lanes that have yet to take over their subscription's filter, and how many of them
@@ -57,15 +65,16 @@ SELECT s.name, s.rerouted_seq FROM {s}.subscription AS s WHERE s.log = $1 AND s.
 /// Takes unrouted events, from a place on, that the subscription wants now. Those that its lanes
 /// have passed with a former filter get delivery rows; the others it is about to read. Events
 /// before the subscription's start stay unrouted. Indexes: primary keys.
-const UNROUTED_TAKE: &str = "
-WITH looked AS MATERIALIZED (
+pub(crate) const UNROUTED_TAKE: &str = "
+WITH n AS MATERIALIZED (SELECT * FROM {s}.lane WHERE subscription = $1),
+looked AS MATERIALIZED (
   SELECT u.seq FROM {s}.unrouted AS u WHERE u.log = $3 AND u.seq > $4 ORDER BY u.seq LIMIT $5),
 wanted AS MATERIALIZED (
   SELECT l.seq, l.key, n.subscription, n.lane, s.ordering, {is_taken} AS taken,
     {later} AS later
   FROM looked AS k JOIN {log} AS l ON l.seq = k.seq
   JOIN {s}.subscription AS s ON s.id = $1
-  JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+  CROSS JOIN LATERAL (SELECT x.* FROM n AS x WHERE x.lane = l.slot % s.lanes OFFSET 0) AS n
   WHERE {is_wanted} AND {is_judged}),
 gone AS (DELETE FROM {s}.unrouted AS u USING wanted AS w WHERE u.log = $3 AND u.seq = w.seq),
 noted AS (INSERT INTO {s}.sent (subscription, seq) SELECT w.subscription, w.seq FROM wanted AS w WHERE NOT w.taken ON CONFLICT DO NOTHING),
@@ -87,7 +96,9 @@ SELECT seq, key FROM sent";
 /// its lanes took the filter over or not, so it is compared again. Index: `(xid, seq)` of the log,
 /// walked from its place.
 const LOG_ROUTE: &str = "
-WITH page AS MATERIALIZED (
+WITH n AS MATERIALIZED (
+  SELECT n.*, o.lanes FROM {s}.subscription AS o JOIN {s}.lane AS n ON n.subscription = o.id WHERE o.log = $1),
+page AS MATERIALIZED (
   SELECT l.xid, l.seq, l.topic, l.tenant, l.kind, l.aggregate, l.headers, l.slot FROM {log} AS l
   WHERE (l.xid, l.seq) > ($2::text::xid8, $3) AND l.xid < pg_snapshot_xmin(pg_current_snapshot())
   ORDER BY l.xid, l.seq LIMIT $4),
@@ -95,11 +106,9 @@ kept AS (
   INSERT INTO {s}.unrouted (log, seq)
   SELECT $1, l.seq FROM page AS l
   WHERE NOT pg_visible_in_snapshot(l.xid, (SELECT g.taken_snap FROM {s}.log AS g WHERE g.name = $1)) AND NOT EXISTS (
-    SELECT FROM {s}.subscription AS o JOIN {s}.lane AS n ON n.subscription = o.id AND n.lane = l.slot % o.lanes
-    WHERE o.log = $1 AND ({is_taken} OR {is_sent} OR EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = o.id AND d.seq = l.seq)) OFFSET 0)
-  AND EXISTS (
-    SELECT FROM {s}.subscription AS o JOIN {s}.lane AS n ON n.subscription = o.id AND n.lane = l.slot % o.lanes
-    WHERE o.log = $1 AND {is_judged} OFFSET 0)
+    SELECT FROM n WHERE n.lane = l.slot % n.lanes
+      AND ({is_taken} OR {is_sent} OR EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = n.subscription AND d.seq = l.seq)) OFFSET 0)
+  AND EXISTS (SELECT FROM n WHERE n.lane = l.slot % n.lanes AND {is_judged} OFFSET 0)
   ON CONFLICT DO NOTHING RETURNING seq),
 ask AS (
   UPDATE {s}.subscription AS o SET rerouted = 0,
@@ -129,17 +138,17 @@ pub(crate) async fn note_unrouted(session: &Session, log: &LogName) -> Result<Ro
         return if known.is_empty() { Err(log_unknown("note_unrouted", name)) } else { Ok(Routed::default()) };
     };
     let (xid, seq, waits, routed): (String, i64, bool, bool) = (row.get(0), row.get(1), row.get(2), row.get(3));
+    let lanes: i64 = row.get(4);
     if waits {
         return Ok(Routed::default());
     }
-    let limit = STEP_LOOK_MAX;
     if let Some(row) = session.rows(&session.sql(SUBSCRIPTION_TO_REROUTE), &params![name]).await?.first() {
         let (subscription, after) = (SubscriptionName::from_stored(row.get::<_, String>(0)), row.get::<_, i64>(1));
         let subscription = look_up(session, &subscription).await?;
         let id = subscription.id;
         lock_lanes(session, id).await?;
         let number: i32 = session.row(&session.sql(REPLAY_NEXT), &params![id]).await?.get(0);
-        let params = params![id, number, name, after, limit];
+        let params = params![id, number, name, after, STEP_LOOK_MAX];
         let rows = session.rows(&session.log_sql(UNROUTED_TAKE, log), &params).await?;
         made(session, &subscription, &rows).await?;
         return Ok(Routed { unrouted: 0, more: true });
@@ -151,6 +160,7 @@ pub(crate) async fn note_unrouted(session: &Session, log: &LogName) -> Result<Ro
     if row.get::<_, i64>(0) != row.get::<_, i64>(1) {
         return Ok(Routed::default());
     }
+    let limit = step_look_max(lanes);
     let row = session.row(&session.log_sql(LOG_ROUTE, log), &params![name, xid, seq, limit]).await?;
     let (looked, kept, is_asked): (i64, i64, bool) = (row.get(0), row.get(1), row.get(2));
     Ok(Routed { unrouted: kept.unsigned_abs(), more: looked == limit || is_asked })
@@ -165,4 +175,16 @@ pub(crate) async fn count_unrouted(session: &Session, log: &LogName) -> Result<U
         let age = row.get::<_, Option<i64>>(2).unwrap_or_default().max(0);
         (topic, row.get::<_, i64>(1).unsigned_abs(), Duration::from_micros(age.unsigned_abs()))
     })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_reads_fewer_rows_the_more_lanes_they_are_compared_with() {
+        for (lanes, rows) in [(0, 10_000), (40, 10_000), (256, 1_562), (1_600, 250), (100_000, 250)] {
+            assert_eq!(step_look_max(lanes), rows, "{lanes}");
+        }
+    }
 }

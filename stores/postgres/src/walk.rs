@@ -6,7 +6,7 @@ use postbox_core::{ListQuery, Result, State};
 use postbox_postgres_sql::{is_meant, params};
 use tokio_postgres::Row;
 
-use crate::criteria::Meant;
+use crate::criteria::{Meant, headers_json};
 use crate::session::Session;
 use crate::subscription::SubscriptionRow;
 
@@ -34,7 +34,7 @@ SELECT {record_columns} FROM {log} AS l
 JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $13
 LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq AND d.seq > $4 AND d.seq <= $6
 WHERE l.seq > $4 AND l.seq <= $6 AND d.seq IS NULL AND {state} = $3 AND {is_meant}
-  AND ($12::text IS NULL OR l.headers ->> 'correlation-id' = $12)
+  AND ($12::text IS NULL OR l.headers @> $12::text::jsonb)
 ORDER BY l.seq LIMIT $7";
 
 /// Returns a page of the records in a state that has no delivery row.
@@ -53,15 +53,14 @@ pub(crate) async fn walk(
     let sql = session.schema().log_sql_with(RECORD_LIST_STREAM, log, &[("is_meant", &is_meant([5, 8, 9, 10, 11]))]);
     let (step_end, pending_first) = (session.log_sql(STEP_END, log), session.log_sql(PENDING_FIRST, log));
     let Meant { topic, key, since, until, tenant } = Meant::by(&query.which);
-    let (name, correlation, page) = (state.as_str(), &query.correlation, query.page().events);
+    let (name, headers, page) = (state.as_str(), headers_json(&query.headers), query.page().events);
     let mut after = query.after.map_or(i64::MIN, |seq| seq.0);
     let mut look = STEP_LOOK_MAX.min(2 * page as i64);
     loop {
         let end = session.rows(&step_end, &params![after, look]).await?;
         let end: Option<i64> = end.first().map(|row| row.get(0));
         let (through, left) = (end.unwrap_or(i64::MAX), (page - found.len()) as i64);
-        let params =
-            params![inline, id, name, after, topic, through, left, key, since, until, tenant, correlation, lanes];
+        let params = params![inline, id, name, after, topic, through, left, key, since, until, tenant, headers, lanes];
         found.extend(session.rows(&sql, &params).await?);
         let Some(end) = end.filter(|_| found.len() < page) else { return Ok(found) };
         after = end;
