@@ -9,8 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Append, Capabilities, Clock, Criteria, Delivery, Error, ErrorKind, Inspect, ListQuery, Log, LogName, NewEvent,
-    OnDead, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Store as _, Subscription, lock,
+    Append, Capabilities, Clock, Criteria, Delivery, Error, ErrorKind, Headers, Inspect, ListQuery, Log, LogName,
+    NewEvent, OnDead, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Store as _, Subscription, lock,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings, SystemRandom, TokioClock};
 use postbox_memory::{Call, MemoryStore, Wire};
@@ -178,7 +178,7 @@ impl TestEnv {
             state: Some(state),
             which: Criteria::default(),
             code: None,
-            correlation: None,
+            headers: Headers::new(),
             after: None,
             limit: 1_000,
         };

@@ -74,8 +74,8 @@ pub async fn send(sink: &Arc<dyn Sink>, event: NewEvent) -> Outcome {
 /// Returns an outcome's kind and code.
 pub fn short(outcome: &Outcome) -> (&'static str, &str) {
     match outcome {
-        Outcome::Delivered { duplicate: false } => ("delivered", ""),
-        Outcome::Delivered { duplicate: true } => ("duplicate", ""),
+        Outcome::Delivered { duplicate: false, .. } => ("delivered", ""),
+        Outcome::Delivered { duplicate: true, .. } => ("duplicate", ""),
         Outcome::Retry { code, .. } => ("retry", code),
         Outcome::ServerError { code, .. } => ("server error", code),
         Outcome::Ambiguous { code, .. } => ("ambiguous", code),

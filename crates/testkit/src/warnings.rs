@@ -21,7 +21,8 @@ impl Warnings {
 
 impl tracing::Subscriber for Warnings {
     fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        *metadata.level() <= tracing::Level::WARN
+        // The spans too, for who turns traces on.
+        *metadata.level() <= tracing::Level::WARN || metadata.target() == postbox_core::trace::TARGET
     }
 
     fn event(&self, event: &tracing::Event<'_>) {

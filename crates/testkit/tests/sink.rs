@@ -68,7 +68,7 @@ impl SinkFixture for Shelf {
     }
 
     fn traits(&self) -> SinkTraits {
-        SinkTraits { payload_bytes_max: Some(PAYLOAD_BYTES_MAX), ..SinkTraits::ALL }
+        SinkTraits { positions: false, payload_bytes_max: Some(PAYLOAD_BYTES_MAX), ..SinkTraits::ALL }
     }
 
     async fn attempts(&self) -> Vec<Attempt> {

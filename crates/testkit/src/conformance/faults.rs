@@ -3,7 +3,11 @@
 //! A writing call can end in four ways that its caller cannot tell apart. It was never executed. It
 //! was executed and the answer was lost ([`lost`](super::lost)). It is executed after another owner
 //! has taken the lane over. Or it is executed twice, because the caller repeated it
-//! ([`late`](super::late)). A new writing call gets a [`Call`] and a case in both modules.
+//! ([`late`](super::late)). A new writing call gets a [`Call`] and a case in both modules. Three
+//! have none, because their effect is the same whenever and however often they run:
+//! `Receive::forget` goes by age, `Maintain::create_log` only adds what is missing, and
+//! `Maintain::rebase` is refused while a lane is held and keeps what is delivered and what is
+//! pending.
 //!
 //! A case makes its request as a value ([`Asked`]), passes it to [`CallFaults::lose_answer`] or
 //! [`CallFaults::delay`], and repeats it. Then it checks that no event is lost, phantom, out of
@@ -30,6 +34,8 @@ pub enum Call {
     Renew,
     /// `Log::release`.
     Release,
+    /// `Log::leave`.
+    Leave,
     /// `Log::next_batch`.
     NextBatch,
     /// A settlement of a position alone.
@@ -46,6 +52,8 @@ pub enum Call {
     Replay,
     /// `Admin::pause`.
     Pause,
+    /// `Admin::pause` without a pause.
+    Resume,
     /// `Admin::rename`.
     Rename,
     /// `Admin::remove`.
@@ -95,14 +103,21 @@ pub trait CallFaults: Send + Sync {
     /// The store through which the same caller goes on meanwhile; often the same one.
     fn again(&self) -> Arc<dyn Store>;
 
+    /// Returns the two for this call. With the rights of the owner for [`Call::Up`] and
+    /// [`Call::Down`], if the store under test works without them.
+    fn stores(&self, _call: Call) -> [Arc<dyn Store>; 2] {
+        [self.store(), self.again()]
+    }
+
     /// Returns where this call can be stopped; at least one place.
     fn places(&self, call: Call) -> &'static [Place];
 
-    /// Makes a call on [`Self::store`] whose answer is lost. Returns once it is executed.
+    /// Makes a call on the first of [`Self::stores`] whose answer is lost. Returns once it is
+    /// executed.
     async fn lose_answer(&self, call: Call, asked: Asked);
 
-    /// Makes a call on [`Self::store`] and stops it. Returns once it is stopped and nobody waits
-    /// for it.
+    /// Makes a call on the first of [`Self::stores`] and stops it. Returns once it is stopped and
+    /// nobody waits for it.
     async fn delay(&self, call: Call, place: Place, asked: Asked) -> Box<dyn Late>;
 }
 

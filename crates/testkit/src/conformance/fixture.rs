@@ -33,6 +33,15 @@ pub trait StoreFixture: Send + Sync {
     /// Returns the store under test, the same one at every call.
     fn store(&self) -> Arc<dyn Store>;
 
+    /// Returns the same store with the rights to migrate it and to create logs, if the store under
+    /// test works without them.
+    fn owner(&self) -> Arc<dyn Store> {
+        self.store()
+    }
+
+    /// Gives the store under test its rights on what [`Self::owner`] has created.
+    async fn grant(&self) {}
+
     /// Returns what the store can do.
     fn capabilities(&self) -> StoreCapabilities;
 
@@ -202,6 +211,8 @@ pub struct SinkTraits {
     pub goes_down: bool,
     /// It receives the id by which it may deduplicate.
     pub dedupe_ids: bool,
+    /// Its answer says where it has an event.
+    pub positions: bool,
     /// Larger payloads are refused for good.
     pub payload_bytes_max: Option<usize>,
     /// Payloads that are empty or not [text](is_text) are refused for good.
@@ -224,6 +235,7 @@ impl SinkTraits {
         hangs: true,
         goes_down: true,
         dedupe_ids: true,
+        positions: true,
         payload_bytes_max: None,
         text_only: false,
     };

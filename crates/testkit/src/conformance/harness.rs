@@ -5,9 +5,9 @@ use std::time::Duration;
 
 pub(super) use postbox_core::Disposition::{Block, Delivered, Discarded, Schedule};
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Change, Criteria, Delivery, Disposition, Entry, ErrorKind, EventId, Filter, Lease,
-    ListQuery, LogName, NewEvent, OwnerId, Record, ResetPlan, ResetTo, Result, Selection, Seq, Settlement, State,
-    Stats, Store, Subscription, SubscriptionInfo, SubscriptionName, TopicPattern,
+    Acquired, Batch, BatchLimit, Change, Criteria, Delivery, Disposition, Entry, ErrorKind, EventId, Filter, Headers,
+    Lease, ListQuery, LogName, NewEvent, OwnerId, Record, ResetPlan, ResetTo, Result, Selection, Seq, Settlement,
+    State, Stats, Store, Subscription, SubscriptionInfo, SubscriptionName, TopicPattern,
 };
 
 use super::{OpenTransaction, StoreFixture};
@@ -79,6 +79,12 @@ pub(super) fn numbered(count: usize) -> Vec<NewEvent> {
     (1..=count).map(|n| keyed(&format!("key-{n}"), &n.to_string())).collect()
 }
 
+/// Creates a log and gives the store under test its rights on it.
+pub(super) async fn make_log(fixture: &dyn StoreFixture, log: &LogName) {
+    fixture.owner().create_log(log).await.expect("made, or there already");
+    fixture.grant().await;
+}
+
 pub(super) async fn append(store: &Arc<dyn Store>, events: impl AsRef<[NewEvent]>) -> Vec<EventId> {
     store.append(&outbox(), events.as_ref()).await.expect("the append succeeds").to_vec()
 }
@@ -125,7 +131,7 @@ pub(super) fn query(state: State) -> ListQuery {
         state: Some(state),
         which: Criteria::default(),
         code: None,
-        correlation: None,
+        headers: Headers::new(),
         after: None,
         limit: 1_000,
     }

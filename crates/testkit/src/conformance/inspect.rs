@@ -5,8 +5,8 @@ use std::time::Duration;
 use postbox_core::kit::{LOOK_EVENTS_MAX, LOOK_EVENTS_MIN};
 use postbox_core::limits::{LIST_PAYLOAD_BYTES_MAX, PAYLOAD_BYTES_MAX};
 use postbox_core::{
-    Blocker, Change, Count, Criteria, ErrorKind, Hold, ListQuery, LogName, NewEvent, Pause, Selection, State, Stats,
-    Subscription,
+    Blocker, Change, Count, Criteria, ErrorKind, Headers, Hold, ListQuery, LogName, NewEvent, Pause, Selection, State,
+    Stats, Subscription, header,
 };
 
 use super::StoreFixture;
@@ -35,7 +35,7 @@ pub async fn logs_are_made_listed_and_counted(fixture: &dyn StoreFixture) {
     assert_eq!(store.logs().await.expect("listed"), [inbox.clone(), outbox.clone()]);
     refused(store.count(&third).await, ErrorKind::NotFound, "log_unknown");
     for _ in 0..2 {
-        store.create_log(&third).await.expect("made, or there already");
+        make_log(fixture, &third).await;
     }
     store.append(&third, &[event("1"), event("2")]).await.expect("appended");
     assert_eq!(store.logs().await.expect("listed"), [inbox, outbox.clone(), third.clone()]);
@@ -354,15 +354,31 @@ pub async fn lists_narrow_by_key_tenant_and_time(fixture: &dyn StoreFixture) {
 
 pub async fn lists_narrow_by_conversation(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let of = |payload: &str, id: &str| event(payload).correlation_id(id);
-    lane.past([(of("1", "a'b"), dead()), (of("2", "c"), dead()), (event("3"), dead()), (of("4", "a'b"), Delivered)])
-        .await;
-    append(&lane.store, [of("5", "a'b"), of("6", "c")]).await;
-    for (state, expected) in [(State::Dead, ["1"]), (State::Dispatched, ["4"]), (State::Pending, ["5"])] {
-        let query = ListQuery { correlation: Some("a'b".to_owned()), ..query(state) };
-        let found = lane.store.list(&query).await.expect("listed");
-        let found: Vec<_> = found.iter().map(|record| String::from_utf8_lossy(&record.event.payload)).collect();
-        assert_eq!(found, expected, "{query:?}");
+    let of = |payload: &str, id: &str, cause: &str| event(payload).correlation_id(id).causation_id(cause);
+    // Names are exact, as in a filter.
+    let other_case = event("3").header("Correlation-Id", "a'b").header("Causation-Id", "x");
+    lane.past([(of("1", "a'b", "x"), dead()), (of("2", "c", "x"), dead()), (other_case, dead())]).await;
+    lane.past([(of("4", "a'b", "x"), Delivered), (of("5", "a'b", "y"), Delivered)]).await;
+    append(&lane.store, [of("6", "a'b", "x"), of("7", "c", "y")]).await;
+    let [of_id, of_cause] = [(header::CORRELATION_ID, "a'b"), (header::CAUSATION_ID, "x")]
+        .map(|(name, value)| Headers::from([(name.to_owned(), value.to_owned())]));
+    let of_both: Headers = of_id.clone().into_iter().chain(of_cause.clone()).collect();
+    for (headers, dead, dispatched, pending, newest) in [
+        (of_id, &["1"][..], &["4", "5"][..], &["6"][..], &["6", "5", "4", "1"][..]),
+        (of_cause, &["1", "2"], &["4"], &["6"], &["6", "4", "2", "1"]),
+        (of_both, &["1"], &["4"], &["6"], &["6", "4", "1"]),
+    ] {
+        for (state, expected) in [
+            (Some(State::Dead), dead),
+            (Some(State::Dispatched), dispatched),
+            (Some(State::Pending), pending),
+            (None, newest),
+        ] {
+            let query = ListQuery { headers: headers.clone(), state, ..query(State::Dead) };
+            let found = lane.store.list(&query).await.expect("listed");
+            let found: Vec<_> = found.iter().map(|record| String::from_utf8_lossy(&record.event.payload)).collect();
+            assert_eq!(found, expected, "{query:?}");
+        }
     }
 }
 

@@ -112,9 +112,10 @@ async fn twice(
     meanwhile: impl Fn(Store) -> BoxFuture<'static, ()>,
 ) {
     let faults = fixture.faults().await;
+    let [store, again] = faults.stores(call);
     for place in faults.places(call) {
-        let late = faults.delay(call, *place, ask(faults.store())).await;
-        let (again, meanwhile) = (ask(faults.again()), meanwhile(faults.again()));
+        let late = faults.delay(call, *place, ask(store.clone())).await;
+        let (again, meanwhile) = (ask(again.clone()), meanwhile(again.clone()));
         let both = async move {
             let error = again.await;
             let done = ["subscription_changed", "subscription_unknown"];
@@ -265,6 +266,34 @@ pub async fn a_late_pause_is_the_same_pause(fixture: &dyn StoreFixture) {
     assert_eq!(lane.store.subscriptions().await.expect("listed")[0].paused, None);
 }
 
+/// Like a click at that moment.
+pub async fn a_late_pause_or_resume_replaces_what_was_set_since(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let pause = |why: &str| Some(Pause { until: None, by: "me".into(), why: why.into() });
+    for (call, late, since) in [(Call::Pause, pause("late"), None), (Call::Resume, None, pause("since"))] {
+        let ask = call!(store, [late], store.pause(&named("reader"), late.as_ref()));
+        let sets = |store: Store| {
+            let since = since.clone();
+            async move { store.pause(&named("reader"), since.as_ref()).await.expect("set") }.boxed()
+        };
+        twice(fixture, call, ask, sets).await;
+        // At its end the call keeps the others waiting, so it is not the last one.
+        let waits = fixture.faults().await.places(call).contains(&Place::End);
+        assert_eq!(info(&lane.store, "reader").await.paused, if waits { since } else { late });
+    }
+}
+
+/// The others may count one relay too few, until it asks or renews again. No lease changes.
+pub async fn a_late_leave_ends_with_the_next_heartbeat(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let ask = call!(store, [], store.leave(&named("reader"), &owner("one")));
+    let is_back = |store: Store| async move { drop(acquire(&store, "reader", "one", LONG).await) }.boxed();
+    twice(fixture, Call::Leave, ask, is_back).await;
+    assert_eq!(acquire(&lane.store, "reader", "two", LONG).await.lease, None, "it is held");
+    lane.store.renew(&lane.lease, LONG).await.expect("still ours");
+    assert_eq!(acquire(&lane.store, "reader", "two", LONG).await.replicas, 2);
+}
+
 /// The event is replayed and dies again before the call is executed, or another owner has the lane.
 pub async fn a_late_handover_concerns_no_later_death(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(fixture, [(event("1"), dead())]).await;
@@ -410,10 +439,11 @@ pub async fn a_late_subscribe_makes_nothing_again(fixture: &dyn StoreFixture) {
 
 pub async fn a_late_migration_up_changes_nothing(fixture: &dyn StoreFixture) {
     let (_, store) = (fixture.faults().await, fixture.store());
-    store.down(true).await.expect("removed");
+    fixture.owner().down(true).await.expect("removed");
     let ask = call!(store, [], store.up());
     let used = |store: Store| async move { drop(append(&store, [event("1")]).await) }.boxed();
     twice(fixture, Call::Up, ask, used).await;
+    fixture.grant().await;
     store.validate().await.expect("there");
     assert_eq!(Lane::open(fixture).await.drain().await.len(), 1);
 }
@@ -424,7 +454,7 @@ pub async fn a_migration_down_whose_caller_has_gone_destroys_nothing_later(fixtu
     append(&store, [event("1")]).await;
     let mut open = fixture.begin().await;
     open.append(&outbox(), &[event("2")]).await.expect("appended, and not committed");
-    let through = faults.store();
+    let [through, _] = faults.stores(Call::Down);
     match tokio::time::timeout(SHORT, through.down(true)).await {
         // It did not have to wait, and reported that.
         Ok(Ok(_)) => return,
@@ -433,6 +463,6 @@ pub async fn a_migration_down_whose_caller_has_gone_destroys_nothing_later(fixtu
     }
     open.commit().await;
     // It queues for the same lock, behind any earlier waiters.
-    append(&through, [event("3")]).await;
+    append(&faults.store(), [event("3")]).await;
     assert_eq!(payloads(&Lane::open(fixture).await.drain().await), ["1", "2", "3"]);
 }

@@ -61,8 +61,9 @@ pub async fn a_settlement_of_due_rows_repeated_undoes_no_replay(fixture: &dyn St
 /// Makes a call whose answer is lost. Returns the store through which its caller goes on.
 async fn lost(fixture: &dyn StoreFixture, call: Call, ask: &impl Fn(Arc<dyn Store>) -> Asked) -> Arc<dyn Store> {
     let faults = fixture.faults().await;
-    faults.lose_answer(call, ask(faults.store())).await;
-    faults.again()
+    let [store, again] = faults.stores(call);
+    faults.lose_answer(call, ask(store)).await;
+    again
 }
 
 pub async fn an_append_with_own_ids_is_stored_once(fixture: &dyn StoreFixture) {
@@ -182,12 +183,21 @@ pub async fn a_prune_repeated_takes_nothing_that_is_needed(fixture: &dyn StoreFi
 
 pub async fn a_pause_repeated_is_one_pause(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    for pause in [Some(Pause { until: None, by: "me".into(), why: "why".into() }), None] {
+    let pause = Pause { until: None, by: "me".into(), why: "why".into() };
+    for (call, pause) in [(Call::Pause, Some(pause)), (Call::Resume, None)] {
         let ask = call!(store, [pause], store.pause(&named("reader"), pause.as_ref()));
-        let again = lost(fixture, Call::Pause, &ask).await;
+        let again = lost(fixture, call, &ask).await;
         again.pause(&named("reader"), pause.as_ref()).await.expect("set");
         assert_eq!(lane.store.subscriptions().await.expect("listed")[0].paused, pause);
     }
+}
+
+pub async fn a_leave_repeated_is_one(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    assert_eq!(acquire(&lane.store, "reader", "two", LONG).await.replicas, 2);
+    let again = lost(fixture, Call::Leave, &call!(store, [], store.leave(&named("reader"), &owner("two")))).await;
+    again.leave(&named("reader"), &owner("two")).await.expect("it has left");
+    assert_eq!(acquire(&lane.store, "reader", "one", LONG).await.replicas, 1);
 }
 
 pub async fn a_handover_repeated_is_one(fixture: &dyn StoreFixture) {
@@ -281,6 +291,7 @@ pub async fn a_migration_that_was_done_is_done(fixture: &dyn StoreFixture) {
     refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
     let again = lost(fixture, Call::Up, &call!(store, [], store.up())).await;
     assert!(again.up().await.expect("nothing to do").is_empty());
+    fixture.grant().await;
     store.validate().await.expect("there");
     append(&store, [event("1")]).await;
     assert_eq!(Lane::open(fixture).await.drain().await.len(), 1);

@@ -9,21 +9,22 @@ pub async fn a_migrated_store_validates_and_up_does_nothing(fixture: &dyn StoreF
     let store = fixture.store();
     let created_at = store.validate().await.expect("the fixture is migrated");
     append(&store, [event("1")]).await;
-    assert!(store.up().await.expect("idempotent").is_empty());
+    assert!(fixture.owner().up().await.expect("idempotent").is_empty());
     assert_eq!(store.validate().await.expect("still migrated"), created_at, "it tells stores apart");
     assert_eq!(Lane::open(fixture).await.drain().await.len(), 1, "nothing was touched");
 }
 
 pub async fn down_removes_everything_and_up_makes_it_anew(fixture: &dyn StoreFixture) {
-    let store = fixture.store();
+    let (store, by_owner) = (fixture.store(), fixture.owner());
     let _ = Lane::settled(fixture, [(event("1"), retry(HOUR)), (event("2"), Delivered)]).await;
-    let mut removed = store.down(true).await.expect("removed");
+    let mut removed = by_owner.down(true).await.expect("removed");
     assert!(!removed.is_empty());
     refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
-    assert!(store.down(true).await.expect("nothing left").is_empty());
-    let applied = store.up().await.expect("applied");
+    assert!(by_owner.down(true).await.expect("nothing left").is_empty());
+    let applied = by_owner.up().await.expect("applied");
     removed.reverse();
     assert_eq!(applied, removed, "the same migrations, newest removed first");
+    fixture.grant().await;
     store.validate().await.expect("migrated again");
     assert!(store.subscriptions().await.expect("asked").is_empty());
     assert!(Lane::open(fixture).await.drain().await.is_empty());
@@ -31,15 +32,15 @@ pub async fn down_removes_everything_and_up_makes_it_anew(fixture: &dyn StoreFix
 
 /// Waiting, unread and unsubscribed events make it refuse; other events do not.
 pub async fn down_refuses_where_events_are_undelivered(fixture: &dyn StoreFixture) {
-    let store = fixture.store();
+    let (store, by_owner) = (fixture.store(), fixture.owner());
     append(&store, [event("1")]).await;
-    refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
+    refused(by_owner.down(false).await, ErrorKind::Conflict, "events_undelivered");
     let lane = Lane::open(fixture).await;
-    refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
+    refused(by_owner.down(false).await, ErrorKind::Conflict, "events_undelivered");
     for exception in [retry(HOUR), Schedule { at: jiff::Timestamp::MAX }] {
         let batch = lane.next(10).await;
         lane.settle(&batch, vec![(0, exception)]).await;
-        refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
+        refused(by_owner.down(false).await, ErrorKind::Conflict, "events_undelivered");
         let ids: Vec<_> = batch.deliveries.iter().map(|delivery| delivery.event.id).collect();
         assert_eq!(lane.discard(these(&ids)).await, 1);
         append(&store, [event("2")]).await;
@@ -47,16 +48,16 @@ pub async fn down_refuses_where_events_are_undelivered(fixture: &dyn StoreFixtur
     let batch = lane.next(10).await;
     lane.settle(&batch, vec![(0, dead())]).await;
     append(&store, [event("3")]).await;
-    refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
+    refused(by_owner.down(false).await, ErrorKind::Conflict, "events_undelivered");
     lane.drain().await;
     assert_eq!(stats(&store).await.total, 4, "nothing was touched");
-    store.down(false).await.expect("nobody waits for anything");
+    by_owner.down(false).await.expect("nobody waits for anything");
     refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
 }
 
 pub async fn subscribing_without_a_schema_names_the_cure(fixture: &dyn StoreFixture) {
     let store = fixture.store();
-    store.down(true).await.expect("removed");
+    fixture.owner().down(true).await.expect("removed");
     let error = store.subscribe(&reader()).await.expect_err("no schema");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "schema_missing"), "{error}");
     assert!(error.message().contains("migrate"), "the message names the cure: {error}");
@@ -64,7 +65,7 @@ pub async fn subscribing_without_a_schema_names_the_cure(fixture: &dyn StoreFixt
 }
 
 pub async fn two_starters_at_once_apply_each_migration_once(fixture: &dyn StoreFixture) {
-    let store = fixture.store();
+    let store = fixture.owner();
     let mut expected = store.down(true).await.expect("removed");
     expected.reverse();
     let calls = (0..4).map(|_| {
@@ -79,7 +80,7 @@ pub async fn two_starters_at_once_apply_each_migration_once(fixture: &dyn StoreF
 }
 
 pub async fn the_script_names_every_migration(fixture: &dyn StoreFixture) {
-    let store = fixture.store();
+    let store = fixture.owner();
     let script = store.script();
     for name in store.down(true).await.expect("removed") {
         assert!(script.contains(&name), "{name} is missing");

@@ -38,9 +38,9 @@ pub(super) async fn find(store: &Arc<dyn Store>, expected: u64) {
 
 /// Waits until every open transaction, in any session, began after everything appended so far. It
 /// is known from another log: an event appended to it later is found.
-async fn let_age(store: &Arc<dyn Store>) {
-    let log: LogName = "aging".parse().expect("a name");
-    store.create_log(&log).await.expect("made");
+async fn let_age(fixture: &dyn StoreFixture) {
+    let (store, log): (_, LogName) = (fixture.store(), "aging".parse().expect("a name"));
+    make_log(fixture, &log).await;
     let reader = Subscription { name: named("aging"), log: log.clone(), ..reader_of("a") };
     store.subscribe(&reader).await.expect("subscribed");
     store.append(&log, &[of_topic("c", "c")]).await.expect("appended");
@@ -274,7 +274,7 @@ pub async fn nothing_is_decided_while_a_lane_has_yet_to_take_its_filter(fixture:
     append(&lane.store, [of_topic("a", "a1"), of_topic("b", "b1"), of_topic("a", "a2")]).await;
     let given = lane.next(10).await;
     wants(&lane.store, "reader", "b").await;
-    let_age(&lane.store).await;
+    let_age(fixture).await;
     assert_eq!(note(&lane.store).await, 0);
     lane.settle(&given, vec![]).await;
     assert_eq!(note(&lane.store).await, 0, "b1 was passed by the former filter, but that is not known yet");
@@ -294,8 +294,8 @@ async fn passed_and_given_back(fixture: &dyn StoreFixture) -> (Arc<dyn Store>, E
 }
 
 /// Asserts that `b1` is handed over whether the lane takes the filter or not, and is never pruned.
-async fn comes_to_the_present_filter(store: &Arc<dyn Store>, b1: EventId) {
-    let_age(store).await;
+async fn comes_to_the_present_filter(fixture: &dyn StoreFixture, store: &Arc<dyn Store>, b1: EventId) {
+    let_age(fixture).await;
     prune_all(store).await;
     note(store).await;
     assert_eq!((state(store, "reader", b1).await, unrouted(store).await), (State::Retrying, vec![]));
@@ -315,14 +315,14 @@ async fn comes_to_the_present_filter(store: &Arc<dyn Store>, b1: EventId) {
 pub async fn what_was_passed_comes_before_the_new_filter_is_taken(fixture: &dyn StoreFixture) {
     let (store, b1) = passed_and_given_back(fixture).await;
     wants(&store, "reader", "b").await;
-    comes_to_the_present_filter(&store, b1).await;
+    comes_to_the_present_filter(fixture, &store, b1).await;
 }
 
 /// It takes everything from its lane's position on, but not what lies before.
 pub async fn what_was_passed_comes_to_one_that_takes_everything_now(fixture: &dyn StoreFixture) {
     let (store, b1) = passed_and_given_back(fixture).await;
     store.subscribe(&reader()).await.expect("another filter");
-    comes_to_the_present_filter(&store, b1).await;
+    comes_to_the_present_filter(fixture, &store, b1).await;
 }
 
 /// The lane took none of the filters in between.
@@ -332,7 +332,7 @@ pub async fn what_was_passed_comes_to_the_last_of_several_filters(fixture: &dyn 
         store.subscribe(&filter).await.expect("another filter");
         prune_all(&store).await;
     }
-    comes_to_the_present_filter(&store, b1).await;
+    comes_to_the_present_filter(fixture, &store, b1).await;
 }
 
 /// Its delivery time still counts.
@@ -408,7 +408,7 @@ pub async fn what_is_wanted_now_is_not_given_up(fixture: &dyn StoreFixture) {
         append(&lane.store, [of_topic("a", payload)]).await;
         lane.drain().await;
     }
-    let_age(&lane.store).await;
+    let_age(fixture).await;
     note(&lane.store).await;
     let late = Subscription { name: named("late"), start: StartAt::Now, ..reader_of("c") };
     lane.store.subscribe(&late).await.expect("new");
@@ -421,7 +421,7 @@ pub async fn what_is_wanted_now_is_not_given_up(fixture: &dyn StoreFixture) {
     assert_eq!((give_up("b", true).await, give_up("b", false).await), (0, 0));
     lane.store.release(&lane.lease).await.expect("given back");
     assert_eq!((give_up("b", true).await, give_up("b", false).await), (0, 0));
-    let_age(&lane.store).await;
+    let_age(fixture).await;
     note(&lane.store).await;
     assert_eq!(state(&lane.store, "reader", ids[0]).await, State::Retrying);
     assert_eq!((give_up("*", true).await, give_up("*", false).await), (1, 1));

@@ -6,11 +6,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
+use postbox_core::trace::{self, Propagator, TraceContext};
 use postbox_core::{Delivery, EventId, NewEvent, Outcome, Seq, Sink};
+use tracing::Span;
+use tracing::instrument::WithSubscriber as _;
 
 use super::harness::{PATIENCE, event, keyed};
 use super::{Attempt, Destination, SinkFixture, is_text};
 use crate::hostile;
+use crate::warnings::Warnings;
 
 /// How often to check whether a delivery reached a destination that does not answer.
 const LOOK: Duration = Duration::from_millis(2);
@@ -299,6 +303,36 @@ pub async fn the_high_water_mark_is_never_behind_what_was_delivered(fixture: &dy
         fixture.set(Destination::Works).await;
         assert_eq!(Some(&all().await), seen.last(), "kept over a restart");
     }
+}
+
+/// A tracer that keeps nothing.
+struct NoTracer;
+
+impl Propagator for NoTracer {
+    fn current(&self) -> Option<TraceContext> {
+        None
+    }
+
+    fn context_of(&self, _: &Span) -> Option<TraceContext> {
+        None
+    }
+
+    fn set_parent(&self, _: &Span, _: &TraceContext) {}
+    fn link(&self, _: &Span, _: &TraceContext) {}
+}
+
+pub async fn a_trace_has_the_position_where_one_is_claimed(fixture: &dyn SinkFixture) {
+    trace::set_propagator(NoTracer);
+    let (sink, sent) = (fixture.sink(), deliveries([event("1"), event("2")]));
+    let outcomes = deliver(&sink, &sent).with_subscriber(Warnings::default()).await;
+    let position = |outcome: &Outcome| match outcome {
+        Outcome::Delivered { position, .. } => position.clone(),
+        _ => panic!("delivered, not {outcome:?}"),
+    };
+    let positions: Vec<Option<String>> = outcomes.iter().map(position).collect();
+    let claims = fixture.traits().positions;
+    assert!(positions.iter().all(|it| it.as_ref().is_some_and(|it| !it.is_empty()) == claims), "{outcomes:?}");
+    assert!(!claims || positions[0] != positions[1], "{outcomes:?}");
 }
 
 fn is_final(outcome: &Outcome) -> bool {

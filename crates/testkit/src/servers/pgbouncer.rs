@@ -27,7 +27,7 @@ pub struct PgBouncer {
 }
 
 impl PgBouncer {
-    /// Number of connections to the server, shared by all clients.
+    /// Number of connections to the server, shared by all clients of one role and database.
     pub const CONNECTIONS: usize = 4;
 
     /// Starts one in front of `postgres`, with so few connections that clients must take turns.
@@ -36,26 +36,26 @@ impl PgBouncer {
     ///
     /// If it is not installed or does not start; the message says what to do.
     pub async fn start(postgres: &Postgres) -> Self {
-        Self::start_as(postgres, None).await
+        Self::start_for(postgres, &[]).await
     }
 
-    /// The same, if all clients share the connections of one role or of the server's own user.
+    /// The same, if clients may also connect as these roles.
     ///
     /// # Panics
     ///
     /// As [`Self::start`].
-    pub async fn start_as(postgres: &Postgres, role: Option<&str>) -> Self {
-        Self::try_start(postgres, role).await.unwrap_or_else(|error| unavailable(&error))
+    pub async fn start_for(postgres: &Postgres, roles: &[&str]) -> Self {
+        Self::try_start(postgres, roles).await.unwrap_or_else(|error| unavailable(&error))
     }
 
-    /// Returns the URL of a database through the pooler. The database is given by name or by its
-    /// own URL.
+    /// Returns a superuser's URL of a database through the pooler. The database is given by name or
+    /// by its own URL.
     pub fn url(&self, database: &str) -> String {
         let name = database.rsplit('/').next().unwrap_or(database);
         format!("{}/{name}", self.base)
     }
 
-    async fn try_start(postgres: &Postgres, role: Option<&str>) -> anyhow::Result<Self> {
+    async fn try_start(postgres: &Postgres, roles: &[&str]) -> anyhow::Result<Self> {
         let program = install::pgbouncer()?;
         let folder = process::scratch(None, "postbox-pgbouncer-")?;
         process::own_folder(&folder, 0o755)?;
@@ -67,21 +67,25 @@ impl PgBouncer {
             Some(tokio_postgres::config::Host::Tcp(host)) => host.clone(),
             _ => "127.0.0.1".to_owned(),
         };
+        let superuser = upstream.get_user().unwrap_or("postgres");
+        let users: String = [superuser].iter().chain(roles).map(|user| format!("\"{user}\" \"\"\n")).collect();
+        fs::write(folder.join("users"), users)?;
         let port = free_port()?;
         let config = format!(
-            "[databases]\n* = host={host} port={} user={}\n\
-             [pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = transaction\n\
+            "[databases]\n* = host={host} port={}\n\
+             [pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n\
+             auth_type = trust\nauth_file = {users}\npool_mode = transaction\n\
              default_pool_size = {connections}\nmax_client_conn = 500\nignore_startup_parameters = extra_float_digits\n\
              logfile = {log}\npidfile = {pid}\nserver_lifetime = 60\n",
             upstream.get_ports().first().copied().unwrap_or(5432),
-            role.or_else(|| upstream.get_user()).unwrap_or("postgres"),
+            users = folder.join("users").display(),
             connections = Self::CONNECTIONS,
             log = folder.join("log").display(),
             pid = folder.join("pid").display(),
         );
         fs::write(folder.join("pgbouncer.ini"), config)?;
         let mut server = process::command(&program, &folder)?.arg(folder.join("pgbouncer.ini")).spawn()?;
-        let base = format!("postgres://postgres@127.0.0.1:{port}");
+        let base = format!("postgres://{superuser}@127.0.0.1:{port}");
         let url = format!("{base}/postgres?connect_timeout=5");
         let deadline = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
         while let Err(error) = connect(&url).await {

@@ -106,7 +106,7 @@ async fn a_pool_keeps_the_statement_only_where_that_is_asked_for() {
 #[tokio::test]
 async fn a_store_on_a_pool_of_yours_leaves_its_connections_as_they_were() {
     let fixture = support::on(Version::V15).await;
-    let manager = Manager::new(fixture.url.parse().expect("a URL"), NoTls);
+    let manager = Manager::new(fixture.front.parse().expect("a URL"), NoTls);
     let pool = Pool::builder(manager).max_size(1).build().expect("a pool");
     let settings = ["search_path", "statement_timeout", "synchronous_commit", "lock_timeout", "transaction_isolation"];
     let settings = settings.map(|name| format!("'{name}=' || current_setting('{name}')")).join(" || ', ' || ");

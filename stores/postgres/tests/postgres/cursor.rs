@@ -132,7 +132,7 @@ async fn a_lease_never_outlasts_its_own_length() {
 async fn an_older_replica_reads_by_the_newer_filter() {
     let fixture = support::on(Version::V15).await;
     let old = &fixture.store;
-    let new = PostgresStore::connect(PostgresConfig::new(&fixture.url)).await.expect("a store");
+    let new = PostgresStore::connect(PostgresConfig::new(&fixture.front)).await.expect("a store");
     old.subscribe(&subscription(&["a"])).await.expect("subscribed");
     let lease = old.acquire(&name(), &owner("old"), &[], TTL).await.expect("asked").lease.expect("a free lane");
     append(old, "a", "1").await;
@@ -239,8 +239,8 @@ async fn a_filter_that_was_taken_back_passes_nothing_over() {
 #[tokio::test]
 async fn a_settlement_without_its_transaction_moves_nothing() {
     let fixture = support::on(Version::V15).await;
-    let proxy = FaultProxy::in_front_of(&fixture.url).await;
-    let store = PostgresStore::connect(PostgresConfig::new(proxy.url(&fixture.url))).await.expect("a store");
+    let proxy = FaultProxy::in_front_of(&fixture.front).await;
+    let store = PostgresStore::connect(PostgresConfig::new(proxy.url(&fixture.front))).await.expect("a store");
     let lease = take(&store, "one").await.expect("taken");
     append(&store, "t", "1").await;
     let batch = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
@@ -331,7 +331,7 @@ async fn two_grants_of_a_lane_never_have_one_epoch() {
     let store = &fixture.store;
     let lost = take(store, "one").await.expect("taken");
     set_epoch(&fixture, "0").await;
-    let elsewhere = PostgresStore::connect(PostgresConfig::new(&fixture.url)).await.expect("a store");
+    let elsewhere = PostgresStore::connect(PostgresConfig::new(&fixture.front)).await.expect("a store");
     let lease = take(&elsewhere, "two").await.expect("taken");
     assert_ne!(lease.epoch, lost.epoch);
     assert!(store.renew(&lost, TTL).await.expect_err("refused").is_stale());

@@ -21,8 +21,7 @@ use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 use tokio_util::sync::CancellationToken;
 
-use crate::guard::url_as;
-use crate::support;
+use crate::support::{self, url_as};
 
 const ROWS: usize = 10_000;
 /// Number of connections that write the hostile rows.

@@ -1,7 +1,7 @@
 //! Order in the hardest case: an early transaction id, a late write, and a window with more rows
-//! than are counted exactly.
+//! than are counted exactly. And what no longer waits once there is no order.
 
-use postbox_core::{BatchLimit, Log as _, Settlement};
+use postbox_core::{BatchLimit, Log as _, LogName, Ordering, Settlement, Subscription, SubscriptionName};
 use postbox_testkit::servers::Version;
 
 use crate::support;
@@ -47,4 +47,22 @@ async fn an_early_id_keeps_its_keys_order_in_a_window_of_any_size() {
     }
     assert_eq!(read, BACKLOG + 2);
     assert_eq!(order, ["1", "2"], "commit order of the key");
+}
+
+/// However many rows wait for a turn, no transaction takes long, and an interrupted start goes on.
+#[tokio::test]
+async fn once_there_is_no_order_rows_are_unblocked_in_steps() {
+    let fixture = support::on(Version::V15).await;
+    let (store, client) = (&fixture.store, fixture.client().await);
+    support::leased(store, "s").await;
+    let blocked = "INSERT INTO postbox.delivery (subscription, lane, seq, key, state, ordered)
+        SELECT s.id, 0, n, 'k' || n % 7, 'blocked', true FROM postbox.subscription AS s, generate_series(1, 12000) AS n";
+    client.batch_execute(blocked).await.expect("blocked");
+    let name = SubscriptionName::new("s").expect("a name");
+    let subscription = Subscription { ordering: Ordering::None, ..Subscription::new(name, LogName::outbox()) };
+    store.subscribe(&subscription).await.expect("subscribed");
+    let left =
+        "SELECT count(*) FILTER (WHERE holds OR due_at IS NULL), count(DISTINCT xmin::text) FROM postbox.delivery";
+    let row = client.query_one(left, &[]).await.expect("counted");
+    assert_eq!((row.get::<_, i64>(0), row.get::<_, i64>(1)), (0, 3), "rows that wait, and transactions");
 }

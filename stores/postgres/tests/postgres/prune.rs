@@ -1,4 +1,4 @@
-//! Retention of events with strange times.
+//! Retention of events with strange times, and of those that a lane is about to read.
 
 use std::time::Duration;
 
@@ -34,4 +34,23 @@ async fn events_from_the_future_do_not_end_retention() {
     old.after = Some(first.next.expect("a further step"));
     let second = store.prune(&LogName::outbox(), &old).await.expect("pruned");
     assert_eq!((second.count, second.next), (10, None));
+}
+
+/// Whose window begins with the transaction of an event has not passed it; who begins after it has.
+#[tokio::test]
+async fn what_a_lane_is_about_to_read_stays() {
+    let fixture = support::on(Version::V15).await;
+    let (store, client) = (&fixture.store, fixture.client().await);
+    support::leased(store, "s").await;
+    let old = "INSERT INTO postbox.outbox (topic, payload, created_at) VALUES ('t', '{}', now() - interval '2 hours')";
+    client.batch_execute(old).await.expect("appended");
+    let prune = Prune { older_than: Duration::from_secs(3_600), ..Prune::default() };
+    for (later, count) in [(0, 0), (1, 1)] {
+        let begin = format!(
+            "UPDATE postbox.lane SET from_snap = next.snap, to_snap = next.snap
+             FROM (SELECT format('%1$s:%1$s:', max(xid)::text::bigint + {later})::pg_snapshot AS snap FROM postbox.outbox) AS next"
+        );
+        client.batch_execute(&begin).await.expect("set");
+        assert_eq!(store.prune(&LogName::outbox(), &prune).await.expect("pruned").count, count, "{later}");
+    }
 }

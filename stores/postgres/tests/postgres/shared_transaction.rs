@@ -67,7 +67,7 @@ impl TxHandler for Sets {
     async fn handle(&self, tx: &tokio_postgres::Transaction<'_>, delivery: &Delivery) -> Outcome {
         let payload = String::from_utf8_lossy(&delivery.event.payload);
         let written = tx.execute("INSERT INTO effect (payload) VALUES ($1)", &[&payload]).await;
-        let set = tx.batch_execute("SET LOCAL ROLE pg_monitor; SET LOCAL search_path = pg_catalog").await;
+        let set = tx.batch_execute("SET LOCAL ROLE pg_checkpoint; SET LOCAL search_path = pg_catalog").await;
         if written.is_ok() && set.is_ok() {
             Outcome::DELIVERED
         } else {
@@ -93,7 +93,7 @@ impl TxHandler for SetsForGood {
     async fn handle(&self, tx: &tokio_postgres::Transaction<'_>, delivery: &Delivery) -> Outcome {
         let payload = String::from_utf8_lossy(&delivery.event.payload);
         tx.execute("INSERT INTO effect (payload) VALUES ($1)", &[&payload]).await.expect("written");
-        tx.batch_execute("SET ROLE pg_monitor; SET search_path = pg_catalog").await.expect("set");
+        tx.batch_execute("SET ROLE pg_checkpoint; SET search_path = pg_catalog").await.expect("set");
         Outcome::DELIVERED
     }
 }
@@ -102,7 +102,7 @@ impl TxHandler for SetsForGood {
 #[tokio::test]
 async fn what_a_handler_sets_for_the_session_reaches_no_later_call() {
     let mut fixture = support::on(Version::V15).await;
-    let config = PostgresConfig { pool_size: 1, ..PostgresConfig::new(&fixture.url) };
+    let config = PostgresConfig { pool_size: 1, ..PostgresConfig::new(&fixture.front) };
     fixture.store = PostgresStore::connect(config).await.expect("a store");
     for _ in 0..2 {
         let apply = fixture.store.apply(SetsForGood);
@@ -125,7 +125,7 @@ impl TxHandler for Commits {
 #[tokio::test]
 async fn a_commit_that_the_store_cannot_ask_about_is_not_known() {
     let fixture = support::on(Version::V15).await;
-    let mut config = PostgresConfig::new(&fixture.url);
+    let mut config = PostgresConfig::new(&fixture.front);
     (config.pool_size, config.pool_timeout) = (1, Duration::from_millis(50));
     let store = PostgresStore::connect(config).await.expect("a store");
     let error = apply_all(&fixture, store.apply(Commits), ["a", "b", "c"]).await.expect_err("nothing is settled");
@@ -147,7 +147,7 @@ impl TxHandler for Renews {
 #[tokio::test]
 async fn handlers_that_hold_every_connection_cost_no_lease() {
     let mut fixture = support::on(Version::V15).await;
-    let mut config = PostgresConfig::new(&fixture.url);
+    let mut config = PostgresConfig::new(&fixture.front);
     (config.pool_size, config.pool_timeout) = (1, Duration::from_millis(50));
     fixture.store = PostgresStore::connect(config).await.expect("a store");
     let lease = support::leased(&fixture.store, "other").await;

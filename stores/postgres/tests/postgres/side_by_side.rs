@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Change, Criteria, Diagnose as _, Disposition, Entry, Error, Filter, Hold,
-    Inspect as _, Lease, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Routed,
+    Admin as _, Append as _, BatchLimit, Change, Criteria, Diagnose as _, Disposition, Entry, Error, Filter, Headers,
+    Hold, Inspect as _, Lease, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Routed,
     Selection, Settlement, State, Store as _, Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
@@ -144,9 +144,9 @@ async fn a_list_that_takes_too_long_says_how_to_ask_for_less() {
     let store = PostgresStore::connect(config).await.expect("a store");
     let holder = support::client(&url).await;
     holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
-    let (which, code, correlation, after) = (Criteria::default(), None, None, None);
+    let (which, code, headers, after) = (Criteria::default(), None, Headers::new(), None);
     let state = Some(State::Dispatched);
-    let query = ListQuery { subscription: name, state, which, code, correlation, after, limit: 10 };
+    let query = ListQuery { subscription: name, state, which, code, headers, after, limit: 10 };
     let error = store.list(&query).await.expect_err("locked");
     assert_eq!(error.code(), "statement_timeout", "{error}");
     assert!(["--since", "--key", "`statement_timeout`"].iter().all(|cure| error.message().contains(cure)), "{error}");

@@ -292,6 +292,27 @@ async fn the_scripts_for_tools_are_the_migration_and_the_way_back() {
     }
 }
 
+/// Functions hold the name of their schema, so each would fail. The cure is named.
+#[tokio::test]
+async fn a_schema_that_was_renamed_is_named_with_its_cure() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let client = support::client(&url).await;
+    for (old, new) in [("postbox", "events"), ("a\".lane AS l \"b", "b")] {
+        let config = |name: &str| PostgresConfig { schema: name.to_owned(), ..PostgresConfig::new(&url) };
+        let made = support::migrated(config(old)).await;
+        let quoted = format!("\"{}\"", old.replace('"', "\"\""));
+        client.batch_execute(&format!("ALTER SCHEMA {quoted} RENAME TO {new}")).await.expect("renamed");
+        let store = PostgresStore::connect(config(new)).await.expect("a store");
+        for checked in [store.validate().await.map(drop), store.check_integrity().await, store.up().await.map(drop)] {
+            let error = checked.expect_err("renamed");
+            assert_eq!(error.code(), "schema_renamed", "{error}");
+            assert!(error.message().contains(&format!("run: ALTER SCHEMA \"{new}\" RENAME TO {quoted};")), "{error}");
+        }
+        client.batch_execute(&format!("ALTER SCHEMA {new} RENAME TO {quoted}")).await.expect("renamed back");
+        made.validate().await.expect("it has its name again");
+    }
+}
+
 /// What somebody drops or moves is named, and the named statements bring it back. No relay is
 /// stopped meanwhile.
 #[tokio::test]

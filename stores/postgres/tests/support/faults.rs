@@ -13,7 +13,7 @@ use postbox_testkit::proxy::{FaultProxy, Harm, Point, Trap};
 use tokio::task::JoinHandle;
 use tokio_postgres::Client;
 
-use super::{PATIENCE, client};
+use super::{PATIENCE, WORKER, client, connected, patient};
 
 /// Stops only the first update after `gate` was reset, before it looks for its row.
 const GATE: &str = "
@@ -33,6 +33,7 @@ AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 
 pub struct PostgresFaults {
     store: PostgresStore,
+    owner: PostgresStore,
     proxy: FaultProxy,
     /// The URL that the store uses, through the proxy.
     pub url: String,
@@ -41,16 +42,18 @@ pub struct PostgresFaults {
 }
 
 impl PostgresFaults {
-    /// `front` is what the store talks to, a server or a pooler. `url` is the server.
-    pub async fn new(front: &str, url: &str) -> Self {
+    /// `front` is what the store talks to, a server or a pooler, and `owner_front` the same for the
+    /// owner. `url` is the server.
+    pub async fn new(front: &str, owner_front: &str, url: &str) -> Self {
         let proxy = FaultProxy::in_front_of(front).await;
         let proxied = proxy.url(front);
-        let mut config = PostgresConfig::new(&proxied);
-        (config.connect_timeout, config.pool_timeout) = (PATIENCE, PATIENCE);
-        let store = PostgresStore::connect(config).await.expect("a store");
+        let store = connected(PostgresConfig::new(&proxied)).await;
+        let owner = patient(PostgresConfig::new(proxy.url(owner_front)));
+        let owner = PostgresStore::new(owner).expect("a store");
         let direct = client(url).await;
-        direct.batch_execute(GATE).await.expect("a gate");
-        Self { store, proxy, url: proxied, direct: Arc::new(direct) }
+        let gate = format!("{GATE}; GRANT USAGE ON SEQUENCE gate TO {WORKER}");
+        direct.batch_execute(&gate).await.expect("a gate");
+        Self { store, owner, proxy, url: proxied, direct: Arc::new(direct) }
     }
 
     pub fn postgres(&self) -> &PostgresStore {
@@ -80,13 +83,23 @@ impl CallFaults for PostgresFaults {
         self.store()
     }
 
+    fn stores(&self, call: Call) -> [Arc<dyn Store>; 2] {
+        match call {
+            Call::Up | Call::Down => {
+                let owner: Arc<dyn Store> = Arc::new(self.owner.clone());
+                [owner.clone(), owner]
+            }
+            _ => [self.store(), self.again()],
+        }
+    }
+
     fn places(&self, call: Call) -> &'static [Place] {
         match call {
             Call::Acquire | Call::Renew | Call::Release | Call::NextBatch => &[Place::Start, Place::Middle, Place::End],
             // A settlement reads the lane's row by locking it, so from there on only the end is
             // left.
             Call::Append | Call::Position => &[Place::Start, Place::End],
-            Call::Receive => &[Place::Start],
+            Call::Receive | Call::Leave => &[Place::Start],
             // These calls make several round trips between BEGIN and COMMIT. Stopped earlier, they
             // would have no effect.
             _ => &[Place::End],

@@ -5,7 +5,7 @@
 
 mod faults;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -14,7 +14,7 @@ use postbox_core::{
     SourceName, Store, Subscription, SubscriptionName,
 };
 use postbox_engine::RelayBuilder;
-use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
+use postbox_postgres::{PostgresConfig, PostgresStore, Roles, TxHandler};
 use postbox_router::{Event, Router, State, Tx};
 use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN, sql_of};
@@ -30,14 +30,34 @@ use self::faults::PostgresFaults;
 /// Far longer than any call takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// The role of the store under test. It has the rights that are printed for a writer and a relay.
+/// It may set the role `pg_checkpoint`, which has no rights on the store.
+pub const WORKER: &str = "suite_worker";
+
+/// Makes the worker. All databases of a server share it, and several processes may make it at once.
+const MAKE_WORKER: &str = "
+DO $$ BEGIN
+  CREATE ROLE suite_worker LOGIN IN ROLE pg_checkpoint;
+EXCEPTION WHEN duplicate_object OR unique_violation THEN NULL;
+END $$";
+
+/// Whether a role may do more than it was granted.
+const IS_UNBOUND: &str = "
+SELECT r.rolsuper OR r.rolbypassrls OR pg_has_role(r.oid, n.nspowner, 'MEMBER')
+FROM pg_roles AS r, pg_namespace AS n WHERE r.rolname = current_user AND n.nspname = 'postbox'";
+
 /// A fresh database with a migrated store in it.
 pub struct Fixture {
+    /// It works as [`WORKER`].
     pub store: PostgresStore,
-    /// The server itself, for producers and checks.
+    /// The server itself as a superuser, who is the owner, for producers and checks.
     pub url: String,
     pub server: Postgres,
     /// What the store connects to: the server or the pooler.
     pub front: String,
+    /// The same for the owner.
+    owner_front: String,
+    owner: OnceLock<PostgresStore>,
     faults: OnceCell<Arc<PostgresFaults>>,
     _pooler: Option<PgBouncer>,
 }
@@ -46,26 +66,47 @@ pub struct Fixture {
 pub async fn on(version: Version) -> Fixture {
     let server = Postgres::shared(version).await;
     let url = server.prepared_database(prepare).await;
-    let store = connected(PostgresConfig::new(&url)).await;
-    Fixture { store, front: url.clone(), url, server, faults: OnceCell::new(), _pooler: None }
+    Fixture::new(server, url.clone(), url, None).await
 }
 
 /// A fixture whose store reaches Postgres 15 through pgbouncer in transaction mode.
 pub async fn pooled() -> Fixture {
     let server = Postgres::shared(Version::V15).await;
     let url = server.prepared_database(prepare).await;
-    let pooler = PgBouncer::start(&server).await;
-    let database = url.rsplit('/').next().and_then(|rest| rest.split('?').next()).expect("a database in the url");
-    let front = pooler.url(database);
-    let store = connected(PostgresConfig::new(&front)).await;
-    Fixture { store, url, server, front, faults: OnceCell::new(), _pooler: Some(pooler) }
+    let pooler = PgBouncer::start_for(&server, &[WORKER]).await;
+    let fixture = Fixture::new(server, url.clone(), pooler.url(&url), Some(pooler)).await;
+    assert_bound(&fixture.front).await;
+    fixture
 }
 
 /// With long timeouts: on a busy machine a connection may take long, and these tests do not measure
 /// that.
-async fn connected(mut config: PostgresConfig) -> PostgresStore {
-    (config.connect_timeout, config.pool_timeout) = (PATIENCE, PATIENCE);
-    PostgresStore::connect(config).await.expect("a store")
+fn patient(config: PostgresConfig) -> PostgresConfig {
+    PostgresConfig { connect_timeout: PATIENCE, pool_timeout: PATIENCE, ..config }
+}
+
+async fn connected(config: PostgresConfig) -> PostgresStore {
+    PostgresStore::connect(patient(config)).await.expect("a store")
+}
+
+/// The same database as another role.
+pub fn url_as(url: &str, role: &str) -> String {
+    let (scheme, rest) = url.split_once("://").expect("a url");
+    let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
+    format!("{scheme}://{role}@{host}")
+}
+
+/// Gives the worker its rights on every log, as the guide tells the owner to.
+async fn grant(owner: &PostgresStore, client: &Client) {
+    let roles = Roles { writers: vec![WORKER.into()], relays: vec![WORKER.into()], ..Roles::default() };
+    let grants = owner.grants(&roles).await.expect("printed");
+    client.batch_execute(&grants).await.expect(&grants);
+}
+
+/// Checks that the role of this URL is limited by rights.
+async fn assert_bound(url: &str) {
+    let role = client(url).await.query_typed(IS_UNBOUND, &[]).await.expect("asked");
+    assert!(!role[0].get::<_, bool>(0), "the worker may do more than it was granted");
 }
 
 /// Returns the SQL of the block of `docs/guide/roles.md` that contains this text.
@@ -82,14 +123,18 @@ pub async fn migrated(config: PostgresConfig) -> PostgresStore {
     store
 }
 
-/// Creates the store's schema, a table for effects, and a trigger that fails every write that the
-/// state machine forbids. A row may be deleted together with its subscription, or where a reset
-/// lets its lane read the event again.
+/// Creates the store's schema, a table for effects, the worker with its rights, and a trigger that
+/// fails every write that the state machine forbids. A row may be deleted together with its
+/// subscription, or where a reset lets its lane read the event again.
 async fn prepare(url: String) {
-    migrated(PostgresConfig::new(&url)).await;
+    let (owner, client) = (migrated(PostgresConfig::new(&url)).await, client(&url).await);
+    client.batch_execute(MAKE_WORKER).await.expect("a role");
+    grant(&owner, &client).await;
+    assert_bound(&url_as(&url, WORKER)).await;
     let forbidden = forbidden_transitions();
     let sql = format!(
         "CREATE TABLE effect (n bigint GENERATED ALWAYS AS IDENTITY, payload text NOT NULL);
+         GRANT SELECT, INSERT ON effect TO {WORKER};
          CREATE FUNCTION check_transition() RETURNS trigger LANGUAGE plpgsql AS $$
          DECLARE next text := CASE WHEN TG_OP = 'DELETE' THEN 'dispatched' ELSE NEW.state END;
          BEGIN
@@ -105,7 +150,7 @@ async fn prepare(url: String) {
          CREATE TRIGGER check_transition AFTER UPDATE OR DELETE ON postbox.delivery
            FOR EACH ROW EXECUTE FUNCTION check_transition()"
     );
-    client(&url).await.batch_execute(&sql).await.expect("prepared");
+    client.batch_execute(&sql).await.expect("prepared");
 }
 
 /// A connection for producers and checks.
@@ -143,10 +188,17 @@ impl Drop for Fixture {
         if self._pooler.is_none() || std::thread::panicking() {
             return;
         }
-        let front = self.front.clone();
+        let fronts = [Some(&self.front), self.owner.get().map(|_| &self.owner_front)];
+        let fronts: Vec<String> = fronts.into_iter().flatten().cloned().collect();
         let probe = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-            runtime.block_on(left_in_sessions(&front))
+            runtime.block_on(async {
+                let mut left = Vec::new();
+                for front in &fronts {
+                    left.extend(left_in_sessions(front).await);
+                }
+                left
+            })
         });
         let left = probe.join().expect("probed");
         assert!(left.is_empty(), "state of a session stays behind the pooler: {left:?}");
@@ -182,12 +234,26 @@ async fn left_in_sessions(front: &str) -> Vec<String> {
 }
 
 impl Fixture {
+    async fn new(server: Postgres, url: String, owner_front: String, pooler: Option<PgBouncer>) -> Self {
+        let front = url_as(&owner_front, WORKER);
+        let store = connected(PostgresConfig::new(&front)).await;
+        let (owner, faults) = (OnceLock::new(), OnceCell::new());
+        Self { store, url, server, front, owner_front, owner, faults, _pooler: pooler }
+    }
+
     pub async fn client(&self) -> Client {
         client(&self.url).await
     }
 
+    /// The same store as the owner of the schema, for what only the owner may do.
+    pub fn by_owner(&self) -> &PostgresStore {
+        let connect = || PostgresStore::new(patient(PostgresConfig::new(&self.owner_front))).expect("a store");
+        self.owner.get_or_init(connect)
+    }
+
     pub async fn harm(&self) -> Arc<PostgresFaults> {
-        self.faults.get_or_init(async || Arc::new(PostgresFaults::new(&self.front, &self.url).await)).await.clone()
+        let make = async || Arc::new(PostgresFaults::new(&self.front, &self.owner_front, &self.url).await);
+        self.faults.get_or_init(make).await.clone()
     }
 }
 
@@ -195,6 +261,14 @@ impl Fixture {
 impl StoreFixture for Fixture {
     fn store(&self) -> Arc<dyn Store> {
         Arc::new(self.store.clone())
+    }
+
+    fn owner(&self) -> Arc<dyn Store> {
+        Arc::new(self.by_owner().clone())
+    }
+
+    async fn grant(&self) {
+        grant(self.by_owner(), &self.client().await).await;
     }
 
     fn capabilities(&self) -> StoreCapabilities {
@@ -206,7 +280,7 @@ impl StoreFixture for Fixture {
     }
 
     async fn begin(&self) -> Box<dyn OpenTransaction> {
-        let client = self.client().await;
+        let client = client(&url_as(&self.url, WORKER)).await;
         // Takes an id at once, so that the transaction's place among the others is fixed before it
         // writes.
         client.batch_execute("BEGIN; SELECT pg_current_xact_id()").await.expect("begun");

@@ -5,9 +5,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{
     Admin as _, Append as _, Batch, BatchLimit, Change, Criteria, Delivery, Diagnose as _, Disposition, Entry, EventId,
-    Inbound, Inspect as _, Lease, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, Outcome,
-    OwnerId, Pause, Prune, Receive as _, Received, Selection, Settlement, SourceName, State, Store as _, Subscription,
-    SubscriptionName,
+    Headers, Inbound, Inspect as _, Lease, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent,
+    Outcome, OwnerId, Pause, Prune, Receive as _, Received, Selection, Settlement, SourceName, State, Store as _,
+    Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresStore, TxHandler};
 use tokio_postgres::{Client, Transaction};
@@ -148,7 +148,7 @@ async fn operate(relay: &PostgresStore, batch: &Batch) {
             state: Some(state),
             which: Criteria::default(),
             code: None,
-            correlation: None,
+            headers: Headers::new(),
             after: None,
             limit: 10,
         };

@@ -10,5 +10,3 @@ mod roles;
 mod settings;
 mod tenants;
 mod twins;
-
-pub(crate) use roles::url_as;

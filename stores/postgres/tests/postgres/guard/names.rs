@@ -6,6 +6,7 @@ use postbox_core::{
     Append as _, BatchLimit, Inbound, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Prune,
     Receive as _, Received, Settlement, SourceName, Subscription, SubscriptionName,
 };
+use postbox_testkit::conformance::StoreFixture as _;
 use postbox_testkit::servers::Version;
 
 use crate::support;
@@ -14,13 +15,14 @@ use crate::support;
 async fn a_log_may_be_called_like_a_reserved_word() {
     for version in Version::ALL {
         let fixture = support::on(version).await;
-        let (store, client) = (&fixture.store, fixture.client().await);
+        let (store, owner, client) = (&fixture.store, fixture.by_owner(), fixture.client().await);
         for name in
             ["select", "user", "order", "table", "all", "end", "column", "null", "current_user", "window", "limit"]
         {
             let log: LogName = name.parse().expect("a log's name");
-            store.create_log(&log).await.expect(name);
-            store.create_log(&log).await.expect("idempotent");
+            owner.create_log(&log).await.expect(name);
+            owner.create_log(&log).await.expect("idempotent");
+            fixture.grant().await;
             store.append(&log, &[NewEvent::json("t", "1").key("k")]).await.expect(name);
             client
                 .batch_execute(&format!("SELECT postbox.enqueue('t', '2', key => 'k', log => '{name}')"))
@@ -39,9 +41,9 @@ async fn a_log_may_be_called_like_a_reserved_word() {
                 .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(subscription.clone(), log.clone()) })
                 .await
                 .expect(name);
-            let owner = OwnerId::new("test").expect("a name");
+            let relay = OwnerId::new("test").expect("a name");
             let ttl = Duration::from_secs(600);
-            let lease = store.acquire(&subscription, &owner, &[], ttl).await.expect(name).lease.expect("a free lane");
+            let lease = store.acquire(&subscription, &relay, &[], ttl).await.expect(name).lease.expect("a free lane");
             let batch = store.next_batch(&lease, BatchLimit::default()).await.expect(name);
             assert_eq!(batch.deliveries.len(), 3, "{name}");
             let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
@@ -73,8 +75,8 @@ async fn a_log_may_be_called_like_a_reserved_word() {
             let constraint = refused.as_db_error().and_then(|said| said.constraint());
             assert_eq!(constraint, Some("log_name_invalid"), "{name}: {refused:?}");
         }
-        store.rebase().await.expect("rebased");
-        store.down(false).await.expect("everything is delivered");
+        owner.rebase().await.expect("rebased");
+        owner.down(false).await.expect("everything is delivered");
         let left = "SELECT count(*) FROM pg_proc WHERE pronamespace = to_regnamespace('postbox')";
         assert_eq!(client.query_one(left, &[]).await.expect("asked").get::<_, i64>(0), 0);
     }

@@ -5,14 +5,7 @@ use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
 use postbox_testkit::servers::{Postgres, Version};
 
 use super::everything::{by_hand, everything};
-use crate::support;
-
-/// The same database as another role.
-pub(crate) fn url_as(url: &str, role: &str) -> String {
-    let (scheme, rest) = url.split_once("://").expect("a url");
-    let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
-    format!("{scheme}://{role}@{host}")
-}
+use crate::support::{self, url_as};
 
 /// With the statements of the guide.
 #[tokio::test]

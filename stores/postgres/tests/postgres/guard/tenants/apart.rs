@@ -1,17 +1,20 @@
 //! What the writer, reader and operator of one tenant can do, and what they cannot.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Change, Criteria, Diagnose as _, EventId, Inspect as _, ListQuery, Log as _,
-    LogName, Maintain as _, NewEvent, Prune, Receive as _, Received, Replay, Selection, State, Store as _,
-    Subscription, Tail as _,
+    Admin as _, Append as _, BatchLimit, Change, Criteria, Delivery, Diagnose as _, EventId, Find as _, Headers,
+    IdPrefix, Inspect as _, ListQuery, Log as _, LogName, Maintain as _, NewEvent, Prune, Receive as _, Received,
+    Replay, Selection, State, Store as _, Subscription, Tail as _, Tenant,
 };
+use postbox_engine::Relay;
 use postbox_postgres::PostgresStore;
+use postbox_router::handler_sink;
 use postbox_testkit::servers::Version;
 use tokio_postgres::Client;
 
-use super::world::{TENANTS, World, inbound, named, within};
+use super::world::{READERS, TENANTS, World, inbound, named, reader_of, within};
 
 /// Every table with rows that belong to a tenant.
 const TABLES: [&str; 11] = [
@@ -28,31 +31,35 @@ const TABLES: [&str; 11] = [
     "sleeper",
 ];
 
+const VIEWS: [&str; 5] = ["stats", "outbox_state", "outbox_dead", "inbox_state", "inbox_dead"];
+
 fn state(error: &tokio_postgres::Error) -> &str {
     error.code().map_or("", |state| state.code())
 }
 
-/// Returns the places of the rows that a role sees for a tenant, or without one.
-async fn seen(client: &Client, tenant: Option<&str>, table: &str) -> BTreeSet<String> {
+/// Returns what tells the rows apart that a role sees for a tenant, or without one.
+async fn seen(client: &Client, tenant: Option<&str>, what: &str, table: &str) -> BTreeSet<String> {
     client.batch_execute("BEGIN").await.expect("begun");
     if let Some(tenant) = tenant {
         let name = [(&tenant as &(dyn tokio_postgres::types::ToSql + Sync), tokio_postgres::types::Type::TEXT)];
         client.query_typed("SELECT set_config('postbox.tenant', $1, true)", &name).await.expect("named");
     }
-    let rows = client.query_typed(&format!("SELECT ctid::text FROM postbox.{table}"), &[]).await.expect("looked");
+    let sql = format!("SELECT ({what})::text FROM postbox.{table} AS v");
+    let rows = client.query_typed(&sql, &[]).await.expect("looked");
     client.batch_execute("COMMIT").await.expect("ended");
     rows.iter().map(|row| row.get(0)).collect()
 }
 
 /// Returns the tables in which two tenants see the same row, or in which a session without a tenant
 /// sees any.
-async fn overlaps(client: &Client) -> Vec<&'static str> {
+async fn overlaps(client: &Client, what: &str, tables: &[&'static str]) -> Vec<&'static str> {
     let mut found = Vec::new();
-    for table in TABLES {
-        let [mine, others] = [seen(client, Some(TENANTS[0]), table).await, seen(client, Some(TENANTS[1]), table).await];
+    for &table in tables {
+        let [mine, others] = TENANTS.map(|tenant| seen(client, Some(tenant), what, table));
+        let (mine, others) = (mine.await, others.await);
         assert!(!mine.is_empty() && !others.is_empty(), "{table}: there is nothing to keep apart");
         // This session set a tenant earlier, so the setting now is the empty string, not unset.
-        if !mine.is_disjoint(&others) || !seen(client, None, table).await.is_empty() {
+        if !mine.is_disjoint(&others) || !seen(client, None, what, table).await.is_empty() {
             found.push(table);
         }
     }
@@ -68,7 +75,7 @@ async fn two_tenants_see_no_row_of_each_other() {
         let note = "INSERT INTO postbox.unrouted SELECT 'outbox', seq FROM postbox.outbox";
         world.owner.batch_execute(note).await.expect("noted");
         let client = world.client(&world.operator).await;
-        assert_eq!(overlaps(&client).await, [] as [&str; 0]);
+        assert_eq!(overlaps(&client, "ctid", &TABLES).await, [] as [&str; 0]);
         // A role that works for all tenants pays nothing for the policies.
         let explain = "EXPLAIN SELECT FROM postbox.outbox WHERE xid >= '3' AND tenant = 'acme' ORDER BY xid, seq";
         let plan = world.client(&world.relay).await.query(explain, &[]).await.expect("explained");
@@ -80,7 +87,7 @@ async fn two_tenants_see_no_row_of_each_other() {
                 world.owner.batch_execute(&sql).await.expect("altered");
             };
             alter("DISABLE").await;
-            assert!(overlaps(&client).await.contains(&table), "{table}");
+            assert!(overlaps(&client, "ctid", &TABLES).await.contains(&table), "{table}");
             alter("ENABLE").await;
         }
         for sql in [
@@ -119,6 +126,57 @@ async fn two_tenants_see_no_row_of_each_other() {
         ] {
             let refused = within(&client, TENANTS[0], sql).await.expect_err(sql);
             assert_eq!(state(&refused), "42501", "{sql}: {refused:?}");
+        }
+        world.end().await;
+    }
+}
+
+/// Views read with the rights of whoever asks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_view_shows_two_tenants_no_row_of_each_other() {
+    for version in Version::ALL {
+        let world = World::new(version).await;
+        world.filled().await;
+        let relay = world.store(&world.relay, None).await;
+        for (tenant, name) in TENANTS.into_iter().zip(["acme-in", "other-in"]) {
+            relay.subscribe(&reader_of(tenant, name, LogName::inbox())).await.expect("made");
+            world.settle(&relay, name).await;
+        }
+        let client = world.client(&world.reader).await;
+        // The age differs from one look to the next.
+        let row = "to_jsonb(v) - 'oldest_pending_seconds'";
+        assert_eq!(overlaps(&client, row, &VIEWS).await, [] as [&str; 0]);
+        for view in VIEWS {
+            let alter = async |how: &str| {
+                let sql = format!("ALTER VIEW postbox.{view} SET (security_invoker = {how})");
+                world.owner.batch_execute(&sql).await.expect("altered");
+            };
+            alter("false").await;
+            assert!(overlaps(&client, row, &VIEWS).await.contains(&view), "{view}");
+            alter("true").await;
+        }
+        world.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_relay_behind_a_pooler_sends_each_tenant_its_own() {
+    for version in Version::ALL {
+        let mut world = World::new(version).await;
+        let store = world.pooled(&world.relay.clone(), None).await;
+        world.filled_by(&store).await;
+        for (tenant, name) in TENANTS.into_iter().zip(READERS) {
+            let (sent, mut arrived) = tokio::sync::mpsc::unbounded_channel();
+            let sink = handler_sink(move |delivery: Delivery| {
+                drop(sent.send(delivery.event.tenant));
+                std::future::ready(())
+            });
+            let subscription = reader_of(tenant, name, LogName::outbox());
+            let relay = Relay::builder(Arc::new(store.clone()), subscription).sink(Arc::new(sink));
+            relay.build().expect("built").drain(None).await.expect("drained");
+            let seen: Vec<Option<Tenant>> = std::iter::from_fn(|| arrived.try_recv().ok()).collect();
+            // One of the four waits for the earlier event of its key.
+            assert_eq!(seen, vec![Tenant::new(tenant).ok(); 3]);
         }
         world.end().await;
     }
@@ -231,10 +289,15 @@ async fn every_command_sees_one_tenant() {
             .map(|row| EventId::from_uuid(row.get(0)))
             .collect();
         let pooled = world.pooled(&world.reader.clone(), Some("acme")).await;
-        for reader in [world.store(&world.reader, Some("acme")).await, pooled] {
-            looks(&reader, &others).await;
+        let readers = [world.store(&world.reader, Some("acme")).await, pooled];
+        for reader in &readers {
+            looks(reader, &others).await;
+        }
+        for reader in &readers {
+            watches(reader, &world).await;
         }
         let before = untouched(&world.owner).await;
+        calls(&world, &others).await;
         let pooled = world.pooled(&world.operator.clone(), Some("acme")).await;
         changes(&pooled, &world, &others).await;
         assert_eq!(untouched(&world.owner).await, before);
@@ -262,7 +325,7 @@ async fn looks(reader: &PostgresStore, others: &[EventId]) {
             state: Some(state),
             which: Criteria::default(),
             code: None,
-            correlation: None,
+            headers: Headers::new(),
             after: None,
             limit: 100,
         };
@@ -276,7 +339,12 @@ async fn looks(reader: &PostgresStore, others: &[EventId]) {
     }
     for id in others {
         assert!(reader.get(&mine, *id).await.expect("asked").is_none());
+        assert!(reader.ids(&outbox, &IdPrefix::from(*id), 2).await.expect("asked").is_empty());
     }
+    // Ids begin with the time, so this is the beginning of ids of both.
+    let begins: IdPrefix = others[0].to_string()[..8].parse().expect("a prefix");
+    let ids = reader.ids(&outbox, &begins, 100).await.expect("asked");
+    assert!(!ids.is_empty() && ids.iter().all(|id| !others.contains(id)), "{ids:?}");
     for unknown in ["other-out", "shared", "moved"] {
         let error = reader.stats(&named(unknown)).await.expect_err("it is not acme's");
         assert_eq!(error.code(), "subscription_unknown");
@@ -291,8 +359,57 @@ async fn looks(reader: &PostgresStore, others: &[EventId]) {
     let arrivals = reader.arrivals(&outbox, 100).await.expect("looked");
     assert!(arrivals.len() == 8 && arrivals.iter().all(|arrival| arrival.tenant.as_deref() == Some("acme")));
     assert_eq!(reader.conflicts(100).await.expect("listed").len(), 1);
-    let limit = BatchLimit { events: 10, payload_bytes: 1_000 };
-    reader.tail(&outbox, &Criteria::default(), None, limit).await.expect("begun");
+}
+
+/// A look at what both append from now on. Their subscriptions do not want it.
+async fn watches(reader: &PostgresStore, world: &World) {
+    let (outbox, limit) = (LogName::outbox(), BatchLimit { events: 10, payload_bytes: 1_000 });
+    let begun = reader.tail(&outbox, &Criteria::default(), None, limit).await.expect("begun");
+    for tenant in TENANTS {
+        let writer = world.store(&world.writer, Some(tenant)).await;
+        writer.append(&outbox, &[NewEvent::json("b", "1").tenant(tenant)]).await.expect("appended");
+    }
+    for (tenant, expected) in [(None, 1), (Some(TENANTS[0]), 1), (Some(TENANTS[1]), 0)] {
+        let which = Criteria { tenant: tenant.and_then(|tenant| tenant.parse().ok()), ..Criteria::default() };
+        let seen = reader.tail(&outbox, &which, Some(&begun.place), limit).await.expect("looked");
+        let mine = |tenant: &Tenant| tenant.as_str() == TENANTS[0];
+        assert_eq!(seen.events.len(), expected, "{tenant:?}");
+        assert!(seen.events.iter().all(|(_, event)| event.tenant.as_ref().is_some_and(mine)), "{tenant:?}");
+    }
+}
+
+/// Functions in SQL, with names and ids that are another's.
+async fn calls(world: &World, others: &[EventId]) {
+    let client = world.client(&world.operator).await;
+    let ids = others.iter().map(EventId::to_string).collect::<Vec<_>>().join(",");
+    let changes = |name: &str| {
+        [
+            format!("postbox.retry('{name}', VARIADIC '{{{ids}}}')"),
+            format!("postbox.discard('{name}', VARIADIC '{{{ids}}}')"),
+            format!("postbox.mark_dead('{name}', 'so', VARIADIC '{{{ids}}}')"),
+        ]
+    };
+    for change in changes("acme-out") {
+        let changed = within(&client, "acme", &format!("SELECT WHERE {change} > 0")).await.expect(&change);
+        assert_eq!(changed, 0, "{change}");
+    }
+    for unknown in ["other-out", "shared", "moved"] {
+        let pauses = [format!("postbox.pause('{unknown}', 'so')"), format!("postbox.resume('{unknown}')")];
+        for call in changes(unknown).into_iter().chain(pauses) {
+            let refused = within(&client, "acme", &format!("SELECT {call}")).await.expect_err(&call);
+            let hint = refused.as_db_error().and_then(|error| error.hint());
+            assert_eq!((state(&refused), hint), ("PB002", Some("known: acme-out")), "{call}");
+        }
+        let depth = format!("SELECT FROM postbox.depth('{unknown}')");
+        assert_eq!(within(&client, "acme", &depth).await.expect(&depth), 0, "{depth}");
+    }
+    let has = format!(
+        "SELECT FROM unnest('{{{ids}}}'::uuid[]) AS id, unnest('{{1,2,3,4}}'::text[]) AS key \
+         WHERE postbox.outbox_has(id, 'a', key, current_setting('postbox.tenant'), repeat(key, 50000), NULL)"
+    );
+    for (tenant, known) in [(TENANTS[0], 0), (TENANTS[1], 8)] {
+        assert_eq!(within(&client, tenant, &has).await.expect("asked"), known, "{tenant}");
+    }
 }
 
 async fn changes(operator: &PostgresStore, world: &World, others: &[EventId]) {

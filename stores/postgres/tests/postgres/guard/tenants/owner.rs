@@ -14,9 +14,8 @@ use postbox_router::handler_sink;
 use postbox_testkit::servers::{Postgres, Version};
 use tokio_util::sync::CancellationToken;
 
-use super::super::roles::url_as;
 use super::world::{World, named, within};
-use crate::support;
+use crate::support::{self, WORKER, url_as};
 
 /// If the owner saw only one tenant's rows, a rebase would leave out those of the others, and a
 /// removal would not notice that they are undelivered.
@@ -119,7 +118,7 @@ async fn the_policies_are_put_beside_relays_and_writers_at_work() {
             appended.fetch_add(1, Relaxed);
         }
     };
-    let roles = Roles { all_tenants: vec!["postgres".into()], ..Roles::default() };
+    let roles = Roles { all_tenants: vec![WORKER.into()], ..Roles::default() };
     let (owner, sql) = (fixture.client().await, store.grants(&roles).await.expect("printed"));
     let put = async {
         for turn in 1..=20 {
@@ -144,8 +143,9 @@ async fn the_policies_are_put_beside_relays_and_writers_at_work() {
 async fn a_log_that_is_made_later_shows_nothing_before_it_has_policies() {
     let world = World::new(Version::V18).await;
     let log = LogName::new("later").expect("a name");
-    world.fixture.store.create_log(&log).await.expect("made");
-    world.fixture.store.append(&log, &[NewEvent::json("t", "1").tenant("acme")]).await.expect("as a superuser");
+    let owner = world.fixture.by_owner();
+    owner.create_log(&log).await.expect("made");
+    owner.append(&log, &[NewEvent::json("t", "1").tenant("acme")]).await.expect("as a superuser");
     world.owner.batch_execute(&format!("GRANT SELECT ON postbox.later TO {}", world.reader)).await.expect("granted");
     let reader = world.client(&world.reader).await;
     let look = "SELECT FROM postbox.later";

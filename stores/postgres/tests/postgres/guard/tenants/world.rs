@@ -10,10 +10,11 @@ use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
 use postbox_testkit::servers::{PgBouncer, Version};
 use tokio_postgres::Client;
 
-use super::super::roles::url_as;
-use crate::support::{self, Fixture};
+use crate::support::{self, Fixture, url_as};
 
 pub(super) const TENANTS: [&str; 2] = ["acme", "o'ther\\"];
+/// The subscription of each.
+pub(super) const READERS: [&str; 2] = ["acme-out", "other-out"];
 pub(super) const LONG: Duration = Duration::from_secs(600);
 
 pub(super) struct World {
@@ -33,6 +34,13 @@ pub(super) struct World {
 
 pub(super) fn named(name: &str) -> SubscriptionName {
     SubscriptionName::new(name).expect("a name")
+}
+
+/// A subscription to what one tenant has in a log.
+pub(super) fn reader_of(tenant: &str, name: &str, log: LogName) -> Subscription {
+    let topics = vec!["a".parse().expect("a topic"), "in".parse().expect("a topic")];
+    let filter = Filter { topics, tenant: tenant.parse().ok(), ..Filter::default() };
+    Subscription { lanes: Some(1), filter, ..Subscription::new(named(name), log) }
 }
 
 /// A message from outside.
@@ -83,9 +91,8 @@ impl World {
 
     /// The same, through a pooler in transaction mode that all tenants share.
     pub(super) async fn pooled(&mut self, role: &str, tenant: Option<&str>) -> PostgresStore {
-        let pooler = PgBouncer::start_as(&self.fixture.server, Some(role)).await;
-        let database = self.fixture.url.rsplit('/').next().and_then(|rest| rest.split('?').next()).expect("a name");
-        let url = pooler.url(database);
+        let pooler = PgBouncer::start_for(&self.fixture.server, &[role]).await;
+        let url = url_as(&pooler.url(&self.fixture.url), role);
         self.poolers.push(pooler);
         Self::store_at(&url, tenant).await
     }
@@ -98,19 +105,14 @@ impl World {
     /// Gives both tenants events in every state, of one subscription per tenant and of a shared
     /// one, and received messages with conflicts.
     pub(super) async fn filled(&self) {
-        let relay = self.store(&self.relay, None).await;
+        self.filled_by(&self.store(&self.relay, None).await).await;
+    }
+
+    /// Does the same with this store, which works for all tenants.
+    pub(super) async fn filled_by(&self, relay: &PostgresStore) {
         let outbox = LogName::outbox();
-        for tenant in TENANTS {
-            let name = if tenant == "acme" { "acme-out" } else { "other-out" };
-            let filter = Filter {
-                topics: vec!["a".parse().expect("a topic")],
-                tenant: tenant.parse().ok(),
-                ..Filter::default()
-            };
-            relay
-                .subscribe(&Subscription { lanes: Some(1), filter, ..Subscription::new(named(name), outbox.clone()) })
-                .await
-                .expect("made");
+        for (tenant, name) in TENANTS.into_iter().zip(READERS) {
+            relay.subscribe(&reader_of(tenant, name, outbox.clone())).await.expect("made");
             let operator = self.store(&self.operator, Some(tenant)).await;
             for (id, body) in [("1", "x"), ("1", "xy"), ("2", "x")] {
                 operator.receive(&LogName::inbox(), inbound(tenant, id, body)).await.expect("received");
@@ -135,7 +137,7 @@ impl World {
         relay.subscribe(&moved(TENANTS[1])).await.expect("made");
         self.append_for_both().await;
         for name in ["acme-out", "other-out", "shared", "moved"] {
-            self.settle(&relay, name).await;
+            self.settle(relay, name).await;
         }
         relay.subscribe(&moved(TENANTS[0])).await.expect("changed");
         self.append_for_both().await;
@@ -152,7 +154,7 @@ impl World {
 
     /// Settles what is there: the first event dead, the second for a later retry, the rest
     /// delivered.
-    async fn settle(&self, relay: &PostgresStore, name: &str) {
+    pub(super) async fn settle(&self, relay: &PostgresStore, name: &str) {
         let owner = OwnerId::new("test").expect("a name");
         let lease = relay.acquire(&named(name), &owner, &[], LONG).await.expect("acquired").lease.expect("a free lane");
         let batch = relay.next_batch(&lease, BatchLimit::default()).await.expect("read");
