@@ -13,7 +13,7 @@ use crate::apply_state::{APPLY_CHUNK_MAX, ApplyState};
 use crate::breaker::Breaker;
 use crate::failures::FailureTracker;
 use crate::lane::Turns;
-use crate::limiter::Limiter;
+use crate::limiter::{Limiter, SharedRate};
 use crate::log_lines::LogLines;
 use crate::metrics::Metrics;
 use crate::poll::Siblings;
@@ -28,7 +28,7 @@ const STORE_BACKOFF_MAX: Duration = Duration::from_millis(500);
 const LEAVE_MAX: Duration = Duration::from_secs(1);
 
 /// How long a relay with a rate needs for what it reads at once. What an operator does to an event
-/// that is read already has no effect.
+/// that is read already has no effect. Of a shared rate it may get less, and then needs longer.
 const READ_FOR: Duration = Duration::from_secs(5);
 
 /// Error code of a relay whose subscription was removed or renamed while it ran.
@@ -93,7 +93,7 @@ impl RelayContext {
         log: Arc<dyn Log>,
         (destination, dead_letters): (Destination, Option<DeadLetterSink>),
         subscription: Subscription,
-        settings: RelaySettings,
+        (mut settings, shared_rate): (RelaySettings, Option<Arc<SharedRate>>),
         (clock, random): (Arc<dyn Clock>, Arc<dyn Random>),
         (metrics, turns): (Arc<Metrics>, Turns),
     ) -> Self {
@@ -103,7 +103,8 @@ impl RelayContext {
                 Capabilities { batch_max: APPLY_CHUNK_MAX, concurrency: 1, prefix: true, system: None }
             }
         };
-        let (limiter, capabilities) = Limiter::new(declared, &settings);
+        settings.rate = shared_rate.as_ref().map(|shared| shared.rate()).or(settings.rate);
+        let (limiter, capabilities) = Limiter::new(declared, &settings, shared_rate);
         let events_max = settings.rate.map_or(usize::MAX, |rate| rate.within(READ_FOR));
         let read = BatchLimit { events: settings.batch.events.min(events_max), ..settings.batch };
         let health = Health {

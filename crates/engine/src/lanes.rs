@@ -72,7 +72,9 @@ impl Lanes {
         if self.lanes.is_empty() {
             self.context.metrics.destination_unknown();
         }
-        self.context.limiter.share(self.lanes.len(), self.of);
+        // A subscription that is paused takes no part of a rate from those it shares it with.
+        let of = if self.paused && self.lanes.is_empty() { 0 } else { usize::from(self.of) };
+        self.context.limiter.share(self.lanes.len(), of);
         self.context.siblings.set_lanes(self.lanes.len());
     }
 
@@ -90,6 +92,7 @@ impl Lanes {
         let acquired = match context.acquire(&self.owner, &held).await {
             Ok(acquired) => acquired,
             Err(error) if context.store_failed(&error) => {
+                // Its part of a shared rate stays as it was: another replica may reach the store.
                 self.failures += 1;
                 return Ok(context.store_backoff(self.failures));
             }

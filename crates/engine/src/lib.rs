@@ -26,6 +26,7 @@
 //! | [`Relay`] | drives one subscription: until stopped, once (`drain`), or on a [`Schedule`] |
 //! | [`JsonLines`] | a sink that needs no broker: a file, or stdout |
 //! | [`SupervisedRelay`] | a relay that is restarted when it fails |
+//! | [`SharedRate`] | a rate that several relays share |
 //! | [`Sweeper`] | retention |
 //! | [`TokioClock`], [`SystemRandom`], [`SeededRandom`] | time and random numbers on tokio, real or simulated |
 //! | [`Metrics`] | the counters of a relay |
@@ -81,9 +82,10 @@ pub use histogram::{Histogram, HistogramSnapshot};
 pub use json_lines::JsonLines;
 pub use lane::Turns;
 pub use last_outcome::FailingPart;
+pub use limiter::SharedRate;
 pub use metrics::{FailingLane, Metrics, MetricsSnapshot};
 pub use pace::Pace;
-pub use relay::{Relay, RelayBuilder};
+pub use relay::{Relay, RelayBuilder, fresh_owner};
 pub use retention::{Sweeper, Swept, step_pause};
 pub use schedule::{Every, Schedule};
 pub use settings::RelaySettings;

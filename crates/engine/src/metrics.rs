@@ -16,6 +16,9 @@ use crate::pace::PaceMeter;
 /// so that no input grows the table without limit. The first ones keep their names, because a
 /// counter must not fall.
 const CAUSES_MAX: usize = 100;
+/// Failed attempts beyond each of these numbers are counted, so that events that fail again and
+/// again differ from many that fail once.
+const OVER: [u32; 3] = [1, 5, 10];
 /// Maximum number of sources of duplicates counted by name. Applications choose these names, so
 /// they need a limit.
 const SOURCES_MAX: usize = 50;
@@ -95,6 +98,7 @@ macro_rules! counters {
             failures: Mutex<BTreeMap<(u16, &'static str), Failures>>,
             causes: Mutex<BTreeMap<(String, String), u64>>,
             duplicates_from: Mutex<BTreeMap<Option<String>, u64>>,
+            over: [AtomicU64; 3],
             /// [`Lease::crashes`] of each lane, as this relay took it or gave it back last.
             crashes: Mutex<BTreeMap<u16, u32>>,
         }
@@ -282,6 +286,18 @@ impl Metrics {
     /// under `other`.
     pub fn duplicates_by_source(&self) -> BTreeMap<Option<String>, u64> {
         lock(&self.duplicates_from).clone()
+    }
+
+    /// Returns the failed attempts beyond the first, the fifth and the tenth of an event, each with
+    /// that number.
+    pub fn attempts_over(&self) -> [(u32, u64); 3] {
+        std::array::from_fn(|n| (OVER[n], self.over[n].load(Ordering::Relaxed)))
+    }
+
+    /// Counts a failed attempt of an event by its number.
+    pub(crate) fn attempt_failed(&self, attempt: u32) {
+        let reached = OVER.iter().zip(&self.over).filter(|(over, _)| attempt > **over);
+        reached.for_each(|(_, count)| self.add(count, 1));
     }
 
     pub(crate) fn add(&self, counter: &AtomicU64, count: usize) {

@@ -30,6 +30,8 @@ pub struct Pace {
     pub rate: Option<Rate>,
     /// Whether events wait for the rate, or did a moment ago.
     pub held_by_rate: bool,
+    /// Whether other relays of the process share the rate.
+    pub rate_shared: bool,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -74,7 +76,13 @@ impl PaceMeter {
         spans.now.busy += now.saturating_sub(begun);
     }
 
-    pub(crate) fn read(&self, now: Duration, concurrency: usize, rate: Option<Rate>, held_by_rate: bool) -> Pace {
+    pub(crate) fn read(
+        &self,
+        now: Duration,
+        concurrency: usize,
+        rate: Option<Rate>,
+        (held_by_rate, rate_shared): (bool, bool),
+    ) -> Pace {
         let mut spans = lock(&self.0);
         spans.turn(now);
         let Spans { now: last, before, in_flight, begun, .. } = &*spans;
@@ -88,6 +96,7 @@ impl PaceMeter {
             concurrency,
             rate,
             held_by_rate,
+            rate_shared,
         }
     }
 }
@@ -115,7 +124,7 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     fn read(meter: &PaceMeter, now: Duration) -> Pace {
-        meter.read(now, 16, None, false)
+        meter.read(now, 16, None, (false, false))
     }
 
     /// Two calls at a time, of three seconds each.

@@ -20,6 +20,7 @@ use crate::context::{DeadLetterSink, RelayContext, SUBSCRIPTION_REMOVED, removed
 use crate::drained::Drained;
 use crate::lane::{Lane, LeaseGuard, ReadLimit, Turns};
 use crate::lanes::Lanes;
+use crate::limiter::SharedRate;
 use crate::metrics::{FailingLane, Metrics};
 use crate::pace::Pace;
 use crate::schedule::{Schedule, until};
@@ -41,6 +42,7 @@ pub struct RelayBuilder {
     dead_letters: Option<DeadLetterSink>,
     admin: Option<Arc<dyn Admin>>,
     settings: RelaySettings,
+    shared_rate: Option<Arc<SharedRate>>,
     clock: Option<Arc<dyn Clock>>,
     random: Option<Arc<dyn Random>>,
     owner: Option<OwnerId>,
@@ -92,6 +94,12 @@ impl RelayBuilder {
         self
     }
 
+    /// Shares a rate with other relays of this process. Replaces [`RelaySettings::rate`].
+    pub fn shared_rate(mut self, rate: Arc<SharedRate>) -> Self {
+        self.shared_rate = Some(rate);
+        self
+    }
+
     /// Sets the clock. Default: tokio's.
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = Some(clock);
@@ -125,16 +133,16 @@ impl RelayBuilder {
         let random = self.random.unwrap_or_else(|| Arc::new(SystemRandom));
         let owner = match self.owner {
             Some(owner) => owner,
-            None => fresh_owner(&*random)?,
+            None => fresh_owner("relay", &*random)?,
         };
         let metrics = Arc::new(Metrics::default());
         let clock = self.clock.unwrap_or_else(|| Arc::new(TokioClock::new()));
         let context = self.destination.map(|destination| {
             let chance = (clock.clone(), random);
             let (log, subscription) = (self.log.clone(), self.subscription.clone());
-            let destinations = (destination, self.dead_letters);
+            let (destinations, settings) = ((destination, self.dead_letters), (self.settings, self.shared_rate));
             let counted = (metrics.clone(), self.turns.unwrap_or_else(Turns::of_process));
-            Arc::new(RelayContext::new(log, destinations, subscription, self.settings, chance, counted))
+            Arc::new(RelayContext::new(log, destinations, subscription, settings, chance, counted))
         });
         Ok(Relay {
             log: self.log,
@@ -151,10 +159,11 @@ impl RelayBuilder {
     }
 }
 
-/// Returns a name with 64 random bits, so that no two relays ever get the same one.
-fn fresh_owner(random: &dyn Random) -> Result<OwnerId> {
+/// Returns a name with 64 random bits, so that no two relays ever get the same one. It has 17 bytes
+/// more than what it begins with.
+pub fn fresh_owner(begins_with: &str, random: &dyn Random) -> Result<OwnerId> {
     let half = || (random.unit() * f64::from(u32::MAX)) as u32;
-    OwnerId::new(format!("relay-{:08x}{:08x}", half(), half()))
+    OwnerId::new(format!("{begins_with}-{:08x}{:08x}", half(), half()))
 }
 
 /// A relay: drives one subscription in this process.
@@ -179,12 +188,14 @@ pub struct Relay {
     subscribed: AtomicBool,
 }
 
-/// Allows the next run of the relay, however this one ends.
-struct Running<'a>(&'a AtomicBool);
+/// Allows the next run of the relay, however this one ends. Then only the lanes of other replicas,
+/// as many as these, still need their part of a shared rate.
+struct Running<'a>(&'a Relay, usize);
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
+        self.0.context.iter().for_each(|context| context.limiter.share(0, self.1));
+        self.0.running.store(false, Ordering::Release);
     }
 }
 
@@ -198,6 +209,7 @@ impl Relay {
             dead_letters: None,
             admin: None,
             settings: RelaySettings::default(),
+            shared_rate: None,
             clock: None,
             random: None,
             owner: None,
@@ -233,8 +245,8 @@ impl Relay {
     pub fn pace(&self) -> Option<Pace> {
         let context = self.context.as_ref().filter(|context| matches!(context.destination, Destination::Sink(_)))?;
         let (now, settings) = (self.clock.monotonic(), &context.settings);
-        let held_by_rate = context.limiter.holds(now);
-        Some(self.metrics.pace.read(now, context.capabilities.concurrency, settings.rate, held_by_rate))
+        let flags = (context.limiter.holds(now), context.limiter.is_shared());
+        Some(self.metrics.pace.read(now, context.capabilities.concurrency, settings.rate, flags))
     }
 
     /// Returns the name under which it holds its lanes.
@@ -270,7 +282,9 @@ impl Relay {
             if self.subscribed.load(Ordering::Acquire) {
                 return Ok(true);
             }
-            match self.log.subscribe(&self.subscription).await {
+            let subscribing = self.log.subscribe(&self.subscription);
+            let Some(subscribed) = stop.run_until_cancelled(subscribing).await else { break };
+            match subscribed {
                 Ok(()) => {
                     self.subscribed.store(true, Ordering::Release);
                     continue;
@@ -411,8 +425,9 @@ impl Relay {
     }
 
     async fn drain_once(&self, limit: Option<usize>, only_crashed: bool, stop: CancellationToken) -> Result<Drained> {
-        let _running = self.start()?;
+        let mut running = self.start()?;
         let drained = self.drain_lanes(limit, only_crashed, stop).await;
+        running.1 = drained.as_ref().map_or(0, |drained| drained.lanes_elsewhere as usize);
         self.context.iter().for_each(|context| context.log_left_out());
         self.note_end(drained.as_ref().err());
         drained
@@ -466,7 +481,7 @@ impl Relay {
         for lease in &not_wanted {
             context.release(lease).await;
         }
-        context.limiter.share(lanes.len(), u16::try_from(lanes_max).unwrap_or(u16::MAX));
+        context.limiter.share(lanes.len(), lanes_max);
         // The first lane is the first to use the limit, and to probe a destination that looks down.
         // It must not be the same one in each run.
         let first = (context.random.unit() * lanes.len() as f64) as usize;
@@ -519,7 +534,7 @@ impl Relay {
             let text = format!("the relay of {} runs already; build a second one to share its work", self.name());
             return Err(Error::new(ErrorKind::Conflict, "run relay", "relay_running", text));
         }
-        Ok(Running(&self.running))
+        Ok(Running(self, 0))
     }
 
     /// Takes and shares lanes until `stop`. An error is permanent.

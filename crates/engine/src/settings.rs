@@ -23,7 +23,8 @@ pub struct RelaySettings {
     /// Maximum rate of events, over all lanes and all replicas, including retries. Waiting for it
     /// costs no attempt. Each replica gets the share that its lanes are of all lanes. While new
     /// events wait for it, retries get at most half of it. Not for handlers that apply in a
-    /// transaction. Default: as fast as the sink takes them.
+    /// transaction. Default: as fast as the sink takes them. See
+    /// [`RelayBuilder::shared_rate`](crate::RelayBuilder::shared_rate).
     pub rate: Option<Rate>,
     /// How long a lane belongs to this relay without renewal. After that, a crashed relay's work is
     /// taken over. Renewed every third of it. Default 10 s: two renewals may fail before the lane

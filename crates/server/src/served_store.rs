@@ -127,7 +127,7 @@ impl ServedStore {
             store.subscribe(&subscription.subscription).await?;
             self.log_subscribed(&subscription.subscription, &known);
             let log = self.leases.log(&store, self.name.as_ref());
-            let relay = wiring::relay(&store, log, subscription, &self.sinks, &self.clock)?;
+            let relay = wiring::relay(&store, log, (&self.config.server, subscription), &self.sinks, &self.clock)?;
             let schedule = subscription.schedule.clone().map(|cron| Box::new(cron) as Box<dyn Schedule>);
             relays.push(SupervisedRelay::new(relay, schedule));
         }

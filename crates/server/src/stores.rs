@@ -4,8 +4,10 @@ use std::any::Any;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use jiff::Timestamp;
 use postbox_config::{
-    Adapter, Key, Kind, Secret, Section, StoreOptions, Table, entries, from_core, nested, secret_always, table,
+    Adapter, Key, Kind, Secret, Section, StoreOptions, Table, entries, from_core, has_stray_end, nested, secret_always,
+    table,
 };
 use postbox_core::{Error, Result, Store, StoreName};
 use postbox_engine::TokioClock;
@@ -199,6 +201,9 @@ fn find(url: &str) -> Result<usize, String> {
 
 /// Checks a store's URL. The message never repeats it.
 pub fn check_store_url(url: &str) -> Result<(), String> {
+    if has_stray_end(url) {
+        return Err("the URL begins or ends with a line break or a tab; remove it".into());
+    }
     let store = &STORES[find(url)?];
     Section::empty(store.read).check(url)
 }
@@ -230,6 +235,18 @@ impl StoreOptions for MemoryTable {
 /// Opens the store that `config` names.
 pub async fn open_store(config: &StoreConfig) -> Result<Arc<dyn Store>> {
     config.checked()?.open(config.url.expose(), config.is_one_of_many).await
+}
+
+/// Validates the schema, and returns when it was created. A standby without a schema is said to be
+/// a standby: `migrate up` fails there.
+pub async fn validate_schema(store: &dyn Store) -> Result<Timestamp> {
+    match store.validate().await {
+        Err(error) if error.code() == "schema_missing" => match store.check_receiving().await {
+            Err(standby) if standby.code() == "store_read_only" => Err(standby),
+            _ => Err(error),
+        },
+        validated => validated,
+    }
 }
 
 /// The GRANT statements that roles need on a Postgres store.
@@ -267,6 +284,7 @@ mod tests {
         for url in ["sqlite:", "sqlite::memory:", "memory:x", "postgres:u@h/db", ""] {
             assert!(check_store_url(url).is_err(), "{url}");
         }
+        assert_eq!(check_store_url("postgres://u@h/db?password=hunter2 "), Ok(()), "a password may end with a blank");
         assert!(check_store_url("mysql://u:hunter2@h").is_err_and(|text| !text.contains("hunter2")));
         assert!(check_store_url("shop.db").is_err_and(|text| text.contains("sqlite:PATH") && !text.contains(MEMORY)));
     }

@@ -10,9 +10,9 @@ use postbox_config::SinkContext;
 use postbox_core::{
     Capabilities, Clock, Delivery, HighWaterMarks, Log, Outcome, Result, Sink, Store, SubscriptionName,
 };
-use postbox_engine::{Relay, RelaySettings};
+use postbox_engine::{Relay, RelaySettings, SharedRate, SystemRandom, fresh_owner};
 
-use crate::config::SubscriptionConfig;
+use crate::config::{ServerConfig, SubscriptionConfig};
 
 /// The sinks: one per subscription, shared by all stores that have it. So a destination sees one
 /// client per program, not one per store.
@@ -22,11 +22,13 @@ pub struct Sinks {
     shared: Vec<Arc<dyn Sink>>,
 }
 
-/// The sinks of a subscription: for its events, and for its dead ones.
+/// The sinks of a subscription, for its events and for its dead ones, and the rate that its relays
+/// share, with those of other stores and of subscriptions with `rate_of`.
 #[derive(Clone, Default)]
 struct Destination {
     sink: Option<Arc<dyn Sink>>,
     dead_to: Option<Arc<dyn Sink>>,
+    rate: Option<Arc<SharedRate>>,
 }
 
 impl Sinks {
@@ -39,6 +41,7 @@ impl Sinks {
         clock: &Arc<dyn Clock>,
     ) -> Result<Self> {
         let mut sinks = Self { by_subscription: HashMap::new(), shared: Vec::new() };
+        let mut rates: HashMap<SubscriptionName, Arc<SharedRate>> = HashMap::new();
         for of in subscriptions {
             let context = sink_context(&of.settings, listening, clock);
             let sink = of.sink.build(&context).await?;
@@ -46,7 +49,11 @@ impl Sinks {
                 Some(dead_to) => dead_to.build(&context).await?,
                 None => None,
             };
-            let mut destination = Destination { sink, dead_to };
+            let rate = of.settings.rate.map(|rate| {
+                let named = of.rate_of.as_ref().unwrap_or(&of.subscription.name);
+                Arc::clone(rates.entry(named.clone()).or_insert_with(|| Arc::new(SharedRate::new(rate))))
+            });
+            let mut destination = Destination { sink, dead_to, rate };
             if stores > 1 {
                 for sink in [&mut destination.sink, &mut destination.dead_to].into_iter().flatten() {
                     sinks.shared.push(Arc::clone(sink));
@@ -83,25 +90,29 @@ impl Sink for Shared {
 }
 
 /// Builds the relay of a subscription on a store, with its sink. Touches no store. `log` is the
-/// store's, as [`LaneLeases`](crate::LaneLeases) give it.
+/// store's, as [`LaneLeases`](crate::LaneLeases) give it. Its name begins with that of the replica.
 pub fn relay(
     store: &Arc<dyn Store>,
     log: Arc<dyn Log>,
-    config: &SubscriptionConfig,
+    (server, config): (&ServerConfig, &SubscriptionConfig),
     sinks: &Sinks,
     clock: &Arc<dyn Clock>,
 ) -> Result<Relay> {
     let mut builder = Relay::builder(log, config.subscription.clone())
         .admin(Arc::clone(store) as _)
         .settings(config.settings.clone())
-        .clock(Arc::clone(clock));
-    let Destination { sink, dead_to } =
+        .clock(Arc::clone(clock))
+        .owner(fresh_owner(&server.replica(), &SystemRandom)?);
+    let Destination { sink, dead_to, rate } =
         sinks.by_subscription.get(&config.subscription.name).cloned().unwrap_or_default();
     if let Some(sink) = sink {
         builder = builder.sink(sink);
     }
     if let Some(dead_to) = dead_to {
         builder = builder.dead_to(dead_to, Arc::clone(store) as _);
+    }
+    if let Some(rate) = rate {
+        builder = builder.shared_rate(rate);
     }
     builder.build()
 }
@@ -123,7 +134,10 @@ pub(crate) fn sink_context(settings: &RelaySettings, listening: SocketAddr, cloc
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
+    use postbox_engine::TokioClock;
+
     use super::*;
+    use crate::config::Config;
 
     #[derive(Default)]
     struct Counting(AtomicUsize);
@@ -137,6 +151,18 @@ mod tests {
         async fn close(&self) {
             self.0.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    #[tokio::test]
+    async fn a_rate_is_that_of_its_subscription_and_of_those_that_name_it() {
+        let text =
+            "[subscriptions.a]\nrate = \"5/s\"\n[subscriptions.b]\nrate_of = \"a\"\n[subscriptions.c]\nrate = \"5/s\"";
+        let config = Config::parse(text).expect("no faults");
+        let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
+        let sinks = Sinks::build(&config.subscriptions, 2, config.server.listen, &clock).await.expect("built");
+        let rate = |name: &str| sinks.by_subscription[&SubscriptionName::new(name).expect("a name")].rate.as_ref();
+        let [a, b, c] = ["a", "b", "c"].map(|name| rate(name).expect("a rate"));
+        assert!(Arc::ptr_eq(a, b) && !Arc::ptr_eq(a, c));
     }
 
     #[tokio::test]

@@ -12,7 +12,7 @@ use postbox_engine::Relay;
 use postbox_testkit::memory::{self, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
-const HAD: Outcome = Outcome::Delivered { duplicate: true };
+const HAD: Outcome = Outcome::DUPLICATE;
 
 /// Already has all events. Takes this long to say so for the first event.
 struct Had(Duration);

@@ -162,6 +162,31 @@ impl Wire for SlowRenewal {
     }
 }
 
+/// Never answers.
+struct Silent;
+
+#[async_trait]
+impl Wire for Silent {
+    async fn carry(&self, _: Arc<Call>) -> Result<()> {
+        std::future::pending().await
+    }
+}
+
+/// A store may take long to create the subscription, e.g. if it has to unblock many rows.
+#[tokio::test(start_paused = true)]
+async fn a_stop_is_seen_while_the_store_creates_the_subscription() {
+    let env = TestEnv::new().await;
+    let log = Arc::new(env.store.client(Some(Arc::new(Silent))));
+    let relay = env.relay_on(log, Recorder::new(Capabilities::default()), fast());
+    let stop = CancellationToken::new();
+    let stopping = async {
+        tokio::time::sleep(S).await;
+        stop.cancel();
+    };
+    let run = tokio::time::timeout(10 * S, relay.run(stop.clone()));
+    tokio::join!(run, stopping).0.expect("in time").expect("stopped");
+}
+
 /// The store counts a lease from the moment it executes the call, so the holder must not count it
 /// from the answer.
 #[tokio::test(start_paused = true)]

@@ -4,7 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Admin as _, BatchLimit, Capabilities, Change, Log as _, Outcome, OwnerId, Pause, Selection, State};
+use postbox_core::{
+    Admin as _, BatchLimit, Capabilities, Change, Log as _, Outcome, OwnerId, Pause, RetryPolicy, Selection, State,
+};
 use postbox_engine::{Every, Relay, RelaySettings};
 use tokio_util::sync::CancellationToken;
 
@@ -54,6 +56,18 @@ async fn an_outage_leaves_one_row_with_its_reason() {
         assert_eq!(stats.retrying, 1, "{capabilities:?}: {stats:?}");
         let row = &env.list(State::Retrying).await[0];
         assert_eq!((row.event.version, row.attempts, row.code.as_deref()), (Some(0), 0, Some("connect_refused")));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn failed_attempts_beyond_the_first_are_counted_and_throttled_ones_are_not() {
+    let retry = RetryPolicy { attempts_max: 7, ..fast().retry };
+    for (outcome, over) in [(Outcome::retry("http_500", "boom"), [6, 2, 0]), (throttled(S), [0; 3])] {
+        let env = TestEnv::with([event(1, 0)]).await;
+        let (sink, relay) = env.recorded(Capabilities::default(), RelaySettings { retry: retry.clone(), ..fast() });
+        sink.answers(0, outcome);
+        env.run_for(&relay, 120 * S).await;
+        assert_eq!(relay.metrics().attempts_over(), [(1, over[0]), (5, over[1]), (10, over[2])]);
     }
 }
 

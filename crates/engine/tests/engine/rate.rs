@@ -1,12 +1,14 @@
 //! A subscription with a rate limit.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Capabilities, Log as _, Outcome, RetryPolicy};
-use postbox_engine::RelaySettings;
+use futures::future::join_all;
+use postbox_core::{Admin as _, Capabilities, Log, Outcome, Pause, RetryPolicy, Subscription};
+use postbox_engine::{Relay, RelaySettings, SharedRate};
 use tokio_util::sync::CancellationToken;
 
-use postbox_testkit::memory::{self, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Cable, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
@@ -105,15 +107,117 @@ async fn replicas_share_a_rate() {
     sink.assert_in_order();
 }
 
+/// Two subscriptions that share a rate of 50/s: the sink of each, and their relays in this many
+/// processes. The second one wants only events of this topic.
+fn sharing(env: &TestEnv, processes: usize, topic: &str) -> ([Arc<Recorder>; 2], Vec<Relay>) {
+    let sinks = ["*", topic].map(|topic| (topic, Recorder::new(Capabilities::default())));
+    let mut relays = Vec::new();
+    for _ in 0..processes {
+        let rate = Arc::new(SharedRate::new("50/s".parse().expect("a rate")));
+        for ((topic, sink), name) in sinks.iter().zip(["one", "two"]) {
+            let mut subscription = Subscription { name: name.parse().expect("a name"), ..env.subscription() };
+            subscription.filter.topics = vec![topic.parse().expect("a pattern")];
+            let builder = env.builder(subscription, fast()).sink(sink.clone()).shared_rate(rate.clone());
+            relays.push(builder.build().expect("built"));
+        }
+    }
+    (sinks.map(|(_, sink)| sink), relays)
+}
+
+/// Runs these relays of two lanes until `operate` has ended. It begins when they have their shares.
+async fn run_all<T>(relays: &[Relay], operate: impl Future<Output = T>) -> T {
+    let stop = CancellationToken::new();
+    let operating = async {
+        // Each process has a relay of both subscriptions.
+        while relays.iter().any(|relay| relay.metrics().lanes_held() as usize != 4 / relays.len()) {
+            tokio::time::sleep(S).await;
+        }
+        let outcome = operate.await;
+        stop.cancel();
+        outcome
+    };
+    let (ended, outcome) = tokio::join!(join_all(relays.iter().map(|relay| relay.run(stop.clone()))), operating);
+    ended.into_iter().for_each(|ended| ended.expect("ran"));
+    outcome
+}
+
+#[tokio::test(start_paused = true)]
+async fn subscriptions_of_one_destination_share_a_rate() {
+    for processes in [1, 2] {
+        let env = TestEnv::with_lanes(2).await;
+        let (sinks, relays) = sharing(&env, processes, "*");
+        let operate = async {
+            env.append((0..2_000).map(|n| event(n % 50, n))).await;
+            tokio::time::sleep(20 * S).await;
+            sinks.each_ref().map(|sink| sink.arrivals().len())
+        };
+        let arrived = run_all(&relays, operate).await;
+        let all = arrived[0] + arrived[1];
+        assert!((900..=20 * 51).contains(&all), "{arrived:?} in 20 s, {processes} processes");
+        assert!(arrived.iter().all(|one| one * 10 >= all * 3), "{arrived:?}, {processes} processes");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_sends_nothing_leaves_a_shared_rate_to_the_others() {
+    // Idle in the only process, or paused in both.
+    for processes in [1, 2] {
+        let env = TestEnv::with_lanes(2).await;
+        let (sinks, relays) = sharing(&env, processes, if processes == 1 { "idle" } else { "*" });
+        let operate = async {
+            if processes == 2 {
+                let pause = Pause { until: None, by: "me".into(), why: "a test".into() };
+                env.store.pause(&relays[1].subscription().name, Some(&pause)).await.expect("paused");
+                tokio::time::sleep(10 * S).await;
+            }
+            let began = tokio::time::Instant::now();
+            env.append((0..500).map(|n| event(n % 50, n))).await;
+            sinks[0].wait_for(500).await;
+            began.elapsed()
+        };
+        let took = run_all(&relays, operate).await;
+        assert!((9 * S..16 * S).contains(&took), "{took:?}, {processes} processes");
+        assert_eq!(sinks[1].arrivals().len(), 0);
+    }
+}
+
+/// Another replica may reach the store, and too slow is the safe side of a limit.
+#[tokio::test(start_paused = true)]
+async fn who_cannot_reach_its_store_keeps_its_part_of_a_shared_rate() {
+    let env = TestEnv::with_lanes(2).await;
+    let (cable, rate) = (Arc::new(Cable::default()), Arc::new(SharedRate::new("50/s".parse().expect("a rate"))));
+    let logs: [Arc<dyn Log>; 2] = [env.store.clone(), Arc::new(env.store.client(Some(cable.clone())))];
+    let sink = Recorder::new(Capabilities::default());
+    let relays = logs.into_iter().zip(["one", "two"]).map(|(log, name)| {
+        let subscription = Subscription { name: name.parse().expect("a name"), ..env.subscription() };
+        let builder = env.builder_on(log, subscription, fast()).sink(sink.clone());
+        builder.shared_rate(rate.clone()).build().expect("built")
+    });
+    let relays: Vec<Relay> = relays.collect();
+    let operate = async {
+        cable.cut(true);
+        tokio::time::sleep(20 * S).await;
+        let began = tokio::time::Instant::now();
+        env.append((0..500).map(|n| event(n % 50, n))).await;
+        sink.wait_for(500).await;
+        began.elapsed()
+    };
+    let took = run_all(&relays, operate).await;
+    assert!((18 * S..25 * S).contains(&took), "{took:?} at half of the rate");
+}
+
 #[tokio::test(start_paused = true)]
 async fn bounded_runs_share_a_rate_too() {
     let env = TestEnv::with_lanes(2).await;
     env.append((0..1_000).map(|n| event(n % 50, n))).await;
-    let settings = RelaySettings { rate: "50/s".parse().ok(), ..fast() };
-    let sink = Recorder::new(Capabilities::default());
-    let relay = env.relay(sink, settings);
+    let (_, relays) = sharing(&env, 1, "*");
+    let relay = &relays[0];
+    relay.subscribe(&CancellationToken::new()).await.expect("subscribed");
+    // A run that is dropped takes no part of the rate any more.
+    let dropped = tokio::time::timeout(2 * S, relays[1].drain(None));
+    dropped.await.expect_err("it runs until it is dropped");
     // A lane that another one holds is not waited for.
-    let first = env.store.acquire(&env.subscription().name, &"else".parse().expect("a name"), &[], 5 * S).await;
+    let first = env.store.acquire(&relay.subscription().name, &"else".parse().expect("a name"), &[], 5 * S).await;
     let began = tokio::time::Instant::now();
     assert_eq!(first.expect("acquired").lease.expect("free").lane, 0);
     let drained = relay.drain(None).await.expect("drained");

@@ -14,8 +14,9 @@ mod telemetry;
 use std::path::{Path, PathBuf};
 
 use postbox_config::{
-    Fault, Faults, ReadOptions, Section, Table as _, commented_file, duration_text, nested, read, table,
+    Fault, Faults, ReadOptions, Section, Table as _, commented_file, duration_text, nested, read, suggestion, table,
 };
+use postbox_core::SubscriptionName;
 use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
 use serde_json::Value;
 pub use service::{LogConfig, LogFormat, RetentionConfig, ServerConfig};
@@ -124,25 +125,56 @@ impl Config {
     /// `SQS_QUEUE_URL` and `DISPATCHER_URL` that is set. Also returns warnings, as
     /// [`Config::load`] does.
     pub fn without_file(env: impl Fn(&str) -> Option<String>, delivers: bool) -> Result<(Self, Vec<Fault>), LoadError> {
-        let text: String = ENVIRONMENT
-            .iter()
-            .filter_map(|(variable, name, sink)| {
-                let value = env(variable).filter(|value| !value.is_empty())?;
-                // A JSON string is also a TOML string.
-                let value = Value::from(value).to_string();
-                Some(format!("[subscriptions.{name}]\nsink = {}\n", sink.replace("VALUE", &value)))
-            })
-            .collect();
-        Ok(Self::parse_with(&text, ReadOptions { delivers, ..from_environment("environment") })?)
+        let set = ENVIRONMENT.iter().filter_map(|(variable, name, sink)| {
+            let value = env(variable).filter(|value| !value.is_empty())?;
+            // A JSON string is also a TOML string.
+            let value = Value::from(value).to_string();
+            Some((*variable, format!("[subscriptions.{name}]\nsink = {}\n", sink.replace("VALUE", &value))))
+        });
+        let (variables, texts): (Vec<&str>, Vec<String>) = set.unzip();
+        // Nobody wrote these lines, two for each variable.
+        let named = |mut fault: Fault| {
+            if let Some(variable) = fault.line.checked_sub(1).and_then(|before| variables.get(before / 2)) {
+                fault.text = format!("{variable}: {}", fault.text);
+            }
+            fault
+        };
+        let file = "environment";
+        match Self::parse_with(&texts.concat(), ReadOptions { delivers, ..from_environment(file) }) {
+            Ok((config, warnings)) => Ok((config, warnings.into_iter().map(named).collect())),
+            Err(faults) => Err(Faults::new(file, faults.iter().cloned().map(named).collect()).into()),
+        }
     }
 
     fn check(&self, root: &Section<'_>) {
         self.check_stores(root);
+        self.check_rates(root);
         root.reader.for_delivery(|| {
             self.check_sources(root);
             self.check_memory(root);
             self.check_freshness(root);
         });
+    }
+
+    /// Checks `rate_of`: it names a subscription with a rate of its own.
+    fn check_rates(&self, root: &Section<'_>) {
+        let known: Vec<&str> = self.subscriptions.iter().map(|it| it.subscription.name.as_str()).collect();
+        for it in &self.subscriptions {
+            let Some(named) = it.rate_of.as_ref().map(SubscriptionName::as_str) else { continue };
+            let has = |key| root.line_at(&["subscriptions", named, key]).is_some();
+            let fault = if !known.contains(&named) {
+                format!("there is no [subscriptions.{named}]; {}", suggestion(named, &known))
+            } else if has("rate_of") {
+                format!("subscriptions.{named} shares a rate itself; name the subscription that has the rate")
+            } else if !has("rate") {
+                format!("subscriptions.{named} has no rate to share; write one there, e.g. rate = \"50/s\"")
+            } else {
+                continue;
+            };
+            let name = it.subscription.name.as_str();
+            let line = root.line_at(&["subscriptions", name, "rate_of"]).unwrap_or_default();
+            root.reader.fault(line, format!("subscriptions.{name}.rate_of: {fault}"));
+        }
     }
 
     /// Checks `remember_ids`: an id that is forgotten while its sender still repeats the message

@@ -4,8 +4,9 @@ use std::net::SocketAddr;
 use std::str::FromStr as _;
 use std::time::Duration;
 
-use postbox_config::{Secret, Section, duration, integer, secret, suggestion, table, text, words};
-use postbox_core::limits::DEAD_AGE_MIN;
+use postbox_config::{Secret, Section, duration, from_core, integer, secret, suggestion, table, text, words};
+use postbox_core::OwnerId;
+use postbox_core::limits::{DEAD_AGE_MIN, NAME_BYTES_MAX};
 use postbox_listen::ServeLimits;
 
 use crate::cron::Cron;
@@ -14,6 +15,8 @@ use crate::cron::Cron;
 const CONNECTIONS_MAX: usize = 65_536;
 /// Shortest status token, in bytes: 16 random characters cannot be guessed.
 const TOKEN_BYTES_MIN: usize = 16;
+/// Longest name of a replica: what a relay adds for itself must fit into its name, too.
+const REPLICA_BYTES_MAX: usize = NAME_BYTES_MAX - 17;
 /// Shortest allowed timeout.
 const TIMEOUT_MIN: Duration = Duration::from_millis(100);
 
@@ -37,7 +40,9 @@ table! {
         /// may use half of the connections for one store, and 1/(N+1) each for N stores, shared by
         /// all sources of the store; beyond that the sender gets 503.
         connections: usize = integer(1..=CONNECTIONS_MAX), default(512);
-        /// How long a connection may stay open without sending a complete request head.
+        /// How long a new connection may stay open without sending a complete request head.
+        ///
+        /// After an answer it has 75 s, or this if it is longer.
         header_timeout: Duration = duration(TIMEOUT_MIN), default("10s");
         /// The longest a stop may take.
         ///
@@ -52,6 +57,11 @@ table! {
         /// can.
         /// `/healthz` and the status of `/readyz` need no token; `postbox doctor` sends it.
         status_token: Option<Secret> = secret().check(visible), unset("none", r#""env:POSTBOX_STATUS_TOKEN""#);
+        /// What this replica is called where relays are named, e.g. by `subscription show`.
+        ///
+        /// Letters, digits, dot, underscore and hyphen. Each relay adds a random part, so several
+        /// replicas may have one name.
+        name: Option<String> = text(replica), unset("`$HOSTNAME`, or the host's name", r#""shop-1""#);
     }
 }
 
@@ -71,10 +81,32 @@ impl ServerConfig {
         )
     }
 
+    /// Returns what the names of this process's relays begin with.
+    pub(crate) fn replica(&self) -> String {
+        let host = || std::env::var("HOSTNAME").ok().filter(|host| !host.is_empty());
+        let kernel = || std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+        self.name.clone().unwrap_or_else(|| of_host(&host().or_else(kernel).unwrap_or_default()))
+    }
+
     /// Returns the connection limit and the time limit of a request head.
     pub(crate) fn limits(&self) -> ServeLimits {
         ServeLimits { connections: self.connections, header_timeout: self.header_timeout }
     }
+}
+
+fn replica(name: &str) -> Result<String, String> {
+    from_core::<OwnerId>(name)?;
+    match name.len() {
+        ..=REPLICA_BYTES_MAX => Ok(name.to_owned()),
+        bytes => Err(format!("the name has {bytes} bytes; at most {REPLICA_BYTES_MAX} are allowed")),
+    }
+}
+
+/// The name of a host, as far as a replica can have it.
+fn of_host(host: &str) -> String {
+    let fitting = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' };
+    let name: String = host.trim().chars().map(fitting).take(REPLICA_BYTES_MAX).collect();
+    if name.is_empty() { "relay".to_owned() } else { name }
 }
 
 fn visible(token: &Secret) -> Result<(), String> {

@@ -1,5 +1,6 @@
 //! `[subscriptions.NAME]`: which log is read, and where its events go.
 
+use std::collections::HashMap;
 use std::str::FromStr as _;
 use std::time::Duration;
 
@@ -102,8 +103,16 @@ table! {
         concurrency: Option<usize> = integer(1..=CONCURRENCY_MAX), unset("16", "16");
         /// Most deliveries per second (`s`), minute (`m`) or hour (`h`).
         ///
-        /// All replicas share it, in proportion to the lanes they drive. Waiting costs no attempt.
+        /// All stores and replicas share it; each replica in proportion to the lanes it drives.
+        /// Waiting costs no attempt.
         rate: Option<Rate> = text(from_core::<Rate>), unset("no limit", r#""50/s""#);
+        /// The subscription whose `rate` this one shares: both together send no more than that.
+        ///
+        /// For a destination of several subscriptions. One with nothing to send leaves everything
+        /// to the others in its process; but what belongs to its lanes that another replica drives
+        /// stays there. Each process counts only the stores and subscriptions that it runs itself:
+        /// run them in one process, or divide the rate.
+        rate_of: Option<SubscriptionName> = text(from_core::<SubscriptionName>), unset("its own rate", r#""orders-out""#);
         /// The longest wait between two polls of an idle log.
         poll_interval: Duration = duration(MS), default("100ms");
         /// Another replica takes over a lane that was not renewed for this long.
@@ -169,6 +178,8 @@ pub struct SubscriptionConfig {
     pub subscription: Subscription,
     /// Batches, retries, timeouts, polling, lease.
     pub settings: RelaySettings,
+    /// The subscription whose rate it shares. The rate itself is in the settings, too.
+    pub rate_of: Option<SubscriptionName>,
     /// Deliver everything pending at these times only; `None`: always.
     pub schedule: Option<Cron>,
     /// Where the events go.
@@ -179,12 +190,23 @@ pub struct SubscriptionConfig {
 
 /// All subscriptions, by name.
 pub(super) fn subscriptions() -> Kind<Vec<SubscriptionConfig>> {
-    entries(from_core, nested::<SubscriptionTable>())
-        .map(|tables| tables.into_iter().map(|(name, table)| table.config(name)).collect())
+    entries(from_core::<SubscriptionName>, nested::<SubscriptionTable>()).map(|mut tables| {
+        let rates: HashMap<_, _> = tables.iter().map(|(name, table)| (name.clone(), table.rate)).collect();
+        for (_, table) in &mut tables {
+            if let Some(named) = &table.rate_of {
+                table.rate = rates.get(named).copied().flatten();
+            }
+        }
+        tables.into_iter().map(|(name, table)| table.config(name)).collect()
+    })
 }
 
 impl SubscriptionTable {
     fn check(&self, section: &Section<'_>) {
+        if section.has("rate") && section.has("rate_of") {
+            let (path, name) = (&section.path, section.name("rate_of"));
+            section.fault("rate_of", format!("{name} cannot be used together with {path}.rate; remove one of them"));
+        }
         if self.dead_to.as_ref().is_some_and(|sink| !sink.sends_headers()) {
             let name = section.name("dead_to");
             let text = "has an envelope without headers, but headers carry the reason of a dead event; write envelope = \"json\"";
@@ -232,8 +254,8 @@ impl SubscriptionTable {
             poll_max: self.poll_interval,
             ..usual
         };
-        let Self { stores, schedule, sink, dead_to, .. } = self;
-        SubscriptionConfig { stores, subscription, settings, schedule, sink, dead_to }
+        let Self { stores, rate_of, schedule, sink, dead_to, .. } = self;
+        SubscriptionConfig { stores, subscription, settings, rate_of, schedule, sink, dead_to }
     }
 }
 

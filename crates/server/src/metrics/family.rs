@@ -66,6 +66,8 @@ families! {
         "Events being sent to the destination now.";
     RETRIES: Counter "postbox_retries" ["store" "subscription"]
         "Attempts that failed and will be repeated.";
+    ATTEMPTS_OVER: Counter "postbox_attempts_over" ["store" "subscription" "over"]
+        "Failed attempts beyond the first, fifth and tenth of an event (over 1, 5, 10).";
     DEAD: Counter "postbox_dead" ["store" "subscription"]
         "Events that died.";
     DEAD_LETTERS: Counter "postbox_dead_letters" ["store" "subscription"]

@@ -234,6 +234,10 @@ fn relays(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
     page.family(&family::CALL_DURATION, named().map(|(name, m)| (name, m.call_durations().snapshot())))?;
     page.family(&family::IN_FLIGHT, each(|m| m.in_flight))?;
     page.family(&family::RETRIES, each(|m| m.retries))?;
+    let over = named().flat_map(|([store, name], metrics)| {
+        metrics.attempts_over().map(|(over, count)| ([store.clone(), name.clone(), over.to_string()], count))
+    });
+    page.family(&family::ATTEMPTS_OVER, over)?;
     page.family(&family::DEAD, each(|m| m.dead))?;
     page.family(&family::DEAD_LETTERS, each(|m| m.dead_letters))?;
     page.family(&family::DEAD_LETTERS_FAILED, each(|m| m.dead_letters_failed))?;

@@ -14,6 +14,9 @@ use crate::text::estimated;
 /// cause is a lock or an overloaded database, and people who diagnose that must not wait for it.
 pub const STATS_WAIT: Duration = Duration::from_secs(2);
 
+/// How many subscriptions are counted together: a tenth of that time.
+const GROUP_MAX: usize = 50;
+
 /// The counts of one subscription, or of a log that no subscription reads.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StatsJson {
@@ -123,14 +126,58 @@ impl StatsJson {
 /// Counts each of these subscriptions; an error is one that could not be counted in time.
 pub async fn stats(store: &dyn Inspect, infos: &[SubscriptionInfo], deadline: Instant) -> Vec<Result<StatsJson>> {
     let names: Vec<SubscriptionName> = infos.iter().map(|info| info.name.clone()).collect();
-    let counted = timeout_at(deadline, store.stats_of(&names)).await;
-    let counted = counted.unwrap_or_else(|_| names.iter().map(|_| Err(too_slow())).collect());
+    let counted = in_groups(&names, deadline, |group| store.stats_of(group)).await;
     infos.iter().zip(counted).map(|(info, stats)| stats.map(|stats| StatsJson::of(info, stats))).collect()
+}
+
+/// Counts group by group, so that what was counted in time is kept.
+async fn in_groups<'a, F: Future<Output = Vec<Result<Stats>>>>(
+    names: &'a [SubscriptionName],
+    deadline: Instant,
+    count: impl Fn(&'a [SubscriptionName]) -> F,
+) -> Vec<Result<Stats>> {
+    let mut counted = Vec::with_capacity(names.len());
+    for group in names.chunks(GROUP_MAX) {
+        let Ok(answer) = timeout_at(deadline, count(group)).await else { break };
+        counted.extend(answer);
+    }
+    counted.resize_with(names.len(), || Err(too_slow()));
+    counted
 }
 
 /// The error for counts that did not arrive within [`STATS_WAIT`].
 pub fn too_slow() -> Error {
-    let text =
-        format!("the counts did not arrive within {STATS_WAIT:?}; is the database overloaded, or a table locked?");
+    let text = format!(
+        "the counts did not arrive within {STATS_WAIT:?}; is the database overloaded, a table locked, or are there \
+         hundreds of subscriptions?"
+    );
     Error::new(ErrorKind::Unavailable, "stats", "stats_timeout", text)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::future::pending;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_counted_in_time_is_kept() {
+        let names = vec![SubscriptionName::new("s").expect("a name"); 2 * GROUP_MAX + 1];
+        let asked = Cell::new(0);
+        let count = |group| {
+            asked.set(asked.get() + 1);
+            let hangs = asked.get() > 1;
+            async move {
+                if hangs {
+                    pending::<()>().await;
+                }
+                <[SubscriptionName]>::iter(group).map(|_| Ok(Stats::default())).collect::<Vec<_>>()
+            }
+        };
+        let counted = in_groups(&names, Instant::now() + STATS_WAIT, count).await;
+        let (in_time, late) = counted.split_at(GROUP_MAX);
+        assert!(in_time.iter().all(Result::is_ok) && late.iter().all(Result::is_err));
+        assert_eq!((late.len(), asked.get()), (GROUP_MAX + 1, 2), "after the deadline nothing is asked");
+    }
 }

@@ -45,6 +45,9 @@ pub struct CallsJson {
     pub rate_per_second: Option<f64>,
     /// Whether events are held back by the rate.
     pub held_by_rate: bool,
+    /// Whether other subscriptions or stores share the rate.
+    #[serde(default)]
+    pub rate_shared: bool,
 }
 
 /// Something that fails now.
@@ -106,6 +109,7 @@ impl CallsJson {
             rate: pace.rate.map(|rate| rate.to_string()),
             rate_per_second: pace.rate.map(|rate| 1.0 / rate.interval().as_secs_f64().max(1e-6)),
             held_by_rate: pace.held_by_rate,
+            rate_shared: pace.rate_shared,
         })
     }
 

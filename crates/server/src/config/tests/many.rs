@@ -65,6 +65,27 @@ fn a_store_that_is_not_there_is_named_with_the_nearest() {
 }
 
 #[test]
+fn a_rate_is_shared_with_a_subscription_that_has_one() {
+    let of = |named: &str, rate: &str| {
+        let shares = format!("[subscriptions.b]\nstores = [\"b\"]\nrate_of = {named:?}\n{rate}");
+        format!("{TWO}[subscriptions.a]\nstores = [\"a\"]\nrate = \"50/s\"\n[subscriptions.none]\n{shares}")
+    };
+    for (named, rate, cure) in [
+        ("c", "", "there is no [subscriptions.c]; known here: "),
+        ("b", "", "subscriptions.b shares a rate itself; name the subscription that has the rate"),
+        ("none", "", "subscriptions.none has no rate to share; write one there"),
+        ("a", "rate = \"5/s\"\n", "cannot be used together with subscriptions.b.rate; remove one of them"),
+    ] {
+        let message = fault(&of(named, rate));
+        assert!(message.contains("subscriptions.b.rate_of") && message.contains(cure), "{message}");
+    }
+    // Where the named one is not: its relays need the rate itself.
+    let shares = parse(&of("a", "")).expect("no faults").per_store();
+    let rates = shares[1].1.subscriptions.iter().filter_map(|it| it.settings.rate);
+    assert_eq!(rates.map(|rate| rate.to_string()).collect::<Vec<_>>(), ["50/s"]);
+}
+
+#[test]
 fn a_message_of_a_broker_goes_into_one_store() {
     let source = |more: &str| format!("{TWO}[sources.x]\ntype = \"nats\"\nurl = \"nats://h\"\nstream = \"S\"\n{more}");
     for several in ["", "stores = [\"a\", \"b\"]\n"] {

@@ -30,6 +30,7 @@ pub(super) fn env(name: &str) -> Option<String> {
         "SHORT" => Some("whsec_abc".into()),
         "POSTBOX_STATUS_TOKEN" => Some("0123456789abcdef".into()),
         "BLANK" => Some(" ".repeat(16)),
+        "OF_A_FILE" => Some("sqlite:hunter2.db\n".into()),
         _ => None,
     }
 }
@@ -102,10 +103,10 @@ fn assert_defaults(text: &str) {
 }
 
 /// The default file with every commented-out key in force. `[store]` and `[stores.acme]` exclude
-/// each other; the second is kept.
+/// each other; the second is kept. So do `rate` and `rate_of`; the first is kept.
 fn uncommented() -> String {
     let text = default_toml();
-    let lines = text.lines().map(|line| match line.strip_prefix('#') {
+    let lines = text.lines().filter(|line| !line.starts_with("#rate_of")).map(|line| match line.strip_prefix('#') {
         Some(code) if !code.starts_with(' ') => code,
         _ => line,
     });
@@ -240,7 +241,7 @@ fn without_a_file_a_variable_is_a_sink() {
     }
     for hostile in ["\"\n[store]\nurl = \"memory:\"", "a\\", "x\u{1b}"] {
         let fault = of(&[("DISPATCHER_URL", hostile)]).expect_err("no address");
-        assert!(fault.starts_with("environment:2: subscriptions.dispatcher.sink.url"), "{fault}");
+        assert!(fault.starts_with("environment:2: DISPATCHER_URL: subscriptions.dispatcher.sink.url"), "{fault}");
     }
     let looking = Config::without_file(|name| (name == "DISPATCHER_URL").then(|| "ftp://x".to_owned()), false);
     let (_, warnings) = looking.expect("what is wrong with a sink keeps nobody from looking");
@@ -328,6 +329,10 @@ fn names_urls_and_schedules_are_checked() {
     }
     let long = "x".repeat(129);
     assert!(fault(&format!("[subscriptions.a]\nkinds = [\"{long}\"]")).contains("1 to 128 bytes"));
+    let replica = |name: &str| format!("[server]\nname = \"{name}\"\n");
+    assert!(fault(&replica("a b")).contains("not a valid name"));
+    assert!(fault(&replica(&long[..112])).contains("at most 111"));
+    assert!(parse(&replica(&long[..111])).is_ok());
     let url = |url: &str| fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\" }}"));
     assert!(url("example.org/hook").contains("https://"));
     assert!(url("ftp://example.org/").contains("https://"));

@@ -70,6 +70,23 @@ fn a_store_s_url_that_no_connection_could_use_is_refused_at_its_line() {
 }
 
 #[test]
+fn a_line_break_around_a_secret_is_named_with_its_variable() {
+    let sink = "[subscriptions.a]\nsink = { type = \"http\", ";
+    for text in [
+        "\n[store]\nurl = \"env:OF_A_FILE\"".to_owned(),
+        format!("\n{sink}url = \"env:OF_A_FILE\" }}"),
+        format!("\n{sink}url = \"https://h/\", secret = \"env:OF_A_FILE\" }}"),
+    ] {
+        let found = faults(&text);
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(found[0].starts_with("postbox.toml:3: ") && !found[0].contains("hunter2"), "{found:?}");
+        assert!(found[0].contains("variable OF_A_FILE begins or ends with a line break"), "{found:?}");
+    }
+    // The value of `--store` and of `POSTBOX_STORE`.
+    assert!(crate::check_store_url("sqlite:postbox.db\n").is_err_and(|text| text.contains("line break")));
+}
+
+#[test]
 fn a_status_token_is_long_and_not_repeated() {
     let token = |text: &str| format!("[server]\nstatus_token = \"{text}\"\n");
     for wrong in ["", "hunter2", "hunter2 hunter2 hunter2", "env:NOT_THERE", "env:BLANK"] {

@@ -148,6 +148,9 @@ fn an_id_that_nobody_signed_is_a_warning_at_its_line() {
     assert_eq!(found.iter().map(|warning| warning.line).collect::<Vec<_>>(), [5]);
     assert!(found[0].text.contains("applied again under other ids"), "{found:?}");
     assert_eq!(warnings(&source("json:/delivery")), []);
+    let timed = source("header:x-time")
+        .replace("github\"", "hmac\"\nsignature_header = \"x-a\"\ntimestamp_header = \"x-time\"");
+    assert_eq!(warnings(&timed), [], "its signature covers the time");
     assert!(fault(&source("one")).contains("every message would have the same id"));
 }
 

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use postbox_core::{
-    Arrival, Criteria, Error, ErrorKind, Filter, Inspect, LaneInfo, ListQuery, Record, Result, State, Store,
+    Arrival, Criteria, Error, ErrorKind, Filter, Headers, Inspect, LaneInfo, ListQuery, Record, Result, State, Store,
     SubscriptionInfo, SubscriptionName,
 };
 use tokio::time::{Instant, timeout_at};
@@ -125,7 +125,7 @@ async fn list(store: &dyn Inspect, name: &SubscriptionName, state: State, count:
         state: Some(state),
         which,
         code: None,
-        correlation: None,
+        headers: Headers::new(),
         after: None,
         limit: LOOK,
     };

@@ -342,6 +342,7 @@ mod tests {
             rate: None,
             rate_per_second: None,
             held_by_rate: false,
+            rate_shared: false,
         };
         WorkJson {
             store: None,

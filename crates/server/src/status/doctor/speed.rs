@@ -36,6 +36,17 @@ pub(super) fn speed(known: &Known<'_>) -> Option<Finding> {
         _ => format!("each call takes {}", span(Duration::from_secs_f64(calls.seconds_each))),
     };
     if let (true, Some(rate), Some(per_second)) = (calls.held_by_rate, &calls.rate, calls.rate_per_second) {
+        let named = known.config.and_then(|config| config.rate_of.as_ref());
+        if calls.rate_shared || named.is_some() {
+            // The arrivals are those of this subscription, the rate is that of all.
+            let how = format!("rate = \"{rate}\", shared with others");
+            let cure = format!(
+                "raise the `rate` of {}, if the destination can take it, or wait",
+                named.unwrap_or(&known.info.name)
+            );
+            let flow = Flow { takes: per_second, arrive: None, share: 1.0 };
+            return Some(finding("rate_limited", known, &how, flow, cure));
+        }
         let how = format!("rate = \"{rate}\" allows {}", a_second(per_second));
         let cure = match arrive.filter(|arrive| *arrive >= per_second) {
             None => "raise the subscription's `rate`, if the destination can take it, or wait".to_owned(),
@@ -149,6 +160,7 @@ mod tests {
     use postbox_core::{Filter, LogName, Stats, SubscriptionInfo};
 
     use super::*;
+    use crate::config::{Config, SubscriptionConfig};
     use crate::status::doctor::asked::Arrivals;
     use crate::status::{StatsJson, WorkJson};
 
@@ -164,12 +176,22 @@ mod tests {
             rate: None,
             rate_per_second: None,
             held_by_rate: false,
+            rate_shared: false,
         }
     }
 
     /// What is said of 2,000 late events if so many arrive per second, and so many of the last
     /// 1,000 have one key.
     fn said(calls: CallsJson, per_second: f64, of_one_key: usize) -> (String, String) {
+        said_with(None, calls, per_second, of_one_key)
+    }
+
+    fn said_with(
+        config: Option<&SubscriptionConfig>,
+        calls: CallsJson,
+        per_second: f64,
+        of_one_key: usize,
+    ) -> (String, String) {
         let info = SubscriptionInfo {
             name: "out".parse().expect("a name"),
             log: LogName::outbox(),
@@ -192,7 +214,7 @@ mod tests {
         let known = Known {
             info: &info,
             stats: &stats,
-            config: None,
+            config,
             work: Some(&work),
             fault: None,
             retrying: Vec::new(),
@@ -225,9 +247,18 @@ mod tests {
     fn a_rate_and_a_frequent_key_have_their_own_arithmetic() {
         let limited =
             CallsJson { rate: Some("5/s".to_owned()), rate_per_second: Some(5.0), held_by_rate: true, ..calls() };
-        let (what, cure) = said(limited, 64.0, 1);
+        let (what, cure) = said(limited.clone(), 64.0, 1);
         assert_eq!(what, "rate = \"5/s\" allows 5.0/s, 64/s arrive; 2,000 wait, and the backlog grows");
         assert!(cure.contains("to \"80/s\""), "{cure}");
+        // Fewer arrive here than the rate allows, but it is not for this subscription alone.
+        let shared = "rate = \"5/s\", shared with others; 2,000 wait";
+        let (what, cure) = said(CallsJson { rate_shared: true, ..limited.clone() }, 1.0, 1);
+        assert_eq!((what.as_str(), cure.starts_with("raise the `rate` of out, ")), (shared, true), "{cure}");
+        let group = "[subscriptions.a]\nrate = \"5/s\"\n[subscriptions.out]\nrate_of = \"a\"";
+        let config = Config::parse(group).expect("no faults");
+        let member = config.subscriptions.iter().find(|it| it.rate_of.is_some());
+        let (what, cure) = said_with(member, limited, 1.0, 1);
+        assert_eq!((what.as_str(), cure.starts_with("raise the `rate` of a, ")), (shared, true), "{cure}");
         let key = "750 of the last 1000 events have the key hot, and are delivered one after the other";
         let (what, _) = said(calls(), 64.0, 750);
         assert_eq!(
