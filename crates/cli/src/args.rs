@@ -160,9 +160,12 @@ pub(crate) enum Command {
         /// Only this reason code, e.g. http_500
         #[arg(long)]
         code: Option<String>,
-        /// Only events with this correlation-id header
+        /// Only events with this correlation-id header; its name is matched exactly, in lower case
         #[arg(long, value_name = "ID")]
         correlation: Option<String>,
+        /// Only events with this causation-id header (matched likewise): what an event caused
+        #[arg(long, value_name = "ID")]
+        causation: Option<String>,
     },
     /// Show one event: its fields, its payload, and its state in every subscription
     Show {
@@ -174,8 +177,8 @@ pub(crate) enum Command {
     ///
     /// Works in steps of at most 1000 events, so that relays can work in between, and prints
     /// retried=N at the end. If it is interrupted or fails, it prints what was done until then and
-    /// exits with 1; the same command continues with the rest. With --limit, the oldest events of
-    /// all selected subscriptions come first.
+    /// exits with 1; the same command continues with the rest, with the --limit that it prints.
+    /// With --limit, the oldest events of all selected subscriptions come first.
     #[command(mut_group("which", |which| which.arg("code")))]
     Retry {
         #[command(flatten)]
@@ -189,7 +192,8 @@ pub(crate) enum Command {
     /// Without an id: the events between two times or places that the subscription wants now. An
     /// event that is named is sent whether it is wanted or not. Events appended during the replay
     /// are not included. Each event gets a new dedupe id. Works in steps of at most 1000 events and
-    /// prints replayed=N at the end; if it is interrupted, it says where to continue.
+    /// prints replayed=N at the end; if it is interrupted, it says where to continue, and
+    /// with which --limit.
     #[command(mut_group("which", |which| which.args(["after", "through"])))]
     Replay {
         #[command(flatten)]
@@ -209,7 +213,7 @@ pub(crate) enum Command {
     /// Without an id: events that are retrying, blocked, scheduled or dead. An event that was not
     /// read yet can only be discarded by its id. Works in steps of at most 1000 events and prints
     /// discarded=N at the end, also if it is interrupted or fails (then it exits with 1, and the
-    /// same command continues with the rest).
+    /// same command continues with the rest, with the --limit that it prints).
     #[command(mut_group("which", |which| which.arg("code")))]
     Discard {
         #[command(flatten)]
@@ -224,7 +228,8 @@ pub(crate) enum Command {
     /// An event that was not read yet can only be marked by its id. The events are kept as dead
     /// (code marked_dead) and sent to dead_to; their keys continue, unless on_dead is "halt". Works
     /// in steps of at most 1000 events and prints marked_dead=N at the end, also if it is
-    /// interrupted or fails (then it exits with 1, and the same command continues with the rest).
+    /// interrupted or fails (then it exits with 1, and the same command continues with the rest,
+    /// with the --limit that it prints).
     #[command(mut_group("which", |which| which.arg("code")))]
     MarkDead {
         #[command(flatten)]
@@ -238,6 +243,10 @@ pub(crate) enum Command {
     },
     /// Delete old dispatched and skipped events of every log that has a subscription; pending, dead
     /// and unrouted ones stay
+    ///
+    /// Works in small steps and prints pruned=N at the end, also if it is interrupted or fails
+    /// (then it exits with 1, and the same command continues with the rest, with the --limit that
+    /// it prints).
     #[command(group = clap::ArgGroup::new("age").required(true).args(["older_than", "until"]))]
     Prune {
         #[command(flatten)]

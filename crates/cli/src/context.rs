@@ -402,7 +402,7 @@ pub(crate) fn require_store(global: &Global) -> Result<(), Failure> {
     }
     Err(Failure::usage(
         "there is no postbox.toml in this folder, and no store is named; go to the folder that has it, or pass \
-         --config FILE or --store URL; to start anew: postbox init, then postbox migrate up",
+         --config FILE or --store URL, or set POSTBOX_STORE; to start anew: postbox init, then postbox migrate up",
     ))
 }
 

@@ -62,6 +62,15 @@ impl Failure {
     }
 }
 
+/// Errors that may be temporary, and after which nothing was committed all the same. `store_error`
+/// is an answer of the database, for example of a trigger.
+const REFUSED: [&str; 3] = ["store_read_only", "store_full", "store_error"];
+
+/// Whether a write that failed with this error committed nothing. After another error nobody knows.
+pub(crate) fn is_refused(error: &postbox_core::Error) -> bool {
+    error.is_permanent() || REFUSED.contains(&error.code())
+}
+
 impl From<postbox_core::Error> for Failure {
     fn from(error: postbox_core::Error) -> Self {
         let mut text = error.message().to_owned();

@@ -9,7 +9,7 @@ use postbox::Outcome;
 pub(crate) fn answer(line: &str) -> Outcome {
     match line.trim_end() {
         "ok" => Outcome::DELIVERED,
-        "duplicate" => Outcome::Delivered { duplicate: true },
+        "duplicate" => Outcome::DUPLICATE,
         "refused" => Outcome::dead("lines_refused", "the server refuses this event"),
         "slower" => Outcome::Throttled {
             code: "lines_slower".into(),

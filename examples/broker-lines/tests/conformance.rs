@@ -64,7 +64,7 @@ impl SinkFixture for Fixture {
     }
 
     fn traits(&self) -> SinkTraits {
-        SinkTraits { payload_bytes_max: Some(PAYLOAD_BYTES_MAX), ..SinkTraits::ALL }
+        SinkTraits { positions: false, payload_bytes_max: Some(PAYLOAD_BYTES_MAX), ..SinkTraits::ALL }
     }
 
     async fn attempts(&self) -> Vec<Attempt> {

@@ -21,7 +21,7 @@ pub(super) async fn run(context: &Context, change: &Change, selection: Selection
         return Err(Failure::usage(text));
     };
     let word = if change.state() == State::Dead { "marked_dead" } else { "discarded" };
-    let mut steps = Steps::begin(word, selection.dry_run, json);
+    let mut steps = Steps::begin(word, selection.dry_run, json, selection.limit);
     let step = async |selection: &Selection| store.change(&info.name, change, selection).await;
     let Some(ids) = selection.ids.clone() else {
         let ended = steps.take(selection, &step).await;

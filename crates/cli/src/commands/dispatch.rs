@@ -160,7 +160,8 @@ impl Drain<'_> {
                 continue;
             }
             let log = self.leases.log(store, context.name.as_ref());
-            relays.push(postbox_server::relay(store, log, config, self.sinks, self.clock)?);
+            let of = (&context.config.server, config);
+            relays.push(postbox_server::relay(store, log, of, self.sinks, self.clock)?);
         }
         if configs.is_empty() {
             context.note(

@@ -2,8 +2,8 @@
 //! address, if it runs, for what only that process knows: since when its breakers are open.
 
 use postbox_core::{Error, ErrorKind, LogName, Store, SubscriptionName};
-use postbox_server::open_store;
 use postbox_server::status::{self, Finding, ServiceStatus, Severity};
+use postbox_server::{open_store, validate_schema};
 
 use crate::context::{Context, NO_SUBSCRIPTION_OF_TENANT};
 use crate::failure::Failure;
@@ -44,7 +44,7 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
 async fn examine(context: &Context, service: Option<&ServiceStatus>) -> Result<Vec<Finding>, Failure> {
     let opened = async {
         let store = open_store(&context.config.store).await?;
-        let created_at = store.validate().await?;
+        let created_at = validate_schema(store.as_ref()).await?;
         store.subscriptions().await?;
         Ok::<_, Error>((store, created_at))
     };
@@ -122,15 +122,18 @@ async fn look(
     findings.extend(diagnosed);
     // After the subscriptions that should read it.
     findings.extend(unread.iter().map(|(log, count)| Finding::unread(log, *count, context.reader_wanted(log))));
-    if !context.config.sources.is_empty() {
-        findings.extend(store.check_receiving().await.err().map(Finding::from));
-    }
+    let is_said = |error: &Error| match error.code() {
+        // A service that runs says so by itself.
+        "store_read_only" => service.is_none(),
+        _ => !context.config.sources.is_empty(),
+    };
+    findings.extend(store.check_receiving().await.err().filter(is_said).map(Finding::from));
     // A sink with a fault was read as none.
     if !context.faults.is_empty() {
         findings.retain(|it| it.code != "sink_none");
     }
     // What fails because of it has the cure to create what only has to be brought back.
-    if findings.iter().any(|it| it.code == "schema_damaged") {
+    if findings.iter().any(|it| ["schema_damaged", "schema_renamed"].contains(&it.code.as_str())) {
         findings.retain(|it| !["log_unknown", "schema_missing", "schema_old"].contains(&it.code.as_str()));
     }
     Ok(findings)

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 
 use bytes::Bytes;
-use postbox_core::{Criteria, ListQuery, Record, State, SubscriptionName};
+use postbox_core::{Criteria, Headers, ListQuery, Record, State, SubscriptionName};
 use postbox_server::status::RecordJson;
 use postbox_server::text::{cut, estimated};
 
@@ -24,7 +24,7 @@ pub(super) struct Wanted {
     pub(super) limit: usize,
     pub(super) which: Criteria,
     pub(super) code: Option<String>,
-    pub(super) correlation: Option<String>,
+    pub(super) headers: Headers,
 }
 
 pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Result<(), Failure> {
@@ -92,7 +92,7 @@ async fn records(context: &Context, wanted: &Wanted, json: bool) -> Result<Found
             state: wanted.state,
             which: wanted.which.clone(),
             code: wanted.code.clone(),
-            correlation: wanted.correlation.clone(),
+            headers: wanted.headers.clone(),
             after: None,
             limit: 0,
         };
@@ -132,7 +132,8 @@ async fn records(context: &Context, wanted: &Wanted, json: bool) -> Result<Found
     Ok((records, notes, ended))
 }
 
-pub(crate) const HEAD: [&str; 9] = ["id", "subscription", "state", "topic", "key", "attempts", "due", "code", "error"];
+pub(crate) const HEAD: [&str; 10] =
+    ["id", "subscription", "state", "topic", "key", "created", "attempts", "due", "code", "error"];
 
 pub(crate) fn row(subscription: &SubscriptionName, record: &Record, terminal: bool) -> Vec<String> {
     let error = record.error.as_deref().unwrap_or("-");
@@ -142,6 +143,7 @@ pub(crate) fn row(subscription: &SubscriptionName, record: &Record, terminal: bo
         record.state.to_string(),
         record.event.topic.to_string(),
         record.event.key.as_ref().map_or_else(|| "-".to_owned(), |key| key.to_string()),
+        format!("{:.0}", record.event.created_at),
         record.attempts.to_string(),
         record.due_at.map_or_else(|| "-".to_owned(), |at| format!("{at:.0}")),
         record.code.clone().unwrap_or_else(|| "-".to_owned()),

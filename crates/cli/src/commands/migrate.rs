@@ -20,9 +20,16 @@ pub(super) async fn up(contexts: &[Context], json: bool) -> Result<(), Failure> 
         }
         // Migrations bring nothing back, so "up to date" would be wrong.
         match store.check_integrity().await {
-            Err(error) if error.code() == "schema_damaged" => Err(error.into()),
-            _ => Ok(applied),
+            Err(error) if error.code() == "schema_damaged" => return Err(error.into()),
+            _ => {}
         }
+        // Of a standby with the schema, "up to date" is true, and nothing else works there.
+        if let Err(error) = store.check_receiving().await
+            && error.code() == "store_read_only"
+        {
+            context.note(&format!("{} ({})", error.message(), error.code()));
+        }
+        Ok(applied)
     };
     let asked = ask_each(contexts, up).await;
     if json {

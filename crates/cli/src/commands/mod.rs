@@ -1,7 +1,7 @@
 //! One file per command.
 
 use jiff::Timestamp;
-use postbox_core::{Change, Criteria, EventId, IdPrefix, Prune, Replay, Selection, Seq};
+use postbox_core::{Change, Criteria, EventId, IdPrefix, Prune, Replay, Selection, Seq, header};
 use postbox_server::Roles;
 
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, New, SubscriptionCommand};
@@ -82,19 +82,24 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             dispatch::run(&Context::load_each(global, Purpose::Deliver)?, limit, until_empty, json).await
         }
         Command::Stats => stats::run(&inspect_each()?, json).await,
-        Command::List { state: Some(Listed::Conflicts), limit, which, code: None, correlation: None }
-            if which.are_none() =>
-        {
-            conflicts::list(&inspect_each()?, limit as usize, json).await
-        }
+        Command::List {
+            state: Some(Listed::Conflicts),
+            limit,
+            which,
+            code: None,
+            correlation: None,
+            causation: None,
+        } if which.are_none() => conflicts::list(&inspect_each()?, limit as usize, json).await,
         Command::List { state: Some(Listed::Conflicts), .. } => Err(Failure::usage(
-            "conflicts have no topic, key, time or code to select by; leave everything but --limit and --json out",
+            "conflicts have no topic, key, time, code or header to select by; leave all but --limit and --json out",
         )),
-        Command::List { state, limit, which, code, correlation } => {
+        Command::List { state, limit, which, code, correlation, causation } => {
             let state = state.and_then(Listed::state);
             // There may be several stores, each with a clock of its own.
             let which = which.criteria(async || Ok(Timestamp::now())).await?;
-            let wanted = list::Wanted { state, limit: limit as usize, which, code, correlation };
+            let headers = [(header::CORRELATION_ID, correlation), (header::CAUSATION_ID, causation)].into_iter();
+            let headers = headers.filter_map(|(name, id)| Some((name.to_owned(), id?))).collect();
+            let wanted = list::Wanted { state, limit: limit as usize, which, code, headers };
             list::run(&inspect_each()?, &wanted, json).await
         }
         Command::Show { id } => {

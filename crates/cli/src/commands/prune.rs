@@ -29,7 +29,7 @@ pub(super) async fn run(context: &Context, prune: Prune, json: bool) -> Result<(
         Some(log) => [log.clone()].into(),
         None => infos.iter().map(|info| info.log.clone()).collect(),
     };
-    let mut steps = Steps::begin("pruned", prune.dry_run, json);
+    let mut steps = Steps::begin("pruned", prune.dry_run, json, prune.limit);
     let ended = take(store.as_ref(), &logs, prune, &mut steps).await;
     steps.end(ended)
 }
@@ -41,7 +41,7 @@ async fn take(store: &dyn Store, logs: &BTreeSet<LogName>, mut prune: Prune, ste
         while prune.limit != Some(0) {
             steps.go_on()?;
             let began = Instant::now();
-            let step = store.prune(log, &prune).await?;
+            let step = store.prune(log, &prune).await.map_err(|error| steps.failed(error))?;
             steps.add(step.count, &mut prune.limit);
             prune.after = step.next;
             if step.next.is_none() {

@@ -10,9 +10,9 @@ use postbox_server::text::grouped;
 use tokio::select;
 
 use super::named::{Named, Stand};
-use super::steps::counted;
+use super::steps::{MAY_BE_DONE, counted, with_limit};
 use crate::context::Context;
-use crate::failure::Failure;
+use crate::failure::{Failure, is_refused};
 use crate::output;
 use crate::signals::stopped;
 
@@ -42,7 +42,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
         let began = Instant::now();
         let step = match store.replay(&info.name, &replay).await {
             Ok(step) => step,
-            Err(error) => break Err(failed(error, &replay)),
+            Err(error) => break Err(failed(error, &replay, left)),
         };
         count += step.count;
         (replay.after, replay.through) = (step.next, Some(step.through));
@@ -58,7 +58,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
         let pause = of_rate.max(step_pause(began.elapsed()));
         select! {
             biased;
-            () = &mut stop => break Err(interrupted(next, step.through)),
+            () = &mut stop => break Err(interrupted(next, step.through, left)),
             () = tokio::time::sleep(pause) => {}
         }
     };
@@ -94,18 +94,44 @@ fn stand(record: &Record) -> Stand {
 }
 
 /// The same command would start from the beginning again.
-fn interrupted(next: Seq, through: Seq) -> Failure {
-    Failure::failed(format!("interrupted; {}", rest(next, through)))
+fn interrupted(next: Seq, through: Seq, left: Option<usize>) -> Failure {
+    Failure::failed(format!("interrupted; {}", rest(next, through, left)))
 }
 
-/// The step that failed may have been done.
-fn failed(error: Error, replay: &Replay) -> Failure {
+/// Where to continue after a step that failed, and whether it may have been done.
+fn failed(error: Error, replay: &Replay, left: Option<usize>) -> Failure {
+    let may = if replay.dry_run || is_refused(&error) { "" } else { MAY_BE_DONE };
     match (Failure::from(error), replay.after, replay.through) {
-        (failure, Some(next), Some(through)) => Failure::failed(format!("{}; {}", failure.text(), rest(next, through))),
+        (failure, Some(next), Some(through)) => {
+            Failure::failed(format!("{}{may}; {}", failure.text(), rest(next, through, left)))
+        }
+        (Failure::Failed(text), ..) => Failure::failed(text + may),
         (failure, ..) => failure,
     }
 }
 
-fn rest(next: Seq, through: Seq) -> String {
-    format!("to continue with the rest, give --after {next} --through {through} instead of your own")
+fn rest(next: Seq, through: Seq, left: Option<usize>) -> String {
+    let limited = with_limit(left);
+    format!("to continue with the rest, give --after {next} --through {through} instead of your own{limited}")
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_core::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn a_step_may_have_been_done_if_its_answer_is_lost_also_the_first() {
+        let first = Replay::default();
+        let later = Replay { after: Some(Seq(7)), through: Some(Seq(9)), ..Replay::default() };
+        let said = |kind, replay: &Replay| {
+            failed(Error::new(kind, "replay", "code", "it failed"), replay, None).text().to_owned()
+        };
+        assert_eq!(said(ErrorKind::Unavailable, &first), format!("it failed (code){MAY_BE_DONE}"));
+        let lost = format!("it failed (code){MAY_BE_DONE}; {}", rest(Seq(7), Seq(9), None));
+        assert_eq!(said(ErrorKind::Unavailable, &later), lost);
+        assert_eq!(said(ErrorKind::Mismatch, &first), "it failed (code)");
+        assert_eq!(said(ErrorKind::Unavailable, &Replay { dry_run: true, ..first }), "it failed (code)");
+    }
 }

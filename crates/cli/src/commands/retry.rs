@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
-use postbox_core::{Change, Disposition, EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo};
+use postbox_core::{
+    Change, Disposition, EventId, Headers, ListQuery, Record, Selection, State, Store, SubscriptionInfo,
+};
 
 use super::named::{Named, Stand};
 use super::steps::Steps;
@@ -16,7 +18,7 @@ const PAGE: usize = 100;
 pub(super) async fn run(context: &Context, wanted: Selection, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
-    let mut steps = Steps::begin("retried", wanted.dry_run, json);
+    let mut steps = Steps::begin("retried", wanted.dry_run, json, wanted.limit);
     let named = Named::look(store.as_ref(), &infos, wanted.ids.as_deref().unwrap_or_default(), stand).await?;
     let ended = match (&wanted.ids, wanted.limit) {
         (Some(ids), _) => by_id(store.as_ref(), &infos, ids, &wanted, &mut steps).await,
@@ -73,7 +75,7 @@ async fn oldest_of_all(
                 state: Some(state),
                 which,
                 code,
-                correlation: None,
+                headers: Headers::new(),
                 after: None,
                 limit,
             };

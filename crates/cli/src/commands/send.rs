@@ -8,7 +8,7 @@ use postbox_core::{Error, EventId, LogName, NewEvent};
 
 use crate::args::SendArgs;
 use crate::context::Context;
-use crate::failure::Failure;
+use crate::failure::{Failure, is_refused};
 use crate::output;
 
 pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result<(), Failure> {
@@ -19,8 +19,7 @@ pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result
     let id = *event.id.get_or_insert_with(EventId::now_v7);
     let log = context.log.clone().unwrap_or_else(LogName::outbox);
     let store = context.store().await?;
-    // After an error that may be temporary, nobody knows whether the event was committed.
-    let appended = store.append(&log, &[event]).await.map_err(|error| match error.is_permanent() {
+    let appended = store.append(&log, &[event]).await.map_err(|error| match is_refused(&error) {
         true => Failure::from(error),
         false => Failure::failed(format!(
             "{}; whether the event was appended is not known: to append it once, repeat with --id {id}",

@@ -75,7 +75,7 @@ fn stand(info: &SubscriptionInfo, record: &Record) -> String {
         text += &format!(", {} attempt(s)", record.attempts);
     }
     if record.replays > 0 {
-        text += &format!(", {} replay(s)", record.replays);
+        text += &format!(", sent again as -r{}", record.replays);
     }
     if let Some(due_at) = record.due_at {
         text += &format!(", due {due_at:.0}");

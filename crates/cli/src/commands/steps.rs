@@ -2,14 +2,17 @@
 
 use std::time::Instant;
 
-use postbox_core::{Changed, Selection};
+use postbox_core::{Changed, Error, Selection};
 use postbox_engine::step_pause;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, is_refused};
 use crate::output;
 use crate::signals::stopped;
+
+/// What a failure adds if nobody knows whether the step was done.
+pub(super) const MAY_BE_DONE: &str = "; the step that failed may have been done nevertheless";
 
 /// Takes steps until nothing is left, an error occurs, or a signal arrives.
 pub(super) struct Steps {
@@ -19,21 +22,25 @@ pub(super) struct Steps {
     dry_run: bool,
     /// Whether it prints JSON.
     json: bool,
+    /// Most events that the whole command may change.
+    limit: Option<usize>,
     count: u64,
+    /// Whether the last step failed, and may have been done nevertheless.
+    may_be_done: bool,
     stop: CancellationToken,
     _listening: AbortOnDropHandle<()>,
 }
 
 impl Steps {
     /// Starts listening for the signals that stop the program.
-    pub(super) fn begin(word: &'static str, dry_run: bool, json: bool) -> Self {
+    pub(super) fn begin(word: &'static str, dry_run: bool, json: bool, limit: Option<usize>) -> Self {
         let stop = CancellationToken::new();
         let (stopping, signal) = (stop.clone(), stopped());
         let listening = AbortOnDropHandle::new(tokio::spawn(async move {
             signal.await;
             stopping.cancel();
         }));
-        Self { word, dry_run, json, count: 0, stop, _listening: listening }
+        Self { word, dry_run, json, limit, count: 0, may_be_done: false, stop, _listening: listening }
     }
 
     /// Number of events changed so far.
@@ -44,15 +51,29 @@ impl Steps {
     /// Fails if a signal has arrived.
     pub(super) fn go_on(&self) -> Result<(), Failure> {
         match self.stop.is_cancelled() {
-            true => Err(Failure::failed("interrupted; the same command continues with the rest")),
+            true => {
+                Err(Failure::failed(format!("interrupted; the same command continues with the rest{}", self.limited())))
+            }
             false => Ok(()),
         }
+    }
+
+    /// What the next command needs besides. A dry run begins anew, with its own limit.
+    fn limited(&self) -> String {
+        let done = if self.dry_run { 0 } else { usize::try_from(self.count).unwrap_or(usize::MAX) };
+        with_limit(self.limit.map(|limit| limit.saturating_sub(done)))
     }
 
     /// Counts a step, also against a limit.
     pub(super) fn add(&mut self, count: u64, limit: &mut Option<usize>) {
         self.count += count;
         *limit = limit.map(|limit| limit.saturating_sub(usize::try_from(count).unwrap_or(usize::MAX)));
+    }
+
+    /// The failure of a step.
+    pub(super) fn failed(&mut self, error: Error) -> Failure {
+        self.may_be_done = !is_refused(&error);
+        error.into()
     }
 
     /// Takes steps until nothing of the selection is left. A step that has begun is always awaited:
@@ -65,7 +86,7 @@ impl Steps {
         while selection.limit != Some(0) {
             self.go_on()?;
             let began = Instant::now();
-            let changed = step(&selection).await?;
+            let changed = step(&selection).await.map_err(|error| self.failed(error))?;
             self.add(changed.count, &mut selection.limit);
             if changed.next.is_none() {
                 break;
@@ -78,22 +99,60 @@ impl Steps {
 
     /// Prints the count, even after a failure midway.
     pub(super) fn end(self, ended: Result<(), Failure>) -> Result<(), Failure> {
-        let Self { word, dry_run, json, count, stop, .. } = self;
-        // A change that failed at its first step prints only its error.
+        let midway = self.midway();
+        let Self { word, dry_run, json, count, .. } = self;
+        // A change that failed at its first step prints no count.
         if ended.is_ok() || count > 0 {
             counted(word, count, dry_run, json)?;
         }
-        if ended.is_err() && count > 0 && !dry_run && !stop.is_cancelled() {
-            output::note(
-                "stopped midway; the step that failed may have been done nevertheless. The same command continues with the rest",
-            );
+        if let (Err(_), Some(midway)) = (&ended, midway) {
+            output::note(&midway);
         }
         ended
     }
+
+    /// What to say after a failure. An interruption has said it.
+    fn midway(&self) -> Option<String> {
+        let is_midway = self.may_be_done || (self.count > 0 && !self.stop.is_cancelled());
+        let may = if self.may_be_done { MAY_BE_DONE } else { "" };
+        (is_midway && !self.dry_run)
+            .then(|| format!("stopped midway{may}. The same command continues with the rest{}", self.limited()))
+    }
+}
+
+/// The limit of a command that continues another: the same one again would change more than was
+/// wanted.
+pub(super) fn with_limit(left: Option<usize>) -> String {
+    left.map(|left| format!(", with --limit {left}")).unwrap_or_default()
 }
 
 /// Prints the count of a bulk change, in one format for all commands.
 pub(super) fn counted(word: &str, count: u64, dry_run: bool, json: bool) -> Result<(), Failure> {
     let line = format!("{word}={count}{}", if dry_run { " dry_run=true" } else { "" });
     output::done(json, &serde_json::json!({ word: count, "dry_run": dry_run }), &line)
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_core::ErrorKind;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_step_may_have_been_done_if_its_answer_is_lost_also_the_first() {
+        let said = |count, kind, code: &'static str| {
+            let mut steps = Steps::begin("retried", false, false, Some(10));
+            steps.add(count, &mut None);
+            let _ = steps.failed(Error::new(kind, "change", code, "it failed"));
+            steps.midway()
+        };
+        let lost = |left| {
+            format!("stopped midway{MAY_BE_DONE}. The same command continues with the rest, with --limit {left}")
+        };
+        assert_eq!(said(0, ErrorKind::Unavailable, "store_unavailable"), Some(lost(10)));
+        assert_eq!(said(3, ErrorKind::Unavailable, "store_unavailable"), Some(lost(7)));
+        let refused = "stopped midway. The same command continues with the rest, with --limit 7";
+        assert_eq!(said(3, ErrorKind::Unavailable, "store_read_only").as_deref(), Some(refused));
+        assert_eq!(said(0, ErrorKind::NotFound, "subscription_unknown"), None);
+    }
 }

@@ -86,7 +86,8 @@ pub(super) async fn remove(context: &Context, name: &SubscriptionName, yes: bool
     let (store, info) = named(context, name).await?;
     if !yes {
         let stats = store.stats(name).await?;
-        let [pending, dead] = [stats.pending, stats.dead].map(|count| estimated(count, stats.is_estimate));
+        let pending = estimated(stats.pending, stats.is_estimate);
+        let dead = estimated(stats.dead, stats.dead > stats.share);
         return Err(Failure::usage(format!(
             "nothing was removed yet: {name} has {pending} pending and {dead} dead event(s), which it would never deliver; to do it, add --yes"
         )));
@@ -130,9 +131,8 @@ async fn with_counts(context: &Context, store: &dyn Store, infos: &[Subscription
 }
 
 pub(crate) fn row(of: &SubscriptionJson) -> Vec<String> {
-    let count = |count: fn(&StatsJson) -> u64| {
-        of.counts.as_ref().map_or_else(|| "-".to_owned(), |counts| estimated(count(counts), counts.estimated))
-    };
+    let count =
+        |text: fn(&StatsJson) -> String| of.counts.as_ref().map_or_else(|| "-".to_owned(), text);
     vec![
         of.subscription.to_string(),
         of.log.to_string(),
@@ -140,8 +140,8 @@ pub(crate) fn row(of: &SubscriptionJson) -> Vec<String> {
         ordering(of).to_owned(),
         of.lanes.len().to_string(),
         of.relays().to_string(),
-        count(|counts| counts.pending),
-        count(|counts| counts.dead),
+        count(|counts| estimated(counts.pending, counts.estimated)),
+        count(|counts| counts.of_rows(counts.dead)),
         oldest(of),
         of.paused.as_ref().map_or_else(|| "-".to_owned(), |pause| pause.why.clone()),
     ]
@@ -192,7 +192,7 @@ fn describe(of: &SubscriptionJson) -> Vec<(&'static str, String)> {
     if let Some(counts) = &of.counts {
         let StatsJson { pending, dead, dispatched, estimated: is_estimate, .. } = counts;
         fields.push(("pending", format!("{}, the oldest for {}", estimated(*pending, *is_estimate), oldest(of))));
-        fields.push(("dead", estimated(*dead, *is_estimate)));
+        fields.push(("dead", counts.of_rows(*dead)));
         fields.push(("dispatched", dispatched.to_string()));
     }
     fields

@@ -1,5 +1,6 @@
 //! Bulk changes: made in steps, with a count that is right however they end.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -10,8 +11,8 @@ use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal, until, until_
 /// More events than two steps.
 const MANY: usize = 2_500;
 
-/// A subscription with this many dead events, inserted by SQL for speed.
-async fn with_dead(kind: Kind, events: usize) -> Result<TestEnv> {
+/// A subscription with this many delivered events, inserted by SQL for speed.
+async fn with_delivered(kind: Kind, events: usize) -> Result<TestEnv> {
     let env = TestEnv::with(kind, FILE_SINK).await?;
     let rows = format!(
         "WITH RECURSIVE up(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM up WHERE n < {events})
@@ -19,6 +20,12 @@ async fn with_dead(kind: Kind, events: usize) -> Result<TestEnv> {
     );
     env.sql(&rows).await?;
     ensure!(env.dispatch(&[])? == format!("dispatched={events} failed=0 dead=0"));
+    Ok(env)
+}
+
+/// The same with all of them dead.
+async fn with_dead(kind: Kind, events: usize) -> Result<TestEnv> {
+    let env = with_delivered(kind, events).await?;
     env.sql(match kind {
         Kind::Sqlite => {
             "INSERT INTO postbox_delivery (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, updated_at)
@@ -56,18 +63,18 @@ async fn a_retry_that_fails_midway_says_how_much_it_did(kind: Kind) -> Result<()
     let env = with_dead(kind, MANY).await?;
     env.sql(match kind {
         Kind::Sqlite => {
-            "CREATE TRIGGER no BEFORE UPDATE ON postbox_delivery WHEN NEW.key = 'k1500' BEGIN SELECT RAISE(ABORT, 'not this one'); END"
+            "CREATE TRIGGER no BEFORE UPDATE ON postbox_delivery WHEN NEW.key = 'k1100' BEGIN SELECT RAISE(ABORT, 'not this one'); END"
         }
         Kind::Postgres => {
             "CREATE FUNCTION no() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not this one'; END $$;
-             CREATE TRIGGER no BEFORE UPDATE ON postbox.delivery FOR EACH ROW WHEN (NEW.key = 'k1500') EXECUTE FUNCTION no()"
+             CREATE TRIGGER no BEFORE UPDATE ON postbox.delivery FOR EACH ROW WHEN (NEW.key = 'k1100') EXECUTE FUNCTION no()"
         }
     })
     .await?;
-    let output = env.output(&["retry", "--all"])?;
+    let output = env.output(&["retry", "--all", "--limit", "1200"])?;
     let (stdout, stderr) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
     ensure!(output.status.code() == Some(1) && stdout == "retried=1000\n", "{}: {stdout}{stderr}", output.status);
-    ensure!(stderr.contains("not this one") && stderr.contains("continues with the rest"), "{stderr}");
+    ensure!(stderr.contains("not this one") && stderr.contains("with the rest, with --limit 200"), "{stderr}");
     ensure!(dead(&env)? == MANY - 1000);
     // A change that fails at its first step prints only the reason.
     let complaint = env.refuses(1, &["retry", "--all"])?;
@@ -77,7 +84,9 @@ async fn a_retry_that_fails_midway_says_how_much_it_did(kind: Kind) -> Result<()
         Kind::Postgres => "DROP TRIGGER no ON postbox.delivery",
     })
     .await?;
-    ensure!(env.ok(&["retry", "--all"])? == "retried=1500\n");
+    ensure!(env.ok(&["retry", "--all", "--limit", "200"])? == "retried=200\n");
+    ensure!(dead(&env)? == MANY - 1200);
+    ensure!(env.ok(&["retry", "--all"])? == "retried=1300\n");
     Ok(())
 }
 
@@ -99,6 +108,37 @@ async fn an_interrupted_retry_says_how_much_it_did() -> Result<()> {
     ensure!(output.status.code() == Some(1) && stderr.contains("interrupted"), "{}: {stdout}{stderr}", output.status);
     ensure!(stderr.lines().count() == 1 && stdout == format!("retried={}\n", all - dead(&env)?), "{stdout}{stderr}");
     ensure!((2_000..all).contains(&(all - dead(&env)?)), "{stdout}");
+    Ok(())
+}
+
+/// What it prints continues with the rest: not from the beginning, and not with newer events.
+async fn an_interrupted_replay_says_where_to_continue(kind: Kind) -> Result<()> {
+    let env = with_delivered(kind, MANY).await?;
+    let child = env.spawn(&["replay", "--all", "--rate", "100/s", "--limit", "3000"])?;
+    let pending = || anyhow::Ok(env.json(&["stats", "--json"])?[0]["pending"].as_u64());
+    until("its first step", async || Ok((pending()? > Some(0)).then_some(()))).await?;
+    signal(child.id().context("it has ended already")?, "INT")?;
+    let output = ended(child).await?;
+    let (stdout, stderr) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    ensure!(output.status.code() == Some(1), "{}: {stdout}{stderr}", output.status);
+    let count: usize = stdout.trim_end().strip_prefix("replayed=").context("no count")?.parse()?;
+    ensure!((1..MANY).contains(&count), "{stdout}{stderr}");
+    let (_, rest) = stderr.split_once("give --after").context("no way to continue")?;
+    let (rest, limited) = rest.split_once(" instead").context("no end of it")?;
+    ensure!(limited.ends_with(&format!(", with --limit {}\n", 3_000 - count)), "{stdout}{stderr}");
+    let rest: Vec<&str> = rest.split_whitespace().collect();
+    env.insert([("order.placed", "new".to_owned(), 1)]).await?;
+    // The new event is delivered by then, too.
+    ensure!(env.dispatch(&["--loop"])? == format!("dispatched={} failed=0 dead=0", count + 1));
+    let continued = env.ok(&[&["replay", "--all", "--after"], &rest[..]].concat())?;
+    ensure!(continued == format!("replayed={}\n", MANY - count), "{count}, {rest:?}: {continued}");
+    ensure!(env.dispatch(&["--loop"])? == format!("dispatched={} failed=0 dead=0", MANY - count));
+    let mut sent: HashMap<(String, String), usize> = HashMap::new();
+    for line in env.lines("out.jsonl")? {
+        *sent.entry((line["key"].to_string(), line["id"].to_string())).or_default() += 1;
+    }
+    let wrong = sent.iter().find(|((key, _), times)| **times != if key == "\"new\"" { 1 } else { 2 });
+    ensure!(wrong.is_none() && sent.len() == MANY + 1, "{wrong:?} of {}", sent.len());
     Ok(())
 }
 
@@ -212,6 +252,7 @@ on_both!(
     an_event_is_marked_dead_and_its_key_goes_on,
     many_events_are_retried_and_discarded,
     a_retry_that_fails_midway_says_how_much_it_did,
+    an_interrupted_replay_says_where_to_continue,
     a_dry_run_says_what_the_run_does,
     retention_gives_up_what_has_been_dead_for_long,
 );

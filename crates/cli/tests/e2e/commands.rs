@@ -54,8 +54,8 @@ async fn dead_events_are_retried_and_discarded_by_a_person(kind: Kind) -> Result
 
     let dead = env.ok(&["list", "--state", "dead"])?;
     ensure!(dead.lines().count() == 4 && dead.contains("http_422"), "{dead}");
-    let head = "id\tsubscription\tstate\ttopic\tkey\tattempts\tdue\tcode\terror\n";
-    ensure!(dead.starts_with(head) && dead.lines().all(|line| line.split('\t').count() == 9), "{dead}");
+    let head = "id\tsubscription\tstate\ttopic\tkey\tcreated\tattempts\tdue\tcode\terror\n";
+    ensure!(dead.starts_with(head) && dead.lines().all(|line| line.split('\t').count() == 10), "{dead}");
     let ids: Vec<&str> = dead.lines().skip(1).filter_map(|line| line.split('\t').next()).collect();
     ensure!(env.ok(&["list", "--state", "dead", "--topic", "order.paid"])?.lines().count() == 2);
     ensure!(env.ok(&["list", "--state", "dead", "--code", "http_500"])?.is_empty());
@@ -390,6 +390,7 @@ async fn no_store_is_made_that_nobody_named() -> Result<()> {
     let output = env.command(&["migrate", "up"]).env_remove("POSTBOX_STORE").output()?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.code() == Some(2) && said.contains("no store is named"), "{said}");
+    ensure!(said.contains("or set POSTBOX_STORE"), "{said}");
     ensure!(!env.path("postbox.db").exists());
     env.ok(&["init"])?;
     let written = std::fs::read_to_string(env.path("postbox.toml"))?;

@@ -4,6 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::endpoint::{Endpoint, Shut, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, http_sink, on_both};
+use crate::sender::partner;
 
 /// A subscription with this sink.
 fn subscription(name: &str, sink: &str) -> String {
@@ -51,6 +52,22 @@ async fn everything_is_reached_and_nothing_written(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// Senders post to the path of a store.
+#[tokio::test]
+async fn a_webhook_of_two_stores_is_named_with_both_paths() -> Result<()> {
+    let (env, other) = (TestEnv::migrated(Kind::Sqlite).await?, TestEnv::migrated(Kind::Sqlite).await?);
+    let stores = format!("[stores.acme]\nurl = {:?}\n[stores.globex]\nurl = {:?}\n", env.url, other.url);
+    std::fs::write(env.path("postbox.toml"), stores + &partner())?;
+    let output = env.command(&["check-config", "--connect"]).env_remove("POSTBOX_STORE").output()?;
+    let said = String::from_utf8([output.stdout, output.stderr].concat())?;
+    ensure!(said.matches("sources.partner: ").count() == 2, "{said}");
+    for store in ["acme", "globex"] {
+        let line = format!("sources.partner: waits for senders at POST /in/{store}/partner\n");
+        ensure!(said.contains(&line), "{line:?} is not in {said}");
+    }
+    Ok(())
+}
+
 async fn a_log_of_one_s_own_is_created_as_the_cure_says(kind: Kind) -> Result<()> {
     let env = TestEnv::migrated(kind).await?;
     env.config("[subscriptions.apply]\nlog = \"stripe\"\nsink = { type = \"file\", path = \"out.jsonl\" }\n")?;
@@ -83,13 +100,14 @@ async fn what_cannot_be_reached_is_named_with_its_cure(kind: Kind) -> Result<()>
     env.config(
         &[
             subscription("shut", &http_sink(&shut.url())),
-            subscription("nobody", &http_sink("http://nobody.invalid/hook?token=hunter2")),
+            subscription("nobody", &http_sink("env:HOOK_URL")),
             subscription("lines", "sink = { type = \"file\", path = \"no/folder/out.jsonl\" }"),
             subscription("hooks", &http_sink(&endpoint.url())),
         ]
         .concat(),
     )?;
-    let output = env.output(&["check-config", "--connect"])?;
+    let mut check = env.command(&["check-config", "--connect"]);
+    let output = check.env("HOOK_URL", "http://nobody.invalid/hunter2?token=hunter2").output()?;
     ensure!(output.status.code() == Some(1), "{}", output.status);
     let (said, complaint) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
     ensure!(said.contains("subscriptions.hooks.sink: 127.0.0.1 is reached"), "the others are tried too: {said}");

@@ -67,6 +67,15 @@ impl TestEnv {
         Ok(env)
     }
 
+    /// The same store of Postgres with another role.
+    pub(crate) fn as_role(&self, role: &str, config: &str) -> Result<Self> {
+        let (scheme, rest) = self.url.split_once("://").context("a URL")?;
+        let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
+        let other = Self::on(Kind::Postgres, format!("{scheme}://{role}@{host}"))?;
+        other.config(config)?;
+        Ok(other)
+    }
+
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }

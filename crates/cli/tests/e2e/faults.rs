@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt as _;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::endpoint::Shut;
-use crate::env::{FILE_SINK, Kind, TestEnv};
+use crate::endpoint::{Endpoint, Shut, takes_all};
+use crate::env::{FILE_SINK, Kind, TestEnv, http_sink};
 
 const STDOUT_SINK: &str = "[subscriptions.out]\nsink = { type = \"stdout\" }\n";
 
@@ -91,7 +91,8 @@ async fn every_fault_of_a_configuration_is_listed_at_its_line() -> Result<()> {
 #[tokio::test]
 async fn a_missing_secret_stops_who_delivers_and_not_who_looks() -> Result<()> {
     let http = "type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\"";
-    for sink in [http, "type = \"bus\", url = \"env:NOT_THERE\""] {
+    let url = "type = \"http\", url = \"env:NOT_THERE\"";
+    for sink in [http, url, "type = \"bus\", url = \"env:NOT_THERE\""] {
         let env = TestEnv::with(Kind::Sqlite, &format!("[subscriptions.a]\nsink = {{ {sink} }}\n")).await?;
         let said = ["postbox.toml:", "export NOT_THERE="];
         refused(&env, 2, &[["run"], ["dispatch"], ["check-config"]], &said).await?;
@@ -107,6 +108,21 @@ async fn a_missing_secret_stops_who_delivers_and_not_who_looks() -> Result<()> {
             "{look:?}: {note}"
         );
     }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_url_of_the_environment_is_called_and_not_logged() -> Result<()> {
+    let env = TestEnv::with(Kind::Sqlite, FILE_SINK).await?;
+    env.subscribe()?;
+    env.insert_three().await?;
+    env.config(&format!("[subscriptions.out]\n{}", http_sink("env:HOOK_URL")))?;
+    let endpoint = Endpoint::start(takes_all)?;
+    let mut dispatch = env.command(&["dispatch", "--log-level", "debug"]);
+    let output = dispatch.env("HOOK_URL", format!("{}hunter2", endpoint.url())).output()?;
+    let said = String::from_utf8([output.stdout, output.stderr].concat())?;
+    // The endpoint has no such path.
+    ensure!(said.contains("http_404") && !said.contains("hunter2"), "{said}");
     Ok(())
 }
 

@@ -131,6 +131,33 @@ cases! {
     a_frozen_relay_is_succeeded_and_sends_nothing_when_it_thaws => a_relay_that_leaves_is_succeeded(Kind::Postgres, Leaves::Freezes, 1);
 }
 
+/// A slow rate spreads a batch over seconds; a relay that is killed meanwhile repeats no more than
+/// the rate allows in one, and the call in flight.
+async fn a_killed_relay_with_a_slow_rate_repeats_little(kind: Kind) -> Result<()> {
+    const KEYS: usize = 10;
+    const EVENTS: usize = 100;
+    const RATE: usize = 5;
+    let endpoint = Endpoint::start(takes_all)?;
+    let settings = format!("rate = \"{RATE}/s\"\nconcurrency = 1\nlease = \"1s\"\n");
+    let env = TestEnv::with(kind, &(endpoint.subscription("out") + &settings)).await?;
+    fill(&env, KEYS, EVENTS).await?;
+    let relay = env.serve().await?;
+    endpoint.until("something is under way", |arrivals| arrivals.len() >= 20).await?;
+    relay.kill().await?;
+    // This one must not lose its lease on a busy machine: then it would repeat as well.
+    env.config(&(endpoint.subscription("out") + &settings.replace("\"1s\"", "\"10s\"")))?;
+    let relay = env.serve().await?;
+    let arrivals = endpoint.until("all events", |arrivals| distinct(arrivals) == EVENTS).await?;
+    ensure_whole(&arrivals, KEYS, EVENTS)?;
+    endpoint.quiet_for(Duration::from_secs(1)).await?;
+    relay.terminate().await?;
+    let repeats = endpoint.count() - EVENTS;
+    ensure!(arrivals.len() == endpoint.count(), "something came after the last event");
+    ensure!(repeats <= 2 * RATE, "{repeats} repeats at {RATE} events a second");
+    ensure!(env.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
+    Ok(())
+}
+
 /// The database stops while the relay delivers, and returns.
 async fn the_database_returns(stop: fn(&mut PrivatePostgres), lease: &str) -> Result<()> {
     const AGAIN_MAX: Duration = Duration::from_secs(2);
@@ -195,7 +222,19 @@ async fn a_standby_is_waited_for_until_it_is_promoted() -> Result<()> {
     let endpoint = Endpoint::start(takes_all)?;
     env.config(&endpoint.subscription("out"))?;
     fill(&env, 2, 10).await?;
+    let bare = TestEnv::on(Kind::Postgres, postgres.fresh_database().await)?;
+    bare.config(&endpoint.subscription("out"))?;
     postgres.restart_as_standby().await;
+    // Each command says it, although there is no source; and also where the schema is missing.
+    let [connect, doctor] = [&["check-config", "--connect"][..], &["doctor"]];
+    let wanted = [(&env, 0, &["migrate", "up"][..]), (&env, 1, connect), (&env, 1, doctor)];
+    for (env, code, command) in wanted.into_iter().chain([(&bare, 1, connect), (&bare, 1, doctor)]) {
+        let output = env.output(command)?;
+        let said = String::from_utf8([output.stdout, output.stderr].concat())?;
+        ensure!(output.status.code() == Some(code) && said.contains("the database is a standby"), "{said}");
+    }
+    let complaint = env.refuses(1, &["send", "t", "{}"])?;
+    ensure!(complaint.trim_end().ends_with("(store_read_only)"), "nothing was appended: {complaint}");
     let relay = env.serve().await?;
     ensure_waits(&relay, "store_read_only").await?;
     ensure!(endpoint.count() == 0, "nothing is sent from a standby");
@@ -295,6 +334,7 @@ async fn events_that_look_like_an_outage_hold_up_no_others(kind: Kind) -> Result
 }
 
 on_both!(
+    a_killed_relay_with_a_slow_rate_repeats_little,
     events_that_look_like_an_outage_hold_up_no_others,
     a_dead_destination_counts_no_attempt_and_drains_when_it_returns,
 );

@@ -90,13 +90,21 @@ async fn every_command_with_a_result_speaks_json(kind: Kind) -> Result<()> {
 
 async fn a_list_is_narrowed_to_a_conversation(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, FILE_SINK).await?;
-    for (topic, correlation) in [("a", "9f8a"), ("b", "other"), ("c", "9f8a")] {
-        env.ok(&["send", topic, "{}", "--header", &format!("correlation-id={correlation}")])?;
+    for (topic, correlation, causation) in [("a", "9f8a", "x"), ("b", "other", "y"), ("c", "9f8a", "y")] {
+        let headers = [format!("correlation-id={correlation}"), format!("causation-id={causation}")];
+        env.ok(&["send", topic, "{}", "--header", &headers[0], "--header", &headers[1]])?;
     }
     env.dispatch(&[])?;
-    let found = env.json(&["list", "--state", "dispatched", "--correlation", "9f8a", "--json"])?;
-    let topics: Vec<_> = found.as_array().context("a list")?.iter().map(|it| it["event"]["topic"].clone()).collect();
-    ensure!(topics == ["a", "c"], "{found}");
+    for (narrowed, expected) in [
+        (&["--correlation", "9f8a"][..], &["a", "c"][..]),
+        (&["--causation", "y"], &["b", "c"]),
+        (&["--correlation", "9f8a", "--causation", "y"], &["c"]),
+    ] {
+        let found = env.json(&[&["list", "--state", "dispatched", "--json"], narrowed].concat())?;
+        let found_topics = found.as_array().context("a list")?.iter().map(|it| it["event"]["topic"].as_str());
+        ensure!(found_topics.eq(expected.iter().copied().map(Some)), "{narrowed:?}: {found}");
+        env.refuses(2, &[&["list", "--state", "conflict"], narrowed].concat())?;
+    }
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::servers::Postgres;
 
 use crate::endpoint::{Endpoint, firsts, takes_all};
-use crate::env::{Kind, TestEnv};
+use crate::env::{FILE_SINK, Kind, TestEnv};
 
 /// Transactions of an application: some commit, one rolls back, one rolls back to a savepoint.
 const SHOP: &str = r#"
@@ -79,5 +79,47 @@ async fn the_printed_rights_are_run_by_psql() -> Result<()> {
     env.refuses(2, &["migrate", "grants"])?;
     let other = TestEnv::migrated(Kind::Sqlite).await?;
     ensure!(other.refuses(1, &["migrate", "grants", "--writer", "a"])?.contains("only a Postgres store has roles"));
+    Ok(())
+}
+
+/// A reader with the printed grants looks at everything, before the first run and after one, and
+/// changes nothing.
+#[tokio::test]
+async fn the_printed_rights_of_a_reader_are_enough_to_look() -> Result<()> {
+    let env = TestEnv::with(Kind::Postgres, FILE_SINK).await?;
+    let role = format!("e2e_reader_{}", std::process::id());
+    Postgres::psql(&env.url, &format!("CREATE ROLE {role} LOGIN;"));
+    Postgres::psql(&env.url, &env.ok(&["migrate", "grants", "--reader", &role])?);
+    let reader = env.as_role(&role, FILE_SINK)?;
+    env.insert_three().await?;
+    let id = Postgres::psql(&env.url, "SELECT id FROM postbox.outbox LIMIT 1");
+    for has_run in [false, true] {
+        if has_run {
+            ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
+        }
+        let before = env.snapshot().await?;
+        for args in [
+            &["stats"][..],
+            &["list"],
+            &["list", "--state", "conflict"],
+            &["show", id.trim_end()],
+            &["doctor"],
+            &["subscription", "list"],
+            &["subscription", "show", "out"],
+            &["check-config", "--connect"],
+            &["migrate", "validate"],
+            &["retry", "--all", "--dry-run"],
+            &["prune", "--older-than", "0s", "--dry-run"],
+        ] {
+            let (owned, looked) = (env.output(args)?, reader.output(args)?);
+            let said = String::from_utf8([looked.stdout, looked.stderr].concat())?;
+            let same = looked.status.code() == owned.status.code();
+            ensure!(same && !said.contains("permission"), "{args:?}, run: {has_run}: {}: {said}", looked.status);
+        }
+        ensure!(env.snapshot().await? == before, "run: {has_run}: a look has changed something");
+    }
+    let refused = reader.refuses(1, &["pause", "out"])?;
+    ensure!(refused.contains("permission_denied"), "{refused}");
+    Postgres::psql(&env.url, &format!("DROP OWNED BY {role}; DROP ROLE {role};"));
     Ok(())
 }

@@ -146,6 +146,9 @@ async fn what_was_delivered_is_sent_again(kind: Kind) -> Result<()> {
     env.insert_three().await?;
     ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
     ensure!(env.ok(&["replay", "--since", "1h", "--limit", "2"])? == "replayed=2\n");
+    let listed = env.json(&["list", "--state", "retrying", "--json"])?;
+    let shown = env.ok(&["show", listed[0]["event"]["id"].as_str().context("no id")?])?;
+    ensure!(shown.contains(", sent again as -r"), "{shown}");
     let said = env.said(&["doctor"])?;
     ensure!(said.contains("2 retrying: to be sent again, not tried yet") && !said.contains("unknown"), "{said}");
     ensure!(env.dispatch(&[])? == "dispatched=2 failed=0 dead=0");

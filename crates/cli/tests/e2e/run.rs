@@ -104,6 +104,25 @@ async fn a_stop_takes_no_longer_than_it_may() -> Result<()> {
     Ok(())
 }
 
+/// A call in flight may take as long as the configured stop timeout, and is not made twice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stop_waits_for_an_answer_as_long_as_it_may() -> Result<()> {
+    // Half of the default, so that a fixed time is noticed.
+    const LONG: Duration = Duration::from_secs(10);
+    let slow = Endpoint::start(|_| (204, LONG + Duration::from_secs(4)))?;
+    let server = "[server]\nlisten = \"127.0.0.1:0\"\nstop_timeout = \"30s\"\n";
+    let env = TestEnv::with(Kind::Sqlite, &(slow.subscription("out") + server)).await?;
+    env.insert([("order.placed", "1".to_owned(), 1)]).await?;
+    let served = env.serve().await?;
+    let arrivals = slow.until("the call", |arrivals| arrivals.len() == 1).await?;
+    let log = served.terminate().await?;
+    let took = arrivals[0].at.elapsed();
+    ensure!(took > LONG, "it took only {took:?}: {log:#?}");
+    ensure!(env.ok(&["stats"])? == "pending=0 dispatched=1 dead=0 total=1\n", "{log:#?}");
+    ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=0" && slow.count() == 1);
+    Ok(())
+}
+
 /// It is stopped while an event waits for a retry.
 #[tokio::test]
 async fn dispatch_in_a_loop_ends_at_sigterm_too() -> Result<()> {

@@ -2,7 +2,8 @@
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::env::{FILE_SINK, Kind, TestEnv, on_both};
+use crate::endpoint::{Endpoint, takes_all};
+use crate::env::{FILE_SINK, Kind, TestEnv, on_both, until};
 
 /// Three events that were delivered to `out`.
 async fn delivered(kind: Kind) -> Result<TestEnv> {
@@ -18,7 +19,8 @@ async fn subscriptions_are_listed_and_shown(kind: Kind) -> Result<()> {
     let listed = env.ok(&["subscription", "list"])?;
     ensure!(listed.starts_with("subscription\tlog\tfilter\t"), "{listed}");
     let cells: Vec<&str> = listed.lines().nth(1).context("no row")?.split('\t').collect();
-    ensure!(cells == ["out", "outbox", "*", "key", "2", "0", "0", "0", "-", "billing is migrating"], "{listed}");
+    let lanes = if kind == Kind::Sqlite { "1" } else { "2" };
+    ensure!(cells == ["out", "outbox", "*", "key", lanes, "0", "0", "0", "-", "billing is migrating"], "{listed}");
     let json = env.json(&["subscription", "list", "--json"])?;
     ensure!(json[0]["subscription"] == "out" && json[0]["paused"]["why"] == "billing is migrating", "{json}");
     let shown = env.ok(&["subscription", "show", "out"])?;
@@ -88,6 +90,28 @@ async fn lanes_change_while_a_relay_runs(kind: Kind) -> Result<()> {
     ensure!(env.dispatch(&[])?.ends_with("failed=0 dead=0"));
     ensure!(env.ok(&["stats"])?.starts_with("pending=0 dispatched=6 "));
     env.refuses(2, &["subscription", "lanes", "out", "0"])?;
+    Ok(())
+}
+
+/// Each relay's name begins with that of its replica: the configured one, or the host's.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lanes_are_held_by_replicas_that_can_be_found() -> Result<()> {
+    let endpoint = Endpoint::start(takes_all)?;
+    let env = TestEnv::migrated(Kind::Postgres).await?;
+    let mut replicas = Vec::new();
+    for name in ["name = \"shop-1\"\n", ""] {
+        let subscription = endpoint.subscription("out");
+        env.config(&format!("{subscription}lease = \"1s\"\n[server]\nlisten = \"127.0.0.1:0\"\n{name}"))?;
+        replicas.push(env.serve_with(&[("HOSTNAME", "eu/shop 2")]).await?);
+    }
+    until("both have a lane", async || {
+        let shown = env.said(&["subscription", "show", "out"])?;
+        Ok((shown.contains("held by shop-1-") && shown.contains("held by eu-shop-2-")).then_some(()))
+    })
+    .await?;
+    for replica in replicas {
+        replica.terminate().await?;
+    }
     Ok(())
 }
 

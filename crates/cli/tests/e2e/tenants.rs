@@ -1,6 +1,6 @@
 //! Tenants, as programs and people see them.
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 
 use crate::endpoint::{Endpoint, refuses_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, on_both};
@@ -43,15 +43,6 @@ async fn a_tenant_is_refused_by_a_chosen_store_that_ignores_it() -> Result<()> {
     Ok(())
 }
 
-/// The same store with another role.
-fn as_role(env: &TestEnv, role: &str, config: &str) -> Result<TestEnv> {
-    let (scheme, rest) = env.url.split_once("://").context("a URL")?;
-    let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
-    let other = TestEnv::on(Kind::Postgres, format!("{scheme}://{role}@{host}"))?;
-    other.config(config)?;
-    Ok(other)
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_role_of_one_tenant_works_with_its_own() -> Result<()> {
     let env = TestEnv::migrated(Kind::Postgres).await?;
@@ -66,9 +57,9 @@ async fn a_role_of_one_tenant_works_with_its_own() -> Result<()> {
     let target = Endpoint::start(refuses_all)?;
     let subscriptions: String =
         ["acme", "zeta"].map(|tenant| format!("{}tenant = \"{tenant}\"\n", target.subscription(tenant))).concat();
-    let relay = as_role(&env, &relay, &subscriptions)?;
+    let relay = env.as_role(&relay, &subscriptions)?;
     relay.ok(&["dispatch"])?;
-    let of = |role: &str, tenant: &str| as_role(&env, role, &format!("tenant = \"{tenant}\"\n"));
+    let of = |role: &str, tenant: &str| env.as_role(role, &format!("tenant = \"{tenant}\"\n"));
     let mut ids = Vec::new();
     for tenant in ["acme", "zeta"] {
         let writer = of(&writer, tenant)?;

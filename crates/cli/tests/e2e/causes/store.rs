@@ -210,7 +210,7 @@ async fn an_older_log_with_newer_cursors(kind: Kind) -> Result<Planted> {
 async fn a_file_that_another_program_locks(kind: Kind) -> Result<Planted> {
     let endpoint = Endpoint::start(takes_all)?;
     let planted = Planted::new(kind, endpoint.subscription("out")).await?.served().await?;
-    planted.served[0].logged("lane taken", 2).await?;
+    planted.served[0].logged("lane taken", 1).await?;
     let holder = rusqlite::Connection::open(planted.env.path("postbox.db"))?;
     holder.execute_batch("BEGIN IMMEDIATE")?;
     Ok(planted.keeping(holder).keeping(endpoint))
