@@ -80,10 +80,12 @@ impl Catcher {
 /// The result of one mistake.
 #[derive(Clone, Deserialize, Serialize)]
 enum Outcome {
-    /// The check failed after this many seconds, at this test or seed.
+    /// The check failed after this many seconds, at this test or seed, on the tree of this commit.
     Found {
         seconds: f64,
         what: String,
+        #[serde(default)]
+        commit: String,
     },
     Missed,
     /// The check proves nothing: the tree does not build with the mistake, or the filter matches no
@@ -100,7 +102,8 @@ pub(crate) struct Options {
     /// Only those whose name contains this
     #[arg(long)]
     name: Option<String>,
-    /// Goes on with an interrupted run: what has an outcome is not planted again
+    /// Plants only what has no outcome yet, e.g. after an interrupted run. Each outcome names its
+    /// commit
     #[arg(long)]
     resume: bool,
     /// Those of the crash ledger too, which take minutes each
@@ -122,10 +125,9 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<bool> {
         Ok(text) if options.resume || options.name.is_some() => {
             serde_json::from_slice(&text).with_context(|| kept.display().to_string())?
         }
-        // Outcomes of an older tree do not count for this one.
         _ => Results::new(),
     };
-    let mut all_found = true;
+    let (mut all_found, commit) = (true, commit()?);
     for bug in &list.bug {
         let named = options.name.as_ref().is_none_or(|name| bug.name.contains(name));
         let known = options.resume && results.contains_key(&bug.name);
@@ -133,7 +135,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<bool> {
         if !named || known || too_long {
             continue;
         }
-        let outcome = plant(bug, &tree, &target).with_context(|| bug.name.clone())?;
+        let outcome = plant(bug, &tree, &target, &commit).with_context(|| bug.name.clone())?;
         println!("{}", row(bug, Some(&outcome)));
         all_found &= matches!(outcome, Outcome::Found { .. });
         results.insert(bug.name.clone(), outcome);
@@ -161,21 +163,24 @@ fn page(list: &List, results: &Results) -> String {
         "# Planted mistakes\n\nEach line is a deliberate mistake, made in a copy of the tree, and the check that finds it. Written\n\
          by `cargo xtask planted --write`; the edits are in [`xtask/planted.toml`](../xtask/planted.toml).\n\n\
          Of {all} mistakes {planted} were planted and {found} of these found. The seconds are those of the\n\
-         check, without the build.\n\n\
-         | mistake | file | found by | seconds |\n|---|---|---|---|\n{rows}"
+         check, without the build; a time-out counts as found, and its test bears the word. The commit is\n\
+         that of the tree.\n\n\
+         | mistake | file | found by | seconds | commit |\n|---|---|---|---|---|\n{rows}"
     )
 }
 
 fn row(bug: &Bug, outcome: Option<&Outcome>) -> String {
-    let (what, seconds) = match outcome {
-        Some(Outcome::Found { seconds, what }) => (what.replace('|', "\\|"), format!("{seconds:.1}")),
-        Some(Outcome::Missed) => (String::new(), "**not found**".to_owned()),
-        Some(Outcome::Broken(why)) => (why.replace('|', "\\|"), "**not checked**".to_owned()),
-        None => (String::new(), "not run".to_owned()),
+    let (what, seconds, commit) = match outcome {
+        Some(Outcome::Found { seconds, what, commit }) => {
+            (what.replace('|', "\\|"), format!("{seconds:.1}"), commit.as_str())
+        }
+        Some(Outcome::Missed) => (String::new(), "**not found**".to_owned(), ""),
+        Some(Outcome::Broken(why)) => (why.replace('|', "\\|"), "**not checked**".to_owned(), ""),
+        None => (String::new(), "not run".to_owned(), ""),
     };
     let by = bug.by.name();
     let by = if what.is_empty() { by.to_owned() } else { format!("{by}: {what}") };
-    format!("| {} | `{}` | {by} | {seconds} |", bug.name.replace('|', "\\|"), bug.file.display())
+    format!("| {} | `{}` | {by} | {seconds} | {commit} |", bug.name.replace('|', "\\|"), bug.file.display())
 }
 
 /// Copies the files that git tracks, and no build output. Unchanged files keep their time, so that
@@ -195,8 +200,17 @@ fn copy_tree(tree: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The commit of the tree, with `-dirty` if it has other changes.
+fn commit() -> anyhow::Result<String> {
+    let mut describe = Command::new("git");
+    describe.current_dir(root()).args(["describe", "--always", "--dirty", "--abbrev=8", "--exclude", "*"]);
+    let head = describe.output().context("git")?;
+    ensure!(head.status.success(), "git describe: {}", String::from_utf8_lossy(&head.stderr));
+    Ok(String::from_utf8(head.stdout)?.trim().to_owned())
+}
+
 /// Makes the edit, runs the check, and undoes the edit.
-fn plant(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Outcome> {
+fn plant(bug: &Bug, tree: &Path, target: &Path, commit: &str) -> anyhow::Result<Outcome> {
     let file = tree.join(&bug.file);
     let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
     let mut planted = text.clone();
@@ -205,12 +219,12 @@ fn plant(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Outcome> {
         planted = planted.replace(old, new);
     }
     fs::write(&file, planted)?;
-    let checked = check(bug, tree, target);
+    let checked = check(bug, tree, target, commit);
     fs::write(&file, text)?;
     checked
 }
 
-fn check(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Outcome> {
+fn check(bug: &Bug, tree: &Path, target: &Path, commit: &str) -> anyhow::Result<Outcome> {
     let cargo = |arguments: &[&str]| {
         let mut command = crate::steps::cargo();
         command.current_dir(tree).args(arguments).env("CARGO_TARGET_DIR", target);
@@ -252,7 +266,7 @@ fn check(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Outcome> {
     }
     let said = [checked.stdout, checked.stderr].concat();
     Ok(match failure(bug.by, &String::from_utf8_lossy(&said)) {
-        Some(what) => Outcome::Found { seconds, what },
+        Some(what) => Outcome::Found { seconds, what, commit: commit.to_owned() },
         None => Outcome::Broken(format!("the check ended with {} and names no failure", checked.status)),
     })
 }
@@ -263,7 +277,8 @@ fn failure(by: Catcher, said: &str) -> Option<String> {
     match by {
         Catcher::Suite | Catcher::Test => {
             let line = lines.find(|line| ["FAIL [", "TIMEOUT [", "SIGABRT ["].iter().any(|it| line.starts_with(it)))?;
-            Some(format!("`{}`", line.split_whitespace().last()?))
+            let how = if line.starts_with("TIMEOUT") { ", time-out" } else { "" };
+            Some(format!("`{}`{how}", line.split_whitespace().last()?))
         }
         // `seed 7 failed: loss: …`
         Catcher::Simulator => lines.find_map(|line| {

@@ -118,6 +118,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "postbox-rabbitmq",
             "postbox-receiver",
             "postbox-redis",
+            "postbox-server",
             "postbox-sqlite",
             "postbox-sqs",
             "postbox-testkit",
@@ -231,6 +232,8 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ),
     // Both versions.
     ("sqlx", &["postbox-sqlite", "postbox-sqlx", "postbox-sqlx08"]),
+    // Its counter of transactions, which the facade does not show.
+    ("sqlx-core", &["postbox-sqlite"]),
     ("strsim", &["postbox-config"]),
     ("subtle", &["postbox-server", "postbox-webhook"]),
     ("syn", &["postbox-derive"]),
