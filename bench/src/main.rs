@@ -58,7 +58,7 @@ enum Bench {
     Sources(sources::Options),
     /// Old events deleted, at two sizes of the log, while others append.
     Retention(retention::Options),
-    /// The counts behind `postbox stats` and `/metrics`, at two sizes of the log.
+    /// A scrape of `/metrics`, and `postbox doctor`, at two sizes of the log.
     Status(status::Options),
     /// The other side of HTTP.
     #[command(hide = true)]

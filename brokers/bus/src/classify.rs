@@ -5,8 +5,8 @@ use postbox_core::{Error, ErrorKind, Outcome, Received};
 /// Returns the outcome of an event from the other store's answer.
 pub(crate) fn received(received: Received) -> Outcome {
     match received {
-        Received::Accepted(_) => Outcome::DELIVERED,
-        Received::Duplicate => Outcome::Delivered { duplicate: true },
+        Received::Accepted(id) => Outcome::delivered_at(false, id),
+        Received::Duplicate => Outcome::DUPLICATE,
         Received::Conflict => {
             let text = "the other log knows this event's id with another payload; the record is in its conflicts";
             Outcome::dead("bus_conflict", text)

@@ -8,9 +8,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_bus::BusSink;
 use postbox_core::{
-    Admin as _, Append as _, Change, Criteria, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery,
-    Log as _, LogName, Maintain as _, NewEvent, Outcome, Receive, Received, Result, Selection, Seq, Sink, SourceName,
-    State, Subscription, SubscriptionName, header,
+    Admin as _, Append as _, Change, Criteria, Delivery, Error, ErrorKind, Event, Headers, Inbound, Inspect as _,
+    ListQuery, Log as _, LogName, Maintain as _, NewEvent, Outcome, Receive, Received, Result, Selection, Seq, Sink,
+    SourceName, State, Subscription, SubscriptionName, header,
 };
 use postbox_engine::{Relay, TokioClock};
 use postbox_memory::MemoryStore;
@@ -134,7 +134,7 @@ async fn events(store: &MemoryStore, name: &str) -> Vec<Event> {
         state: Some(State::Pending),
         which: Criteria::default(),
         code: None,
-        correlation: None,
+        headers: Headers::new(),
         after: None,
         limit: 999,
     };
@@ -256,9 +256,7 @@ async fn a_replay_is_an_event_more_and_a_repetition_is_not() {
     let sink = BusSink::new(Arc::new(to.clone()), log("events"), source());
     let event = NewEvent::json("t", "1")
         .into_event("0190163d-8694-739b-aea5-966c26f8ad90".parse().expect("an id"), jiff::Timestamp::UNIX_EPOCH);
-    for (replay, expected) in
-        [(0, Outcome::DELIVERED), (0, Outcome::Delivered { duplicate: true }), (1, Outcome::DELIVERED)]
-    {
+    for (replay, expected) in [(0, Outcome::DELIVERED), (0, Outcome::DUPLICATE), (1, Outcome::DELIVERED)] {
         let delivery = Delivery { event: event.clone(), seq: Seq(1), attempt: 1, replay, trace: None };
         assert_eq!(sink.deliver(&[&delivery]).await, [expected]);
     }

@@ -64,7 +64,7 @@ impl SinkFixture for Topic {
     }
 
     fn traits(&self) -> SinkTraits {
-        SinkTraits { payload_bytes_max: Some(MESSAGE_MAX - around_payload()), ..SinkTraits::ALL }
+        SinkTraits { positions: false, payload_bytes_max: Some(MESSAGE_MAX - around_payload()), ..SinkTraits::ALL }
     }
 
     async fn attempts(&self) -> Vec<Attempt> {

@@ -84,6 +84,7 @@ impl SinkFixture for Exchange {
         SinkTraits {
             // It blocks a connection or refuses a message, but never asks a sender to slow down.
             throttles: false,
+            positions: false,
             payload_bytes_max: Some(MESSAGE_MAX),
             ..SinkTraits::ALL
         }

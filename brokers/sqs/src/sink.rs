@@ -23,9 +23,9 @@ pub(crate) enum Target {
     Topic(aws_sdk_sns::Client, String),
 }
 
-/// The answer for each message of a request, by its number in the request. Missing ones have no
+/// The outcome of each message of a request, by its number in the request. Missing ones have no
 /// answer.
-type Answers = HashMap<usize, Result<(), Refusal>>;
+type Answers = HashMap<usize, Outcome>;
 
 /// Sends events to a queue of SQS, or publishes them to a topic of SNS.
 ///
@@ -69,12 +69,9 @@ impl SqsSink {
         let messages: Vec<&Outgoing> = batch.iter().map(|(_, message)| message).collect();
         let answers = timeout_at(deadline, self.target.request(&messages)).await;
         let mut answers = answers.map_err(|_| Refusal::timed_out())??;
-        let outcome = |answer: Option<Result<(), Refusal>>| match answer {
-            Some(Ok(())) => Outcome::DELIVERED,
-            Some(Err(refusal)) => refusal.outcome(),
-            None => Refusal::new(Concerns::Unknown, "aws_answer_unknown", "the answer leaves it out").outcome(),
-        };
-        Ok(batch.iter().enumerate().map(|(n, (place, _))| (*place, outcome(answers.remove(&n)))).collect())
+        let left_out = || Refusal::new(Concerns::Unknown, "aws_answer_unknown", "the answer leaves it out").outcome();
+        let outcome = |(n, (place, _)): (usize, &(usize, _))| (*place, answers.remove(&n).unwrap_or_else(left_out));
+        Ok(batch.iter().enumerate().map(outcome).collect())
     }
 }
 
@@ -116,8 +113,11 @@ macro_rules! answers {
             request = request.$entries(entry.build().map_err(Refusal::incomplete)?);
         }
         let answer = request.send().await.map_err(|error| Refusal::of(&error))?;
-        let taken = answer.successful().iter().filter_map(|it| Option::<&str>::from(it.id())).map(|id| (id, Ok(())));
-        let refused = answer.failed().iter().map(|it| (it.id(), Err(Refusal::answered(it.code(), it.message()))));
+        let taken = answer.successful().iter().filter_map(|it| {
+            let position = Option::<&str>::from(it.message_id()).unwrap_or_default();
+            Some((Option::<&str>::from(it.id())?, Outcome::delivered_at(false, position)))
+        });
+        let refused = answer.failed().iter().map(|it| (it.id(), Refusal::answered(it.code(), it.message()).outcome()));
         Ok(taken.chain(refused).filter_map(|(id, answer)| Some((id.parse().ok()?, answer))).collect())
     }};
 }

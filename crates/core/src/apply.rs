@@ -31,7 +31,7 @@ pub type Decide<'a> = dyn Fn(&Delivery, &Outcome) -> Disposition + Send + Sync +
 ///   Nothing was settled. If it committed, `decide` has been called for each delivery that ran,
 ///   with its outcome, and none of them may run again.
 /// - [`transaction_lost`](crate::Error::transaction_lost) if the connection ended while a handler
-///   had it. Nothing was settled.
+///   had it, or its driver lost the transaction. Nothing was settled.
 ///
 /// Cancel-safety: if the future is dropped, the transaction is rolled back or wholly committed.
 #[async_trait]

@@ -270,6 +270,9 @@ mod tests {
         assert_eq!(later, full().causation_id(id.to_string()));
         let cased = of(NewEvent::json("t", "{}").header("Correlation-Id", "c"));
         assert_eq!(cased, Context::new().correlation_id("c").causation_id(id.to_string()));
+        let cased = NewEvent::json("t", "{}").header("Correlation-Id", "c").header("CAUSATION-ID", "d");
+        let cased = cased.header("Postbox-Actor", "a").into_event(id, Timestamp::UNIX_EPOCH);
+        assert_eq!((cased.correlation_id(), cased.causation_id(), cased.actor()), (Some("c"), Some("d"), Some("a")));
     }
 
     #[test]

@@ -85,7 +85,8 @@ impl Error {
     const TRANSACTION_LOST: &'static str = "handler_lost_transaction";
 
     /// Creates the error of a transaction that was lost while a handler had it: its connection
-    /// ended, or the handler left a transaction of its own open in it. Nothing was committed.
+    /// ended, the handler left a transaction of its own open in it, or the driver rolled it back by
+    /// itself. Nothing was committed.
     pub fn transaction_lost(operation: &'static str, why: impl fmt::Display) -> Self {
         let message = format!("the transaction was lost while the handler had it, and nothing of it was kept: {why}");
         Self::new(ErrorKind::Unavailable, operation, Self::TRANSACTION_LOST, message)

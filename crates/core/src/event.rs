@@ -147,8 +147,10 @@ pub mod header {
     }
 
     /// Finds a header by its name in any case: a second spelling of a name is a duplicate in HTTP.
-    pub(crate) fn find<'h>(headers: &'h Headers, name: &str) -> Option<&'h str> {
-        headers.iter().find(|(its, _)| its.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
+    /// The exact name goes first.
+    pub fn find<'h>(headers: &'h Headers, name: &str) -> Option<&'h str> {
+        let other_case = || headers.iter().find(|(its, _)| its.eq_ignore_ascii_case(name)).map(|(_, value)| value);
+        headers.get(name).or_else(other_case).map(String::as_str)
     }
 }
 
@@ -467,23 +469,23 @@ impl Event {
 
     /// Returns the conversation it belongs to.
     pub fn correlation_id(&self) -> Option<&str> {
-        self.header(header::CORRELATION_ID)
+        header::find(&self.headers, header::CORRELATION_ID)
     }
 
     /// Returns the event or command that caused it.
     pub fn causation_id(&self) -> Option<&str> {
-        self.header(header::CAUSATION_ID)
+        header::find(&self.headers, header::CAUSATION_ID)
     }
 
     /// Returns who acted.
     pub fn actor(&self) -> Option<&str> {
-        self.header(header::ACTOR)
+        header::find(&self.headers, header::ACTOR)
     }
 }
 
 /// See [`Event::schema_version`].
 pub(crate) fn schema_version(headers: &Headers) -> Option<u32> {
-    headers.get(header::SCHEMA_VERSION).map_or("1", String::as_str).parse().ok()
+    header::find(headers, header::SCHEMA_VERSION).unwrap_or("1").parse().ok()
 }
 
 /// Whether an event can have this text as its kind, aggregate, source or content type.

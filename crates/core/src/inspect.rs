@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use crate::batch::BatchLimit;
 use crate::criteria::Criteria;
 use crate::error::Result;
-use crate::event::{Event, EventId, Seq};
+use crate::event::{Event, EventId, Headers, Seq};
 use crate::limits::{LIST_PAYLOAD_BYTES_MAX, LIST_RECORDS_MAX};
 use crate::log::Epoch;
 use crate::names::{LogName, OwnerId, SubscriptionName};
@@ -168,7 +168,9 @@ pub struct Record {
     pub state: State,
     /// Counted attempts so far.
     pub attempts: u32,
-    /// Replays requested so far.
+    /// The number in its dedupe id (`-rN`) while it waits or is dead: a replay takes the next
+    /// number of the subscription, a retry one more than the last of the event. 0 otherwise, also
+    /// once it is delivered.
     pub replays: u32,
     /// When it is due, if it waits.
     pub due_at: Option<Timestamp>,
@@ -209,8 +211,8 @@ pub struct ListQuery {
     pub which: Criteria,
     /// Only rows with this code.
     pub code: Option<String>,
-    /// Only events of this conversation ([`correlation_id`](Event::correlation_id)).
-    pub correlation: Option<String>,
+    /// Only events with all of these, by their exact names as in a [`Filter`]; empty means all.
+    pub headers: Headers,
     /// Only after this position (paging). If the newest come first, only before it.
     pub after: Option<Seq>,
     /// At most this many, up to [`LIST_RECORDS_MAX`](crate::limits::LIST_RECORDS_MAX); at least 1.
@@ -223,9 +225,9 @@ impl ListQuery {
         BatchLimit { events: self.limit.clamp(1, LIST_RECORDS_MAX), payload_bytes: LIST_PAYLOAD_BYTES_MAX }
     }
 
-    /// Returns whether an event belongs to the requested conversation.
-    pub fn is_of_conversation(&self, event: &Event) -> bool {
-        self.correlation.is_none() || self.correlation.as_deref() == event.correlation_id()
+    /// Returns whether an event has the requested headers.
+    pub fn has_headers(&self, event: &Event) -> bool {
+        self.headers.iter().all(|(name, value)| event.headers.get(name) == Some(value))
     }
 }
 

@@ -81,8 +81,8 @@ pub trait Maintain: Send + Sync + 'static {
     /// Returns the time of the store's clock, which decides how old an event is and when a pause
     /// ends. The clock of another machine may differ.
     async fn time(&self) -> Result<Timestamp>;
-    /// Checks that no setting of the store prevents receiving messages. Changes nothing. The error
-    /// names the cure.
+    /// Checks that the store can receive messages: no setting prevents it, and it is no standby.
+    /// Changes nothing. The error names the cure.
     async fn check_receiving(&self) -> Result<()>;
     /// Checks that the cursors fit their database, which they do not after a dump was restored into
     /// another one, and that nothing of the schema was dropped or moved, where a store can tell.

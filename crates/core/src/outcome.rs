@@ -1,7 +1,10 @@
 //! What a sink reports about one delivery. Sinks classify; the engine decides what it costs.
 
 use std::borrow::Cow;
+use std::fmt::Display;
 use std::time::Duration;
+
+use crate::trace;
 
 /// The result of one delivery. Codes are stable snake_case words an operator can filter by; texts
 /// are for people.
@@ -12,6 +15,9 @@ pub enum Outcome {
         /// The destination already had it (found by its own deduplication). Counted separately,
         /// otherwise the same.
         duplicate: bool,
+        /// Where the destination has it, in its own terms: a number, an offset, an id. Only traces
+        /// use it. See [`delivered_at`](Self::delivered_at).
+        position: Option<String>,
     },
     /// This event failed and may succeed later. Costs one attempt.
     Retry {
@@ -80,7 +86,15 @@ pub enum Outcome {
 
 impl Outcome {
     /// Delivered for the first time.
-    pub const DELIVERED: Self = Self::Delivered { duplicate: false };
+    pub const DELIVERED: Self = Self::Delivered { duplicate: false, position: None };
+    /// The destination already had it.
+    pub const DUPLICATE: Self = Self::Delivered { duplicate: true, position: None };
+
+    /// Delivered at this position of the destination. Its text is made only while traces are on, so
+    /// that it costs nothing otherwise.
+    pub fn delivered_at(duplicate: bool, position: impl Display) -> Self {
+        Self::Delivered { duplicate, position: trace::is_on().then(|| position.to_string()) }
+    }
 
     /// A retry without a named wait.
     pub fn retry(code: impl Into<Cow<'static, str>>, error: impl Into<String>) -> Self {

@@ -98,9 +98,10 @@ macro_rules! span_of_delivery {
             parent: None, $name, $kind, $system, $delivery.event.topic.as_str(),
             messaging.destination.subscription.name = $subscription,
             messaging.message.body.size = $delivery.event.payload.len(),
-            messaging.message.conversation_id = $delivery.event.header(header::CORRELATION_ID),
+            messaging.message.conversation_id = $delivery.event.correlation_id(),
             messaging.message.id = %$delivery.event.id,
             postbox.attempt = $delivery.attempt,
+            postbox.position = Empty,
         )
     };
 }
@@ -111,7 +112,7 @@ pub(crate) fn created(event: &mut NewEvent, context: Option<&Context>) {
     if header::find(&event.headers, header::TRACEPARENT).is_some() {
         return;
     }
-    let own = event.headers.get(header::CORRELATION_ID).map(String::as_str);
+    let own = header::find(&event.headers, header::CORRELATION_ID);
     let span = span!(
         "create",
         "producer",
@@ -185,6 +186,8 @@ impl<'d> Traced<Cow<'d, Delivery>> {
     pub fn end(mut self, outcome: &Outcome) {
         if let Some((code, error)) = outcome.failure() {
             self.failed(code, error);
+        } else if let Outcome::Delivered { position: Some(position), .. } = outcome {
+            self.span.record("postbox.position", position.as_str());
         }
         self.ended = true;
     }
@@ -203,7 +206,7 @@ impl Traced<()> {
             SYSTEM,
             event.topic.as_str(),
             messaging.message.body.size = event.payload.len(),
-            messaging.message.conversation_id = event.headers.get(header::CORRELATION_ID).map(String::as_str),
+            messaging.message.conversation_id = header::find(&event.headers, header::CORRELATION_ID),
             messaging.message.id = message_id,
             postbox.source = source,
         );

@@ -21,8 +21,8 @@ impl TraceContext {
     /// Returns the trace context of these headers. `None` if there is none, or an invalid one: it
     /// may come from a stranger, so it is checked against W3C Trace Context.
     pub fn of(headers: &Headers) -> Option<Self> {
-        let state = headers.get(header::TRACESTATE).map(String::as_str);
-        headers.get(header::TRACEPARENT).and_then(|parent| Self::checked(parent, state))
+        let state = header::find(headers, header::TRACESTATE);
+        header::find(headers, header::TRACEPARENT).and_then(|parent| Self::checked(parent, state))
     }
 
     pub(crate) fn checked(traceparent: &str, tracestate: Option<&str>) -> Option<Self> {
@@ -133,6 +133,9 @@ mod tests {
         let state = |text: &str| of(PARENT, text).expect("a context").tracestate;
         assert_eq!(state("a=1,b=2").as_deref(), Some("a=1,b=2"));
         assert_eq!((state(""), state(&"x".repeat(513))), (None, None), "the parent is good without it");
+        let cased = [("TraceParent", PARENT), ("TraceState", "a=1")];
+        let cased = cased.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        assert_eq!(TraceContext::of(&cased.into()), of(PARENT, "a=1"));
     }
 
     #[test]

@@ -93,7 +93,7 @@ pub fn decode<T: TypedEvent + DeserializeOwned>(event: &Event) -> Result<T> {
 }
 
 fn version_differs<T: TypedEvent>(event: &Event) -> Error {
-    let version = event.header(header::SCHEMA_VERSION).unwrap_or("1");
+    let version = header::find(&event.headers, header::SCHEMA_VERSION).unwrap_or("1");
     let message = format!(
         "the event has schema version {version:?}, {} is version {} and cannot be made from it; handle both, or deploy the program that reads it",
         std::any::type_name::<T>(),
@@ -172,6 +172,16 @@ pub struct NotUnwrapped<Kind>(PhantomData<Kind>);
 /// Makes an append of a `Result` ambiguous, and so an error of the compiler. As an iterator, one
 /// that failed would append nothing, and nobody would notice.
 impl<T: IntoEvent<Kind>, E, Kind> IntoEvents<NotUnwrapped<Kind>> for Result<T, E> {
+    fn into_events(self) -> Result<Vec<NewEvent>, Error> {
+        Ok(Vec::new())
+    }
+}
+
+/// The same for a reference to one, which is an iterator too.
+impl<'a, T, E, Kind> IntoEvents<NotUnwrapped<Kind>> for &'a Result<T, E>
+where
+    &'a T: IntoEvent<Kind>,
+{
     fn into_events(self) -> Result<Vec<NewEvent>, Error> {
         Ok(Vec::new())
     }
@@ -295,6 +305,11 @@ mod tests {
         assert_eq!(read(&event(3, r#"{"order":7,"currency":"CHF"}"#)), paid("CHF"));
         assert_eq!(read(&event(2, "{}")), Err("payload_not_decoded".into()));
         assert_eq!(read(&event(1, r#"{"order":7}"#)), Err("schema_version_differs".into()));
+        let new = || NewEvent::json(Paid::TOPIC, r#"{"order":7}"#);
+        let cased = |version: &str| stored(new().header("Schema-Version", version));
+        assert_eq!(read(&cased("2")), paid("EUR"));
+        let error = decode::<PaidIn>(&cased("9")).expect_err("refused");
+        assert!(error.message().contains("schema version \"9\""), "{error}");
     }
 
     #[test]

@@ -202,6 +202,17 @@ async fn a_call_that_takes_too_long_has_its_code_too() {
     assert_eq!(attributes(&process, ["error.type"]), ["timeout"]);
 }
 
+#[tokio::test]
+async fn a_delivered_event_has_its_position_at_the_destination() {
+    collector();
+    let service = Service::new();
+    service.append(NewEvent::json("order.stored", "{}")).await;
+    let stored = handler_sink(|_: Delivery| async { Outcome::delivered_at(false, "3@42") });
+    service.drain(LogName::outbox(), Arc::new(stored)).await;
+    let [process] = spans(["process order.stored"]).await;
+    assert_eq!(attributes(&process, ["postbox.position", "error.type"]), ["3@42", ""]);
+}
+
 /// An invalid `traceparent` from a stranger becomes no parent, does no harm, and stays in the event
 /// unchanged.
 #[tokio::test]

@@ -47,7 +47,7 @@ impl Inspect for MemoryStore {
             .into_iter()
             .filter(|(seq, _, _)| is_next(*seq))
             .filter(|(_, _, event)| query.which.mean_event(Some(event)))
-            .filter(|(_, _, event)| query.is_of_conversation(event))
+            .filter(|(_, _, event)| query.has_headers(event))
             .map(|(seq, commit, event)| reader.record(log, seq, commit, event))
             .filter(|record| query.state.is_none_or(|state| record.state == state))
             .filter(|record| query.code.is_none() || record.code == query.code);

@@ -82,7 +82,7 @@ pub(super) fn cloud_event(event: &Event, attributes: &[(&'static str, Cow<'_, st
         object.serialize_entry(name, value)?;
     }
     for name in [header::TRACEPARENT, header::TRACESTATE] {
-        if let Some(value) = event.header(name) {
+        if let Some(value) = header::find(&event.headers, name) {
             object.serialize_entry(name, value)?;
         }
     }
@@ -135,7 +135,7 @@ pub(super) fn replica(event: &Event, payload: &RawValue) -> Result<Vec<u8>> {
 /// Returns the payload with the trace from the headers. Only an object has room for it, and a
 /// producer's own `_telemetry` stays as it is.
 fn with_telemetry<'a>(event: &'a Event, payload: &'a RawValue) -> Result<Cow<'a, RawValue>> {
-    let folded = FOLDED.iter().filter_map(|(member, name)| Some((*member, event.header(name)?)));
+    let folded = FOLDED.iter().filter_map(|(member, name)| Some((*member, header::find(&event.headers, name)?)));
     let folded: BTreeMap<&str, &str> = folded.collect();
     let members = from_str::<BTreeMap<String, IgnoredAny>>(payload.get());
     let (false, Ok(members)) = (folded.is_empty(), members) else { return Ok(Cow::Borrowed(payload)) };

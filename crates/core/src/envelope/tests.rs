@@ -79,6 +79,8 @@ fn structured_cloudevents_hold_all_attributes_the_trace_and_the_data() {
     let wrapped = full();
     let wrapped = Envelope::CloudEvents.wrap(&wrapped, "postbox").expect("wrapped");
     assert_eq!(wrapped.content_type, "application/cloudevents+json; charset=UTF-8");
+    let other_case = event(NewEvent::json("t", "{}").header("TraceParent", "00-ab-cd-01"));
+    assert!(body(Envelope::CloudEvents, &other_case).contains(r#""traceparent":"00-ab-cd-01""#));
 }
 
 /// JSON format §3.2: an object of members, `data` for JSON and `data_base64` for bytes.
@@ -195,6 +197,8 @@ fn the_trace_is_folded_into_objects_that_have_none() {
         assert!(traced(payload).contains(&format!("\"payload\":{expected},")), "{payload}: {}", traced(payload));
     }
     assert!(body(Envelope::Replica, &event(NewEvent::json("t", "{}"))).contains("\"payload\":{},"));
+    let other_case = event(NewEvent::json("t", "{}").header("Correlation-Id", "c"));
+    assert!(body(Envelope::Replica, &other_case).contains(r#""_telemetry":{"correlation_id":"c"}"#));
 }
 
 #[test]
