@@ -131,8 +131,7 @@ async fn with_counts(context: &Context, store: &dyn Store, infos: &[Subscription
 }
 
 pub(crate) fn row(of: &SubscriptionJson) -> Vec<String> {
-    let count =
-        |text: fn(&StatsJson) -> String| of.counts.as_ref().map_or_else(|| "-".to_owned(), text);
+    let count = |text: fn(&StatsJson) -> String| of.counts.as_ref().map_or_else(|| "-".to_owned(), text);
     vec![
         of.subscription.to_string(),
         of.log.to_string(),

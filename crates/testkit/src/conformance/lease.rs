@@ -45,7 +45,11 @@ pub async fn another_log_is_a_conflict(fixture: &dyn StoreFixture) {
 pub async fn lanes_out_of_bounds_are_refused(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     for lanes in [0, 257] {
-        refused(store.subscribe(&Subscription { lanes: Some(lanes), ..reader() }).await, ErrorKind::Invalid, "lanes_invalid");
+        refused(
+            store.subscribe(&Subscription { lanes: Some(lanes), ..reader() }).await,
+            ErrorKind::Invalid,
+            "lanes_invalid",
+        );
     }
     store.subscribe(&Subscription { lanes: Some(256), ..reader() }).await.expect("the most");
     store.subscribe(&Subscription { lanes: None, ..reader_named("usual") }).await.expect("as many as suit the store");

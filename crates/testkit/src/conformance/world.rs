@@ -132,7 +132,8 @@ impl<'a> World<'a> {
     pub(super) async fn new(fixture: &'a dyn StoreFixture, name: &str) -> Self {
         let faults = fixture.faults().await;
         let name = named(name);
-        let subscription = Subscription { lanes: Some(1), start: StartAt::Now, ..Subscription::new(name.clone(), outbox()) };
+        let subscription =
+            Subscription { lanes: Some(1), start: StartAt::Now, ..Subscription::new(name.clone(), outbox()) };
         faults.store().subscribe(&subscription).await.expect("subscribed");
         let lane = Lane::take(&faults.store(), name.as_str(), "one").await;
         let of = [("a", "1"), ("b", "2"), ("a", "3"), ("c", "4")].map(|(key, payload)| keyed(key, payload));

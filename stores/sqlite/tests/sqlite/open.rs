@@ -140,8 +140,10 @@ async fn a_file_in_another_encoding_is_refused_and_left_as_it_is() {
 async fn subscribing_in_a_newer_schema_is_refused() {
     let fixture = fixture().await;
     fixture.connect().execute("INSERT INTO postbox_migration VALUES (99, '0099_future', 0)", []).expect("inserted");
-    let subscription =
-        Subscription { lanes: Some(1), ..Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox()) };
+    let subscription = Subscription {
+        lanes: Some(1),
+        ..Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox())
+    };
     let error = fixture.store.subscribe(&subscription).await.expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "schema_newer"));
 }

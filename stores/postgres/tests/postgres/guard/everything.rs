@@ -26,7 +26,10 @@ impl TxHandler for Nothing {
 
 async fn lease(relay: &PostgresStore, name: &str, log: LogName) -> Lease {
     let name = SubscriptionName::new(name).expect("a name");
-    relay.subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name.clone(), log) }).await.expect("subscribed");
+    relay
+        .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name.clone(), log) })
+        .await
+        .expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
     relay.acquire(&name, &owner, &[], LONG).await.expect("acquired").lease.expect("a free lane")
 }
