@@ -24,7 +24,8 @@ const CONCURRENCY: u64 = 32;
 pub(crate) const WINDOW: u64 = 2 * BATCH + CONCURRENCY / 2;
 /// Longest start. On a loaded machine a start takes a second or two; this is a hang.
 const START_MAX: Duration = Duration::from_secs(60);
-const STOP_MAX: Duration = Duration::from_secs(40);
+/// Longest stop: its own limit of ten seconds, and a machine that is busy with much else.
+const STOP_MAX: Duration = Duration::from_secs(90);
 /// The number of the signal that asks for an orderly end.
 const SIGTERM: i32 = 15;
 
@@ -40,6 +41,8 @@ pub(crate) struct Relay {
     log_from: usize,
     /// Position up to which the log was searched.
     log_seen: usize,
+    /// The file lengths of a lease before that search. A fault may keep the next one waiting.
+    pub(crate) places_seen: Vec<(String, u64)>,
     /// Whether the process was asked to end.
     asked: bool,
     /// Ends and log lines that are defects of the product, or may be: kind and detail.
@@ -82,6 +85,7 @@ impl Relay {
             process: None,
             log_from: 0,
             log_seen: 0,
+            places_seen: Vec::new(),
             asked: false,
             failures: Vec::new(),
         }
@@ -214,7 +218,9 @@ impl Relay {
         let panics = new.lines().filter(|line| line.contains("panicked"));
         self.failures.extend(panics.map(|line| (RELAY_FAILED, line.to_owned())));
         let code = |line: &str| line.split("code=\"").nth(1)?.split('"').next().map(str::to_owned);
-        let lost = new.lines().filter(|line| line.contains("lease lost"));
+        // A renewal that is refused because another has the lane says so in another line.
+        let is_taken = |line: &str| line.contains("lease not renewed") && line.contains("code=\"stale_lease\"");
+        let lost = new.lines().filter(|line| line.contains("lease lost") || is_taken(line));
         lost.map(|line| code(line).unwrap_or_default()).collect()
     }
 }

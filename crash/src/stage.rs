@@ -247,12 +247,14 @@ impl Stage {
         for relay in &self.relays {
             // A relay that a fault is busy with is left to that fault.
             let Ok(mut relay) = relay.try_lock() else { continue };
+            let seen = std::mem::replace(&mut relay.places_seen, before.to_vec());
+            let places = if seen.is_empty() { before.to_vec() } else { seen };
             for detail in relay.leases_lost() {
                 let fault = Fault {
                     is_stall: true,
                     detail,
                     window: WINDOW,
-                    places_from: before.to_vec(),
+                    places_from: places.clone(),
                     ..self.begin("lease ran out")
                 };
                 self.record(fault).await;

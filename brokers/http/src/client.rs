@@ -21,10 +21,12 @@ const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// How long a client and its connections are used: then the target's name is looked up again, so
 /// that a target which has moved is followed although it still answers at its old address.
 const LIFE_MAX: Duration = Duration::from_secs(5 * 60);
-/// How long they are used if the target refuses every request. Behind a balancer of connections the
-/// others may be well. A target that refuses everything does not get a new connection for each
-/// request, and one that refuses now and then keeps its connections.
+/// How long they are used if the target has refused every request since they were opened. Behind a
+/// balancer of connections the others may be well. A target that refuses everything does not get a
+/// new connection for each request.
 const LIFE_OF_REFUSED: Duration = Duration::from_secs(1);
+/// The same if it has taken requests before: one that refuses now and then keeps its connections.
+const LIFE_OF_REFUSED_LATER: Duration = Duration::from_secs(10);
 /// How long an idle connection is kept: less than the minute after which servers and load balancers
 /// commonly hang up.
 const IDLE_TIME_MAX: Duration = Duration::from_secs(30);
@@ -45,9 +47,9 @@ struct Built {
     files: Vec<Stamp>,
     looked: Duration,
     made: Duration,
-    /// Whether the target refused a request of this client.
-    is_refused: bool,
-    /// Whether the target answered a request of this client otherwise.
+    /// Since when the target has refused every request of this client.
+    refused_since: Option<Duration>,
+    /// Whether it answered one otherwise.
     has_succeeded: bool,
 }
 
@@ -59,7 +61,7 @@ impl SinkClient {
     pub(crate) fn new(config: HttpSinkConfig, url: Url, lookup: Arc<dyn Lookup>, now: Duration) -> Result<Self> {
         let files = stamps(&config, &url);
         let client = build(&config, &url, Arc::clone(&lookup))?;
-        let built = Built { client, files, looked: now, made: now, is_refused: false, has_succeeded: false };
+        let built = Built { client, files, looked: now, made: now, refused_since: None, has_succeeded: false };
         Ok(Self { config, url, lookup, built: Mutex::new(built) })
     }
 
@@ -67,9 +69,9 @@ impl SinkClient {
     /// answer an expired certificate with a status that makes the event dead.
     pub(crate) fn current(&self, now: Duration) -> Client {
         let mut built = lock(&self.built);
-        let is_refused = built.is_refused && !built.has_succeeded;
-        let life = if is_refused { LIFE_OF_REFUSED } else { LIFE_MAX };
-        let is_over = now.saturating_sub(built.made) >= life;
+        let refused_max = if built.has_succeeded { LIFE_OF_REFUSED_LATER } else { LIFE_OF_REFUSED };
+        let is_left = built.refused_since.is_some_and(|since| now.saturating_sub(since) >= refused_max);
+        let is_over = is_left || now.saturating_sub(built.made) >= LIFE_MAX;
         if is_over || now.saturating_sub(built.looked) >= LOOK_EVERY {
             built.looked = now;
             // Taken before the files are read: a change in between is seen at the next look.
@@ -83,12 +85,12 @@ impl SinkClient {
         built.client.clone()
     }
 
-    /// Notes an answer, and whether it is a refusal (429 or 5xx). While the target has answered
-    /// nothing else, the next request opens a connection.
-    pub(crate) fn answered(&self, is_refusal: bool) {
+    /// Notes an answer, and whether it is a refusal (429 or 5xx). If nothing else is answered for a
+    /// while, the next request opens a connection.
+    pub(crate) fn answered(&self, is_refusal: bool, now: Duration) {
         let mut built = lock(&self.built);
-        built.is_refused |= is_refusal;
         built.has_succeeded |= !is_refusal;
+        built.refused_since = is_refusal.then(|| built.refused_since.unwrap_or(now));
     }
 
     /// Requests in progress keep the old client. So do the next ones if the files are unusable, for
@@ -112,7 +114,7 @@ impl SinkClient {
                 warn!(host, code = error.code(), why = error.message(), %cure, "{what}");
             }
         }
-        built.is_refused = false;
+        built.refused_since = None;
     }
 }
 

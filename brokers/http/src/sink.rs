@@ -89,7 +89,8 @@ impl HttpSink {
 
     async fn read(&self, response: Response) -> Outcome {
         let status = response.status();
-        self.client.answered(status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS);
+        let is_refusal = status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS;
+        self.client.answered(is_refusal, self.clock.monotonic());
         let header = |name| response.headers().get(name).and_then(|value: &HeaderValue| value.to_str().ok());
         let after = header(header::RETRY_AFTER).and_then(|value| retry_after(value, self.clock.now()));
         let mut text = format!("the target answered {status}");

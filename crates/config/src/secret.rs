@@ -47,8 +47,7 @@ fn read(place: &Place<'_>, is_needed: bool) -> Option<Secret> {
     let (text, path) = (place.text()?, &place.name);
     let Some(name) = text.strip_prefix("env:") else { return Some(Secret::new(text)) };
     match (place.reader.options.env)(name).filter(|value| !value.is_empty()) {
-        // Blank ones have faults of their own.
-        Some(value) if !value.trim().is_empty() && has_stray_end(&value) => {
+        Some(value) if is_needed && has_stray_end(&value) => {
             let variable = if is_variable(name) { name } else { "named after env:" };
             place.fault(format!(
                 "{path}: the environment variable {variable} begins or ends with a line break or a tab, perhaps that \

@@ -11,7 +11,7 @@ use postbox_core::{Error, Inbound, LogName, Receive, Received, Result, Sink, Sou
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 
-use crate::stores::{StoreConfig, check_store_url, open_store};
+use crate::stores::{StoreConfig, check_store_url, open_store, validate_schema};
 
 /// How long the other store counts as valid. Somebody may migrate it while this program runs.
 const VALID_FOR: Duration = Duration::from_secs(10);
@@ -61,7 +61,7 @@ impl SinkConfig for BusTable {
 
     async fn connect(&self, _: &SinkContext) -> Result<String> {
         let store = open_store(&self.store).await?;
-        store.validate().await?;
+        validate_schema(store.as_ref()).await?;
         store.check_receiving().await?;
         let (log, logs) = (&self.keys.log, store.logs().await?);
         if !logs.contains(log) {

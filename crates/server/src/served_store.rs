@@ -27,7 +27,7 @@ use crate::lease::LaneLeases;
 use crate::metrics::Measured;
 use crate::service::join;
 use crate::sources::Sources;
-use crate::stores::open_store;
+use crate::stores::{open_store, validate_schema};
 use crate::wiring::{self, Sinks};
 
 /// Longest wait for an answer before the store counts as unreachable: probes give up after a few
@@ -214,7 +214,7 @@ impl ServedStore {
             Some(store) => Arc::clone(store),
             None => open_store(&self.config.store).await?,
         };
-        let created_at = store.validate().await?;
+        let created_at = validate_schema(store.as_ref()).await?;
         *lock(&self.created_at) = Some(created_at);
         if !self.config.sources.is_empty() {
             let has = store.logs().await?;

@@ -289,14 +289,17 @@ async fn a_process_that_refuses_is_left_and_no_connection_is_kept_for_long() {
 
 /// A busy target that refuses now and then does not have to open connections for it.
 #[tokio::test]
-async fn a_process_that_also_accepts_keeps_its_connection() {
-    let (url, connections) = raw_target(|stream| answer_all(stream, [200, 503, 429, 200].into_iter())).await;
+async fn a_process_that_also_accepts_keeps_its_connection_until_it_only_refuses() {
+    let answers = || [200, 503, 429, 200].into_iter().chain(repeat(503));
+    let (url, connections) = raw_target(move |stream| answer_all(stream, answers())).await;
     let clock = Arc::new(ManualClock::default());
     let sink = HttpSink::new(config(url), clock.clone()).unwrap();
-    for code in ["", "http_503", "http_429", ""] {
+    for (code, connected) in
+        [("", 1), ("http_503", 1), ("http_429", 1), ("", 1), ("http_503", 1), ("http_503", 1), ("http_503", 1), ("", 2)]
+    {
         assert_eq!(short(&send(&sink, &plain(1)).await).1, code);
-        assert_eq!(connections.load(Ordering::SeqCst), 1, "{code}");
-        clock.advance(Duration::from_secs(2));
+        assert_eq!(connections.load(Ordering::SeqCst), connected, "{code}");
+        clock.advance(Duration::from_secs(4));
     }
 }
 

@@ -10,7 +10,7 @@ use postbox_server::text::grouped;
 use tokio::select;
 
 use super::named::{Named, Stand};
-use super::steps::{MAY_BE_DONE, counted, with_limit};
+use super::steps::{LESS_IF_DONE, MAY_BE_DONE, counted, with_limit};
 use crate::context::Context;
 use crate::failure::{Failure, is_refused};
 use crate::output;
@@ -101,9 +101,10 @@ fn interrupted(next: Seq, through: Seq, left: Option<usize>) -> Failure {
 /// Where to continue after a step that failed, and whether it may have been done.
 fn failed(error: Error, replay: &Replay, left: Option<usize>) -> Failure {
     let may = if replay.dry_run || is_refused(&error) { "" } else { MAY_BE_DONE };
+    let less = if may.is_empty() || left.is_none() { "" } else { LESS_IF_DONE };
     match (Failure::from(error), replay.after, replay.through) {
         (failure, Some(next), Some(through)) => {
-            Failure::failed(format!("{}{may}; {}", failure.text(), rest(next, through, left)))
+            Failure::failed(format!("{}{may}; {}{less}", failure.text(), rest(next, through, left)))
         }
         (Failure::Failed(text), ..) => Failure::failed(text + may),
         (failure, ..) => failure,

@@ -14,6 +14,9 @@ use crate::signals::stopped;
 /// What a failure adds if nobody knows whether the step was done.
 pub(super) const MAY_BE_DONE: &str = "; the step that failed may have been done nevertheless";
 
+/// What a limit to continue with adds then: with all of it, more could change than was wanted.
+pub(super) const LESS_IF_DONE: &str = ", less what that step did: look first";
+
 /// Takes steps until nothing is left, an error occurs, or a signal arrives.
 pub(super) struct Steps {
     /// The word printed with the count, e.g. `retried`.
@@ -115,8 +118,9 @@ impl Steps {
     fn midway(&self) -> Option<String> {
         let is_midway = self.may_be_done || (self.count > 0 && !self.stop.is_cancelled());
         let may = if self.may_be_done { MAY_BE_DONE } else { "" };
+        let less = if self.may_be_done && self.limit.is_some() { LESS_IF_DONE } else { "" };
         (is_midway && !self.dry_run)
-            .then(|| format!("stopped midway{may}. The same command continues with the rest{}", self.limited()))
+            .then(|| format!("stopped midway{may}. The same command continues with the rest{}{less}", self.limited()))
     }
 }
 
@@ -147,7 +151,8 @@ mod tests {
             steps.midway()
         };
         let lost = |left| {
-            format!("stopped midway{MAY_BE_DONE}. The same command continues with the rest, with --limit {left}")
+            let rest = "The same command continues with the rest, with --limit";
+            format!("stopped midway{MAY_BE_DONE}. {rest} {left}{LESS_IF_DONE}")
         };
         assert_eq!(said(0, ErrorKind::Unavailable, "store_unavailable"), Some(lost(10)));
         assert_eq!(said(3, ErrorKind::Unavailable, "store_unavailable"), Some(lost(7)));
