@@ -211,7 +211,9 @@ impl Court {
                 }
             };
             let story = stories.entry((number, body.n)).or_default();
-            if sure && !std::mem::replace(&mut story.seen, true) && !rises(&mut latest_seen, body) {
+            let is_late = sure && !std::mem::replace(&mut story.seen, true) && !rises(&mut latest_seen, body);
+            // A person may mark an event dead that was never sent, and retry it later.
+            if is_late && !self.marked.contains(&event) {
                 verdict
                     .blame("misordered", || format!("{event} of {}, key {} number {}", reader.name, body.key, body.v));
             }

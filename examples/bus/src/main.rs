@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::ensure;
-use postbox::contract::Maintain as _;
+use postbox::contract::{Log as _, Maintain as _};
 use postbox::router::{Event, Place, Router, State, Tx};
 use postbox::sqlite::{Sqlite, SqliteConfig, SqliteStore};
-use postbox::{Append as _, IntoEvents as _, Migrate as _, Postbox, Service};
+use postbox::{Append as _, IntoEvents as _, Migrate as _, Postbox, Service, Subscription};
 use serde::{Deserialize, Serialize};
 use tokio::task::JoinHandle;
 
@@ -98,6 +98,10 @@ async fn main() -> anyhow::Result<()> {
     let shop = connect(&file).await?;
     shop.up().await?;
     shop.create_log(&BUS.parse()?).await?;
+
+    // Two replicas of packing share its work. On SQLite that has to be asked for.
+    let packing = Subscription { lanes: Some(2), ..Subscription::new("packing".parse()?, BUS.parse()?) };
+    shop.subscribe(&packing).await?;
 
     let payments = Billing::default();
     let billing = start(connect(&file).await?, "billing", Router::new().on(bill).with_state(payments.clone()))?;
