@@ -420,8 +420,7 @@ async fn prepare(client: &Client, target: &Target, known: &Known) -> Result<(), 
             (Ok(None), Some(new)) => {
                 create_stream(client, stream, new).await?;
                 info!(stream, "stream made");
-                let duplicate_window = new.duplicate_window;
-                Some(Settings { duplicate_window, deletes_acked: false, discards: false, no_ack: false })
+                Some(Settings { duplicate_window: new.duplicate_window, ..Settings::default() })
             }
             (Err(down), Some(_)) => return Err(down),
             (found, _) => found.unwrap_or_default(),

@@ -152,10 +152,13 @@ impl Court {
             verdict.duplicates_bound += fault.window;
             if fault.is_stall {
                 *verdict.facts.entry("leases that ran out".to_owned()).or_default() += 1;
-                if !has_cause(fault, late) && fault.detail == NOT_RENEWED {
+                if has_cause(fault, late) {
+                    continue;
+                }
+                if fault.detail == NOT_RENEWED {
                     let fact = "leases not renewed in time, without a fault";
                     *verdict.facts.entry(fact.to_owned()).or_default() += 1;
-                } else if !has_cause(fault, late) {
+                } else {
                     verdict.blame("lease lost for no reason", || format!("{} at {}", fault.detail, fault.from));
                 }
                 continue;

@@ -134,6 +134,12 @@ pub mod header {
         !value.chars().any(|c| c.is_control() && c != '\t')
     }
 
+    /// Returns whether headers have all of these, by their exact names and with exactly these
+    /// values.
+    pub(crate) fn has_all(headers: &Headers, wanted: &Headers) -> bool {
+        wanted.iter().all(|(name, value)| headers.get(name) == Some(value))
+    }
+
     /// Adds a header of a message from outside, if an event can have it. Several values of one name
     /// are joined, in place: one message may have 100,000 of them.
     pub fn join(headers: &mut Headers, name: &str, value: &str) {

@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use crate::batch::BatchLimit;
 use crate::criteria::Criteria;
 use crate::error::Result;
-use crate::event::{Event, EventId, Headers, Seq};
+use crate::event::{Event, EventId, Headers, Seq, header};
 use crate::limits::{LIST_PAYLOAD_BYTES_MAX, LIST_RECORDS_MAX};
 use crate::log::Epoch;
 use crate::names::{LogName, OwnerId, SubscriptionName};
@@ -227,7 +227,7 @@ impl ListQuery {
 
     /// Returns whether an event has the requested headers.
     pub fn has_headers(&self, event: &Event) -> bool {
-        self.headers.iter().all(|(name, value)| event.headers.get(name) == Some(value))
+        header::has_all(&event.headers, &self.headers)
     }
 }
 

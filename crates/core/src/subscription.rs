@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 use crate::error::Result;
-use crate::event::{Headers, KIND_DEFAULT, check_headers, check_word_of};
+use crate::event::{Headers, KIND_DEFAULT, check_headers, check_word_of, header};
 use crate::kit::check_lanes;
 use crate::names::{LogName, SubscriptionName, Tenant, TopicPattern};
 
@@ -91,10 +91,7 @@ impl Filter {
             && self.tenant.as_ref().is_none_or(|wanted| of.tenant == Some(wanted.as_str()))
             && among(&self.kinds, Some(of.kind.unwrap_or(KIND_DEFAULT)))
             && among(&self.aggregates, of.aggregate)
-            && (self.headers.is_empty() || {
-                let headers = headers();
-                self.headers.iter().all(|(name, value)| headers.get(name) == Some(value))
-            })
+            && (self.headers.is_empty() || header::has_all(&headers(), &self.headers))
     }
 
     /// Returns whether the topic is wanted, whatever else the filter asks for.

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use crate::config::Config;
 use crate::status::is_unreachable;
-use crate::stores::{open_store, validate_schema};
+use crate::stores::{check_standby, open_store, validate_schema};
 use crate::wiring;
 
 /// Time limit of one check: a person waits for the answer.
@@ -90,9 +90,9 @@ async fn store(config: &Config) -> Result<String> {
         let wanted = config.subscriptions.iter().find(|it| it.subscription.name == info.name);
         wanted.map_or(Ok(()), |wanted| check_log(&wanted.subscription, &info.log))?;
     }
-    match store.check_receiving().await {
-        Err(error) if config.sources.is_empty() && error.code() != "store_read_only" => {}
-        checked => checked?,
+    match config.sources.is_empty() {
+        true => check_standby(store.as_ref()).await?,
+        false => store.check_receiving().await?,
     }
     Ok(format!("{} is reached, its schema is valid", config.store.describe()))
 }

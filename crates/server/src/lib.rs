@@ -45,5 +45,7 @@ pub use postbox_postgres::{Roles, ToolScripts};
 pub use service::Service;
 pub use sinks::SinkChoice;
 pub use sources::NamedSource;
-pub use stores::{NamedStore, StoreConfig, check_store_url, grants, open_store, tool_scripts, validate_schema};
+pub use stores::{
+    NamedStore, StoreConfig, check_standby, check_store_url, grants, open_store, tool_scripts, validate_schema,
+};
 pub use wiring::{Sinks, relay};

@@ -1,6 +1,6 @@
 //! `postbox migrate up|down|validate|print|grants|rebase`.
 
-use postbox_server::Roles;
+use postbox_server::{Roles, check_standby};
 use serde_json::json;
 
 use crate::context::Context;
@@ -24,9 +24,7 @@ pub(super) async fn up(contexts: &[Context], json: bool) -> Result<(), Failure> 
             _ => {}
         }
         // Of a standby with the schema, "up to date" is true, and nothing else works there.
-        if let Err(error) = store.check_receiving().await
-            && error.code() == "store_read_only"
-        {
+        if let Err(error) = check_standby(store.as_ref()).await {
             context.note(&format!("{} ({})", error.message(), error.code()));
         }
         Ok(applied)

@@ -21,6 +21,9 @@ use crate::sender::{SECRET, partner};
 const MIB: usize = 1024 * 1024;
 /// Memory that an attack may cost beyond an idle service.
 const MEMORY_MAX: usize = 64 * MIB;
+/// A genuine message that waited for strangers takes longer: they are closed after 10 s, the
+/// default of `header_timeout` and of `body_timeout`. Less would time the machine.
+const KEPT_OUT: Duration = Duration::from_secs(5);
 const TEXT_SECRET: &str = "0123456789abcdef0123456789abcdef";
 const WELL_FORMED_HEX: &str = "sha256=00000000000000000000000000000000000000000000000000000000000000ff";
 
@@ -138,12 +141,12 @@ async fn bodies_are_withheld(source: &'static str, strangers: usize, length: usi
     for n in 100..300 {
         let (status, took) = genuine(&served.address, source, n).await?;
         ensure_bounded(&served, idle)?;
-        if status != 202 || took >= Duration::from_secs(1) {
+        if status != 202 || took >= KEPT_OUT {
             late.push((status, took));
         }
     }
     attack.iter().for_each(tokio::task::JoinHandle::abort);
-    ensure!(late.len() <= 2, "{} of 200 were not served within a second: {late:?}", late.len());
+    ensure!(late.len() <= 2, "{} of 200 were kept out: {late:?}", late.len());
     let page = get(&served.address, "/metrics", "").await?;
     let counted = page.lines().find(|line| line.contains(source) && line.contains("body_pushed_out"));
     ensure!(counted.is_some_and(|line| !line.ends_with(" 0")), "{page}");
@@ -167,7 +170,7 @@ async fn heads_that_do_not_end_are_bounded_together() -> Result<()> {
     let strangers = join_all(attack).await.into_iter().collect::<Result<Vec<_>, _>>()?;
     for n in 21..41 {
         let (status, took) = genuine(&served.address, "partner", n).await?;
-        ensure!(status == 202 && took < Duration::from_secs(1), "{status} after {took:?}");
+        ensure!(status == 202 && took < KEPT_OUT, "{status} after {took:?}");
     }
     ensure_bounded(&served, idle)?;
     drop(strangers);
