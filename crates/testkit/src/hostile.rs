@@ -102,6 +102,26 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
+/// The part of the list that a store accepts.
+pub fn accepted() -> impl Iterator<Item = Case> {
+    cases().into_iter().filter(|case| !matches!(case.fate, Fate::Refused(_)))
+}
+
+/// That part with a key each, for a destination that is named after it, and each name as a header's
+/// value, too.
+pub fn keyed() -> impl Iterator<Item = Case> {
+    let odd = |name: &'static str| Case {
+        name: format!("header {name:?}"),
+        event: NewEvent::json(name, "odd").key(name).tenant(name).header("odd", name),
+        fate: Fate::Delivered,
+    };
+    let keyed = |case: Case| Case {
+        event: NewEvent { key: case.event.key.or_else(|| Some("k".to_owned())), ..case.event },
+        ..case
+    };
+    names().into_iter().map(odd).chain(accepted().map(keyed))
+}
+
 fn event() -> NewEvent {
     NewEvent::json("hostile", "{}")
 }

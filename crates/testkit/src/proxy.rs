@@ -83,10 +83,6 @@ impl Shared {
 
 impl FaultProxy {
     /// Listens on a free port and passes everything to `upstream`.
-    ///
-    /// # Panics
-    ///
-    /// If it cannot listen.
     pub async fn start(upstream: SocketAddr) -> Self {
         let listener = listen_anywhere().expect("a free loopback port");
         let listener = TcpListener::from_std(listener).expect("a socket that the runtime can wait for");
@@ -106,10 +102,6 @@ impl FaultProxy {
     }
 
     /// Starts a proxy in front of the server of a URL.
-    ///
-    /// # Panics
-    ///
-    /// If the URL has no `host:port`.
     pub async fn in_front_of(url: &str) -> Self {
         let upstream = authority(url).parse().expect("the URL has a numeric host and a port");
         Self::start(upstream).await

@@ -24,10 +24,6 @@ pub fn source_context() -> SourceContext {
 }
 
 /// Builds a source with these keys.
-///
-/// # Panics
-///
-/// If it cannot be built.
 pub async fn source<T: Table + SourceConfig>(keys: &str) -> Arc<dyn Source> {
     table::<T>(keys).build(&source_context()).await.expect("a source")
 }
@@ -43,10 +39,6 @@ pub fn events() -> Vec<Delivery> {
 }
 
 /// Takes `count` messages. Calls may fail for a while, because a connection was lost.
-///
-/// # Panics
-///
-/// If they do not come in time, or a call fails otherwise.
 pub async fn take(source: &(impl Source + ?Sized), count: usize) -> Vec<SourceMessage> {
     let taken = async {
         let mut taken = Vec::new();
@@ -62,10 +54,6 @@ pub async fn take(source: &(impl Source + ?Sized), count: usize) -> Vec<SourceMe
 }
 
 /// Acknowledges these messages.
-///
-/// # Panics
-///
-/// If the source cannot.
 pub async fn ack(source: &(impl Source + ?Sized), taken: &[SourceMessage]) {
     let tokens: Vec<_> = taken.iter().map(|it| it.token).collect();
     source.ack(&tokens).await.expect("acknowledged");
@@ -83,10 +71,6 @@ pub struct Receiving {
 
 impl Receiving {
     /// Starts a receiver with a source of this configuration.
-    ///
-    /// # Panics
-    ///
-    /// If the source cannot be built.
     pub async fn start(table: impl SourceConfig) -> Self {
         let (inbox, context) = (Arc::new(Inbox::default()), source_context());
         let source = table.build(&context).await.expect("a source");
@@ -104,10 +88,6 @@ impl Receiving {
     }
 
     /// Waits until the condition holds.
-    ///
-    /// # Panics
-    ///
-    /// If it does not in time.
     pub async fn until(&self, condition: impl Fn(&Self) -> bool) {
         let met = async {
             while !condition(self) {
@@ -123,10 +103,6 @@ impl Receiving {
     }
 
     /// Asserts that each of [`events`] is stored as it was sent.
-    ///
-    /// # Panics
-    ///
-    /// If one is not.
     pub fn has(&self, sent: &[Delivery]) {
         let stored = self.inbox.all();
         for delivery in sent {
@@ -144,13 +120,14 @@ impl Receiving {
         }
     }
 
-    /// Waits until `accepted` messages are stored, among them one that is no event, with the
-    /// payload `poison`. Of the others, one must have come twice, and one with the id of another.
-    ///
-    /// # Panics
-    ///
-    /// If this is not reached in time.
-    pub async fn settled(&self, accepted: u64) {
+    /// Calls `publish` with the id and the payload of messages, and waits until they are settled:
+    /// one comes twice, one has the id of another, and the one with the payload `poison` must be no
+    /// event.
+    pub async fn settles(&self, mut publish: impl AsyncFnMut(&str, &str)) {
+        let accepted = self.inbox.all().len() as u64 + 3;
+        for (id, body) in [("1", "one"), ("1", "one"), ("1", "another"), ("2", "poison"), ("3", "three")] {
+            publish(id, body).await;
+        }
         let counted = || self.receiver.metrics().snapshot();
         self.until(|_| counted().accepted == accepted && counted().conflicts == 1).await;
         assert_eq!((counted().duplicates, counted().poison, counted().rejected), (1, 1, 0));
@@ -160,10 +137,6 @@ impl Receiving {
     }
 
     /// Stops it.
-    ///
-    /// # Panics
-    ///
-    /// If it does not in time, or failed.
     pub async fn stop(self) {
         self.stop.cancel();
         timeout(PATIENCE, self.task).await.expect("in time").expect("it stops");

@@ -25,19 +25,11 @@ pub fn context(deliver_timeout: Duration) -> SinkContext {
 }
 
 /// Parses the configuration with these keys.
-///
-/// # Panics
-///
-/// If something is wrong with it.
 pub fn table<T: Table>(keys: &str) -> T {
     read::<T>(keys, ReadOptions::none()).expect("right").0
 }
 
 /// Builds a sink with these keys.
-///
-/// # Panics
-///
-/// If it cannot be built.
 pub async fn sink<T: Table + SinkConfig>(keys: &str, context: &SinkContext) -> Arc<dyn Sink> {
     table::<T>(keys).build(context).await.expect("a sink")
 }
@@ -57,10 +49,6 @@ pub fn numbered(count: usize) -> Vec<Delivery> {
 }
 
 /// Makes one call.
-///
-/// # Panics
-///
-/// If it does not end in time.
 pub async fn deliver(sink: &Arc<dyn Sink>, deliveries: &[Delivery]) -> Vec<Outcome> {
     let call: Vec<&Delivery> = deliveries.iter().collect();
     timeout(PATIENCE, sink.deliver(&call)).await.expect("an answer in time")
@@ -140,10 +128,6 @@ impl Working {
     }
 
     /// Stops it.
-    ///
-    /// # Panics
-    ///
-    /// If it failed.
     pub async fn stop(self) {
         self.stop.cancel();
         self.task.await.expect("it stops");

@@ -193,6 +193,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("prometheus-client", &["postbox-server"]),
     ("prost", &["postbox-testkit"]),
     ("quote", &["postbox-derive"]),
+    ("rcgen", &["postbox-testkit"]),
     ("rdkafka", &["postbox-kafka"]),
     ("redis", &["postbox-redis", "postbox-bench"]),
     ("reqwest", &["postbox-http", "postbox-otel"]),

@@ -119,7 +119,7 @@ impl HttpSinkTable {
     /// Checks that the URL does not lead back to us. Numeric addresses are known now; names are
     /// looked up later, at each connection.
     fn check_target(&self, section: &Section<'_>) {
-        let target = HttpSinkConfig { listening: section.reader.listening.get().into_iter().collect(), ..self.plain() };
+        let target = HttpSinkConfig { listening: vec![section.reader.listening.get()], ..self.plain() };
         if let Err(fault) = target.target() {
             let text = format!("{}: {fault}", section.name("url"));
             section.reader.refuse(section.line_of("url"), self.url.expose(), text);

@@ -30,7 +30,7 @@ const PUBLIC: IpAddr = IpAddr::V4(Ipv4Addr::new(8, 8, 8, 8));
 const ALLOWED: Ipv4Addr = Ipv4Addr::new(10, 99, 99, 99);
 
 /// One or two addresses of every forbidden network.
-const FORBIDDEN_V4: [[u8; 4]; 38] = [
+pub(super) const FORBIDDEN_V4: [[u8; 4]; 38] = [
     [0, 0, 0, 0],
     [0, 1, 2, 3],
     [10, 0, 0, 1],
@@ -71,7 +71,7 @@ const FORBIDDEN_V4: [[u8; 4]; 38] = [
     [172, 17, 0, 1],
 ];
 
-const FORBIDDEN_V6: [&str; 30] = [
+pub(super) const FORBIDDEN_V6: [&str; 30] = [
     "::",
     "::1",
     "0:0:0:0:0:0:0:1",
@@ -105,7 +105,7 @@ const FORBIDDEN_V6: [&str; 30] = [
 ];
 
 /// Returns the ways to write one IPv4 address as the host of a URL.
-fn spellings(octets: [u8; 4]) -> Vec<String> {
+pub(super) fn spellings(octets: [u8; 4]) -> Vec<String> {
     let [a, b, c, d] = octets;
     let whole = u32::from_be_bytes(octets);
     let (low24, low16) = (whole & 0x00ff_ffff, whole & 0xffff);

@@ -9,7 +9,7 @@ use postbox_mqtt::MqttSinkTable;
 use postbox_testkit::receiving::source_context;
 use postbox_testkit::sending::{self, PATIENCE, context, said, send};
 use postbox_testkit::servers::{PrivateMqtt, listen_anywhere};
-use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
+use postbox_testkit::tls;
 
 use crate::support::{Peer, server, sink, source, table};
 
@@ -49,29 +49,8 @@ async fn a_password_is_needed_and_nobody_sees_it() {
 #[tokio::test]
 async fn tls_needs_the_right_authority_and_shows_our_certificate() {
     let folder = tempfile::tempdir().expect("a folder");
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("ours");
+    tls::authority(folder.path());
     let path = |name: &str| folder.path().join(name).display().to_string();
-    // The server runs as another user and must read the files.
-    let write = |name: &str, text: String| {
-        fs::write(path(name), text).expect("written");
-        fs::set_permissions(path(name), Permissions::from_mode(0o644)).expect("ours");
-    };
-    let ca_key = KeyPair::generate().expect("a key");
-    let mut ca = CertificateParams::new(Vec::new()).expect("parameters");
-    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    // If it had the same name as the others, it would be taken for a self-signed one.
-    ca.distinguished_name.push(DnType::CommonName, "authority");
-    write("ca.pem", ca.self_signed(&ca_key).expect("signed").pem());
-    let issuer = Issuer::new(ca, ca_key);
-    for (name, usage) in
-        [("server", ExtendedKeyUsagePurpose::ServerAuth), ("client", ExtendedKeyUsagePurpose::ClientAuth)]
-    {
-        let key = KeyPair::generate().expect("a key");
-        let mut of = CertificateParams::new(vec!["127.0.0.1".to_owned()]).expect("parameters");
-        of.extended_key_usages = vec![usage];
-        write(&format!("{name}.pem"), of.signed_by(&key, &issuer).expect("signed").pem());
-        write(&format!("{name}.key"), key.serialize_pem());
-    }
     let port = listen_anywhere().expect("a port").local_addr().expect("an address").port();
     let config = format!(
         "allow_anonymous true\nlistener {port} 127.0.0.1\ncafile {}\ncertfile {}\nkeyfile {}\nrequire_certificate true\n",

@@ -11,7 +11,7 @@ use postbox_testkit::warnings::Warnings;
 use rumqttc::v5::mqttbytes::v5::PublishProperties;
 use tokio::time::timeout;
 
-use crate::support::{Gateway, Peer, server, sink, source, table};
+use crate::support::{Gateway, Peer, scripted, server, sink, source, table};
 
 const KEYS: &str = "client_id = \"orders-1\"\ntopic = \"in/#\"";
 
@@ -54,16 +54,11 @@ async fn duplicates_conflicts_and_poison_are_settled() {
     let receiving = receiving(&server.url(), KEYS).await;
     let mut publisher = Peer::connect(&server.url()).await;
     // A topic of Postbox cannot contain a space.
-    for (topic, id, body) in [
-        ("in/a", "1", "one"),
-        ("in/a", "1", "one"),
-        ("in/a", "1", "another"),
-        ("in/a b", "2", "poison"),
-        ("in/a", "3", "three"),
-    ] {
+    let publish = async |id: &str, body: &str| {
+        let topic = if body == "poison" { "in/a b" } else { "in/a" };
         publisher.publish(topic, &[("postbox-id", id)], body.as_bytes()).await;
-    }
-    receiving.settled(4).await;
+    };
+    receiving.settles(publish).await;
     receiving.stop().await;
     // The session holds no more messages for us.
     let source = source(&server.url(), KEYS).await;
@@ -195,6 +190,26 @@ async fn a_server_that_forgot_our_session_is_named() {
     receiving.stop().await;
     let said = warnings.all().into_iter().filter(|line| line.contains("mqtt_session_lost")).count();
     assert_eq!(said, 1, "{:?}", warnings.all());
+}
+
+/// A server that checks no text relays a user property of other bytes.
+#[tokio::test]
+async fn what_the_client_cannot_read_is_named_and_a_session_that_is_not_kept_is_said_once() {
+    let (warnings, _hearing) = Warnings::hear();
+    // No session is present, and it will be kept for 60 seconds.
+    let connack = b"\x20\x08\0\0\x05\x11\0\0\0\x3c";
+    let suback = b"\x90\x04\0\x01\0\x01\x32\x0d\0\x01a\0\x01\x07\x26\0\x01k\0\x01\xff";
+    let (url, _server) = scripted(connack, suback);
+    let source = source(&url, KEYS).await;
+    for _ in 0..4 {
+        let failed = timeout(PATIENCE, source.next(1)).await.expect("in time").expect_err("nobody can read it");
+        assert_eq!((failed.kind(), failed.code()), (ErrorKind::Invalid, "mqtt_message_unreadable"), "{failed}");
+        assert!(failed.message().contains("client_id orders-1 and a clean start"), "{failed}");
+    }
+    let said = |what: &str| warnings.all().into_iter().filter(|line| line.contains(what)).collect::<Vec<_>>();
+    assert_eq!(said("mqtt_session_lost").len(), 1, "{:?}", warnings.all());
+    let short = said("mqtt_session_expiry_short");
+    assert!(short.len() == 1 && short[0].contains("granted_seconds=60 asked_seconds=604800"), "{short:?}");
 }
 
 /// Two processes with one client id would disconnect each other for ever.

@@ -7,6 +7,7 @@ use postbox_core::NewEvent;
 use postbox_testkit::proxy::FaultProxy;
 use postbox_testkit::sending::{PATIENCE, Working, codes, context, deliver, numbered, said, send};
 use postbox_testkit::servers::PrivateMqtt;
+use postbox_testkit::sink_faults;
 use tokio::time::timeout;
 
 use crate::support::{Gateway, Mode, Peer, SHORT, property, server, sink, sink_with};
@@ -162,16 +163,5 @@ async fn a_connection_that_was_lost_meanwhile_is_made_again_by_the_next_call() {
     let _subscriber = subscriber(&server).await;
     let proxy = FaultProxy::in_front_of(&server.url()).await;
     let sink = sink(&proxy.url(&server.url()), KEYS).await;
-    for n in 0..20 {
-        proxy.reset();
-        while proxy.connections() > 0 {
-            tokio::task::yield_now().await;
-        }
-        let outcome = said(&send(&sink, event(&n.to_string())).await);
-        // Whether anything was sent depends on which side notices first that the connection is
-        // lost.
-        assert!(outcome == "delivered" || outcome.ends_with(" mqtt_connection_lost"), "{outcome}");
-        let delivered = async { while said(&send(&sink, event("again")).await) != "delivered" {} };
-        timeout(PATIENCE, delivered).await.expect("connected again");
-    }
+    sink_faults::connections_are_lost(&sink, &proxy, "mqtt_connection_lost").await;
 }

@@ -333,6 +333,32 @@ impl Shared {
     }
 }
 
+/// Starts a server that answers each CONNECT and each SUBSCRIBE with these bytes, and nothing else.
+/// Returns its address, and what ends it.
+pub(crate) fn scripted(connack: &'static [u8], suback: &'static [u8]) -> (String, AbortOnDropHandle<()>) {
+    let listener = TcpListener::from_std(listen_anywhere().expect("a port")).expect("listening");
+    let url = format!("mqtt://{}", listener.local_addr().expect("an address"));
+    let task = tokio::spawn(async move {
+        let mut connections = JoinSet::new();
+        while let Ok((mut client, _)) = listener.accept().await {
+            connections.spawn(async move {
+                let mut read = BytesMut::new();
+                while client.read_buf(&mut read).await.is_ok_and(|bytes| bytes > 0) {
+                    while let Some(bytes) = packet_bytes(&read) {
+                        let answer = match read.split_to(bytes)[0] >> 4 {
+                            1 => connack,
+                            8 => suback,
+                            _ => continue,
+                        };
+                        client.write_all(answer).await.expect("written");
+                    }
+                }
+            });
+        }
+    });
+    (url, AbortOnDropHandle::new(task))
+}
+
 /// Returns the length of the first packet, in bytes, if all of it is there.
 fn packet_bytes(buffer: &BytesMut) -> Option<usize> {
     let mut rest = &buffer[..];

@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use postbox_testkit::sending::{PATIENCE, Working};
 use postbox_testkit::servers::{NatsVersion, PrivateNats};
+use postbox_testkit::sink_faults::whole_and_in_order;
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use crate::broker::{api, stored, stream};
-use crate::faults::whole_and_in_order;
+use crate::broker::{api, stream};
+use crate::faults::arrived;
 use crate::stand::sink;
 
 #[tokio::test]
@@ -34,7 +35,9 @@ async fn a_leader_that_is_killed_under_load_loses_and_repeats_nothing() {
         }
         let snapshot = working.relay.metrics().snapshot();
         working.stop().await;
-        whole_and_in_order(&stored(&client, "EVENTS").await, appended);
+        let stored = arrived(&client).await;
+        whole_and_in_order(&stored, appended);
+        assert_eq!(stored.len(), appended, "each once");
         assert_eq!((snapshot.dead, snapshot.delivered), (0, appended as u64), "{version:?}");
     }
 }

@@ -7,7 +7,7 @@ use postbox_core::{ErrorKind, NewEvent, Outcome};
 use postbox_testkit::receiving::source_context;
 use postbox_testkit::sending::{PATIENCE, context, deliver, deliveries, said, send};
 use postbox_testkit::servers::{NatsVersion, PrivateNats};
-use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
+use postbox_testkit::tls;
 use serde_json::json;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::time::timeout;
@@ -59,27 +59,7 @@ async fn each_way_to_say_who_we_are_is_understood() {
 async fn tls_needs_the_right_authority_and_shows_our_certificate() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = |name: &str| folder.path().join(name).display().to_string();
-    let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).expect("written");
-    let ca_key = KeyPair::generate().expect("a key");
-    let mut ca = CertificateParams::new(Vec::new()).expect("parameters");
-    ca.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-    write("ca.pem", ca.self_signed(&ca_key).expect("signed").pem());
-    let issuer = Issuer::new(ca, ca_key);
-    for (name, usage) in
-        [("server", ExtendedKeyUsagePurpose::ServerAuth), ("client", ExtendedKeyUsagePurpose::ClientAuth)]
-    {
-        let key = KeyPair::generate().expect("a key");
-        let mut of = CertificateParams::new(vec!["127.0.0.1".to_owned()]).expect("parameters");
-        of.extended_key_usages = vec![usage];
-        write(&format!("{name}.pem"), of.signed_by(&key, &issuer).expect("signed").pem());
-        write(&format!("{name}.key"), key.serialize_pem());
-    }
-    // The server runs as another user and must read the files.
-    for name in ["ca.pem", "server.pem", "server.key"] {
-        use std::os::unix::fs::PermissionsExt as _;
-        std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).expect("ours");
-        std::fs::set_permissions(folder.path().join(name), std::fs::Permissions::from_mode(0o644)).expect("ours");
-    }
+    tls::authority(folder.path());
     let config = format!(
         "tls {{ cert_file: {:?}, key_file: {:?}, ca_file: {:?}, verify: true }}\n",
         path("server.pem"),

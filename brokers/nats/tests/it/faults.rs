@@ -1,16 +1,16 @@
 //! A server that is killed, comes back empty, or is cut off at the worst moment.
 
-use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use postbox_core::NewEvent;
-use postbox_testkit::proxy::{Direction, FaultProxy};
-use postbox_testkit::sending::{PATIENCE, Working, context, deliver, deliveries, said, send};
+use postbox_testkit::proxy::FaultProxy;
+use postbox_testkit::sending::{PATIENCE, context, deliver, deliveries, said, send};
 use postbox_testkit::servers::NatsVersion;
+use postbox_testkit::sink_faults::{self, Stored, until_stored, whole_and_in_order};
 use serde_json::json;
 use tokio::time::timeout;
 
-use crate::broker::{Broker, Stored, stored};
+use crate::broker::{Broker, stored};
 use crate::stand::{SHORT, sink, sink_with};
 
 const KEYS: &str = "subject = \"in.{topic}\"\nstream = \"EVENTS\"\ncreate = {}\n";
@@ -19,55 +19,24 @@ fn event(payload: &str) -> NewEvent {
     NewEvent::json("t", payload.to_owned())
 }
 
-/// Waits until `count` messages are stored, and returns them.
-pub(crate) async fn until_stored(client: &async_nats::Client, count: usize) -> Vec<Stored> {
-    let there = async {
-        loop {
-            let info = crate::broker::api(client, "STREAM.INFO.EVENTS", serde_json::Value::Null).await;
-            if info.is_ok_and(|info| info["state"]["messages"].as_u64() >= Some(count as u64)) {
-                return stored(client, "EVENTS").await;
-            }
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+/// Returns what the stream has.
+pub(crate) async fn arrived(client: &async_nats::Client) -> Vec<Stored> {
+    let read = |message: crate::broker::Stored| {
+        let id = message.header("Nats-Msg-Id").expect("an id").to_owned();
+        (id, String::from_utf8(message.payload).expect("text"))
     };
-    timeout(PATIENCE * 2, there).await.expect("all of them, in time")
-}
-
-/// Checks that every number is stored once, and that those of a key are in order.
-pub(crate) fn whole_and_in_order(stored: &[Stored], count: usize) {
-    let mut by_key: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-    for message in stored {
-        let number = String::from_utf8_lossy(&message.payload).parse().expect("a number");
-        by_key.entry(message.header("ce-subject").expect("a key")).or_default().push(number);
-    }
-    for (key, numbers) in &by_key {
-        assert!(numbers.is_sorted(), "key {key} in order: {numbers:?}");
-    }
-    let mut all: Vec<usize> = by_key.into_values().flatten().collect();
-    all.sort_unstable();
-    assert_eq!(all, (0..count).collect::<Vec<_>>(), "each once, none lost");
+    stored(client, "EVENTS").await.into_iter().map(read).collect()
 }
 
 #[tokio::test]
 async fn a_server_that_is_killed_under_load_loses_and_repeats_nothing() {
     for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
         let mut broker = Broker::launch(version, "").await;
-        let working = Working::start(sink(&broker.server.url(), KEYS).await);
-        let mut appended = 0;
-        for _ in 0..4 {
-            working.append(appended..appended + 500).await;
-            appended += 500;
-            // In the middle of the work.
-            until_stored(&broker.client, appended - 450).await;
-            broker.server.kill();
-            working.append(appended..appended + 50).await;
-            appended += 50;
-            broker.start().await;
-        }
-        whole_and_in_order(&until_stored(&broker.client, appended).await, appended);
-        let snapshot = working.relay.metrics().snapshot();
-        assert_eq!((snapshot.dead, snapshot.delivered), (0, appended as u64));
-        working.stop().await;
+        let sink = sink(&broker.server.url(), KEYS).await;
+        let appended = sink_faults::kill_under_load(sink, &mut broker.server, 4).await;
+        let stored = until_stored(async || arrived(&broker.client).await, appended).await;
+        whole_and_in_order(&stored, appended);
+        assert_eq!(stored.len(), appended, "each once");
     }
 }
 
@@ -100,23 +69,8 @@ async fn a_lost_ack_is_ambiguous_and_its_repetition_a_duplicate() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
     let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let sink = sink(&proxy.url(&broker.server.url()), KEYS).await;
-    assert_eq!(said(&send(&sink, event("0")).await), "delivered");
-    proxy.swallow(&[Direction::ToClient]);
-    let sent = deliveries((1..=100).map(|n| event(&n.to_string())));
-    let cut = async {
-        proxy.swallowed(Direction::ToClient).await;
-        until_stored(&broker.client, 101).await;
-        proxy.reset();
-        proxy.heal();
-    };
-    let (outcomes, ()) = tokio::join!(deliver(&sink, &sent), cut);
-    for outcome in &outcomes {
-        assert_eq!(said(outcome), "ambiguous nats_disconnected");
-    }
-    for outcome in deliver(&sink, &sent).await {
-        assert_eq!(said(&outcome), "duplicate");
-    }
-    assert_eq!(broker.stored("EVENTS").await.len(), 101);
+    let said = ["ambiguous nats_disconnected", "duplicate"];
+    sink_faults::an_answer_is_lost(&sink, &proxy, 100, said, async || arrived(&broker.client).await).await;
 }
 
 /// Messages queued on a lost connection are not sent on the next one.
@@ -141,26 +95,13 @@ async fn nothing_is_sent_in_secret_once_a_call_has_ended() {
     assert!(stored < sent.len(), "the queue was not sent: {stored}");
 }
 
-/// Bytes go out, and nothing comes back.
 #[tokio::test]
 async fn a_black_hole_is_ambiguous_and_then_an_outage() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
     let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let sink = sink_with(&proxy.url(&broker.server.url()), KEYS, &context(SHORT)).await;
-    assert_eq!(said(&send(&sink, event("first")).await), "delivered");
-    proxy.swallow(&[Direction::ToServer, Direction::ToClient]);
-    let began = Instant::now();
-    for outcome in deliver(&sink, &deliveries([event("1"), event("2")])).await {
-        assert_eq!(said(&outcome), "ambiguous nats_ack_timeout");
-    }
-    assert!(began.elapsed() < SHORT * 5, "its own deadline: {:?}", began.elapsed());
-    // Nothing came back, so the connection was given up, and no new one can be opened.
-    assert_eq!(said(&send(&sink, event("no")).await), "unavailable connect_timeout");
-    proxy.reset();
-    proxy.heal();
-    assert_eq!(said(&send(&sink, event("last")).await), "delivered");
-    let payloads: Vec<Vec<u8>> = broker.stored("EVENTS").await.into_iter().map(|message| message.payload).collect();
-    assert_eq!(payloads, [&b"first"[..], b"last"]);
+    let said = ["ambiguous nats_ack_timeout", "unavailable connect_timeout"];
+    sink_faults::a_black_hole(&sink, &proxy, SHORT, said, async || arrived(&broker.client).await).await;
 }
 
 #[tokio::test]
@@ -185,16 +126,5 @@ async fn a_connection_that_was_lost_meanwhile_is_made_again_by_the_next_call() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
     let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let sink = sink(&proxy.url(&broker.server.url()), KEYS).await;
-    for n in 0..20 {
-        proxy.reset();
-        while proxy.connections() > 0 {
-            tokio::task::yield_now().await;
-        }
-        let outcome = said(&send(&sink, event(&n.to_string())).await);
-        // Whether anything was sent depends on which side notices first that the connection is
-        // lost.
-        assert!(outcome == "delivered" || outcome.ends_with(" nats_disconnected"), "{outcome}");
-        let delivered = async { while said(&send(&sink, event("again")).await) != "delivered" {} };
-        timeout(PATIENCE, delivered).await.expect("connected again");
-    }
+    sink_faults::connections_are_lost(&sink, &proxy, "nats_disconnected").await;
 }

@@ -79,16 +79,12 @@ async fn duplicates_conflicts_and_poison_are_settled() {
     broker.stream("EVENTS", &["in.>"], json!({ "duplicate_window": 100_000_000_u64 })).await;
     let receiving = receiving(&broker, "stream = \"EVENTS\"").await;
     let long = format!("in.{}", "t".repeat(300));
-    let send = async |subject: &str, id: &str, body: &str| {
+    let send = async |id: &str, body: &str| {
+        let subject = if body == "poison" { long.as_str() } else { "in.a" };
         publish(&broker.client, subject, &[("Nats-Msg-Id", id)], body.as_bytes()).await;
         tokio::time::sleep(Duration::from_millis(150)).await;
     };
-    send("in.a", "1", "one").await;
-    send("in.a", "1", "one").await;
-    send("in.a", "1", "another").await;
-    send(&long, "2", "poison").await;
-    send("in.a", "3", "three").await;
-    receiving.settled(3).await;
+    receiving.settles(send).await;
     receiving.stop().await;
     assert_eq!(pending(&broker, "EVENTS.postbox").await, (0, 0));
 }

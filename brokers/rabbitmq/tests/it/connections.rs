@@ -1,14 +1,12 @@
 //! Users, certificates, and the answers of `check-config --connect`.
 
-use std::fs::{self, Permissions};
-use std::os::unix::fs::PermissionsExt as _;
-
 use postbox_config::{SinkConfig as _, SourceConfig as _};
 use postbox_core::{Error, ErrorKind, NewEvent};
 use postbox_rabbitmq::RabbitmqSinkTable;
 use postbox_testkit::receiving::source_context;
 use postbox_testkit::sending::{self, PATIENCE, context, said, send};
 use postbox_testkit::servers::{PrivateRabbitmq, Rabbitmq, listen_anywhere};
+use postbox_testkit::tls;
 
 use crate::broker::{Broker, arguments, quorum, unique};
 use crate::stand::{sink, table};
@@ -33,6 +31,9 @@ async fn what_is_missing_is_named_and_a_look_makes_nothing() {
     let keys = format!("queue = {name:?}\nexchange = {name:?}");
     let error = look_source(&url, &keys).await.expect_err("no exchange to bind to");
     assert_eq!(error.code(), "rabbitmq_not_found", "{error}");
+    let error = look_source(&url, &format!("queue = {name:?}\ndead_letter_exchange = \"none\"")).await;
+    let error = error.expect_err("no exchange to reject to");
+    assert!(error.code() == "rabbitmq_not_found" && error.message().contains("the exchange none"), "{error}");
     let error = look_source(&url, &format!("queue = {name:?}\ncreate = false")).await.expect_err("no queue");
     assert!(error.message().contains("no queue"), "{error}");
     let found = look_source(&url, &format!("queue = {name:?}")).await.expect("it may be made");
@@ -87,18 +88,7 @@ async fn users_virtual_hosts_and_permissions_are_the_server_s_to_grant() {
 #[tokio::test]
 async fn only_a_server_with_a_trusted_certificate_gets_events() {
     let folder = tempfile::tempdir().expect("a folder");
-    // The server runs as another user.
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("ours");
-    let key = rcgen::KeyPair::generate().expect("a key");
-    let params = rcgen::CertificateParams::new(["localhost".to_owned()]).expect("a name");
-    let certificate = params.self_signed(&key).expect("a certificate");
-    let file = |name: &str, text: String| {
-        let path = folder.path().join(name);
-        fs::write(&path, text).expect("written");
-        fs::set_permissions(&path, Permissions::from_mode(0o644)).expect("ours");
-        path.to_str().expect("text").to_owned()
-    };
-    let (cert, key) = (file("cert.pem", certificate.pem()), file("key.pem", key.serialize_pem()));
+    let [cert, key] = tls::self_signed(folder.path()).map(|file| file.display().to_string());
     let port = listen_anywhere().and_then(|listener| Ok(listener.local_addr()?.port())).expect("a port");
     let config = format!(
         "listeners.ssl.1 = 127.0.0.1:{port}\nssl_options.certfile = {cert}\nssl_options.keyfile = {key}\n\

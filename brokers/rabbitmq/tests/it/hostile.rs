@@ -32,23 +32,25 @@ fn plain() -> NewEvent {
 }
 
 #[tokio::test]
-async fn a_hostile_name_is_itself_or_dead_and_harms_no_other() {
+async fn a_hostile_event_is_itself_or_dead_and_harms_no_other() {
     let Stand { url, broker, exchange } = stand().await;
     let proxy = FaultProxy::in_front_of(&url).await;
     let keys = format!("exchange = {exchange:?}\nrouting_key = \"{{topic}}.{{key}}\"");
     let sink = sink(&proxy.url(&url), &keys).await;
-    for name in hostile::names() {
-        let odd = NewEvent::json(name, "odd").key(name).tenant(name).header("odd", name);
-        let outcomes = deliver(&sink, &deliveries([odd, plain()])).await;
-        let arrived: BTreeSet<String> =
-            broker.drain(&exchange).await.into_iter().map(|message| message.routing_key.to_string()).collect();
-        let odd = match said(&outcomes[0]).as_str() {
-            "delivered" => Some(format!("{name}.{name}")),
-            "dead route_invalid" => None,
-            other => panic!("{name:?}: {other:?}"),
+    for hostile::Case { name, event, .. } in hostile::keyed() {
+        let sent = deliveries([event, plain()]);
+        let outcomes = deliver(&sink, &sent).await;
+        let out = match said(&outcomes[0]).as_str() {
+            "delivered" => &sent[..],
+            "dead route_invalid" => &sent[1..],
+            other => panic!("{name}: {other:?}"),
         };
-        assert_eq!(said(&outcomes[1]), "delivered", "beside {name:?}");
-        assert_eq!(arrived, odd.into_iter().chain(["t.k".to_owned()]).collect(), "{name:?}");
+        assert_eq!(said(&outcomes[1]), "delivered", "beside {name}");
+        let route = |it: &Delivery| format!("{}.{}", it.event.topic, it.event.key.as_ref().expect("a key"));
+        let expected: BTreeMap<_, _> = out.iter().map(|it| (route(it), it.event.payload.to_vec())).collect();
+        let messages = broker.drain(&exchange).await.into_iter();
+        let arrived = messages.map(|it| (it.routing_key.to_string(), it.data)).collect::<BTreeMap<_, _>>();
+        assert!(arrived == expected, "{name}: {:?}", arrived.keys());
     }
     assert_eq!(proxy.connections(), 1, "the connection survived all of it");
 }
@@ -164,6 +166,16 @@ async fn headers_that_fill_a_frame_pass_and_one_byte_more_dies_alone() {
     assert_eq!(codes(&outcomes), ["delivered", "dead headers_too_large", "delivered"]);
     assert_eq!(broker.take(&exchange, 2).await.len(), 2);
     assert_eq!(proxy.connections(), 1);
+}
+
+/// The client reserves 64 frames. A server without a limit would get 256 GiB.
+#[tokio::test]
+async fn a_server_without_a_limit_does_not_decide_how_large_a_frame_is() {
+    let server = PrivateRabbitmq::launch_with("frame_max = 0\n").await;
+    let sink = sink(&server.url(), "exchange = \"amq.topic\"\nenvelope = \"raw\"").await;
+    let headers = (0..8).map(|n| (format!("h{n}"), "v".repeat(16 * 1024))).collect();
+    let outcome = send(&sink, NewEvent { headers, ..NewEvent::json("t", "{}") }).await;
+    assert_eq!(said(&outcome), "dead headers_too_large", "{outcome:?}");
 }
 
 /// The client library reports a returned message with whichever confirm comes next.

@@ -22,7 +22,7 @@ use postbox_core::{Delivery, NewEvent, Outcome, Sink as _};
 use postbox_redis::{RedisSink, RedisSinkConfig, RedisSource, RedisSourceConfig};
 use postbox_testkit::sending::{codes, deliveries, said};
 use postbox_testkit::servers::RedisKind;
-use support::Broker;
+use support::{Broker, LOOK};
 
 const SERVERS: [RedisKind; 2] = [RedisKind::Redis7, RedisKind::Valkey9];
 
@@ -53,4 +53,13 @@ fn numbered(count: usize) -> Vec<Delivery> {
 async fn deliver(sink: &RedisSink, deliveries: &[Delivery]) -> Vec<Outcome> {
     let call: Vec<&Delivery> = deliveries.iter().collect();
     tokio::time::timeout(PATIENCE, sink.deliver(&call)).await.expect("an answer in time")
+}
+
+async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
+    let wait = async {
+        while !is_so().await {
+            tokio::time::sleep(LOOK).await;
+        }
+    };
+    tokio::time::timeout(3 * PATIENCE, wait).await.unwrap_or_else(|_| panic!("in vain: {what}"));
 }

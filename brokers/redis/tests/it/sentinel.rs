@@ -10,8 +10,8 @@ use postbox_testkit::sending::{Working, codes};
 use postbox_testkit::servers::{PrivateRedis, PrivateSentinel, RedisKind};
 use redis::{FromRedisValue, Value};
 
-use super::support::{Fields, LOOK, text};
-use super::{PATIENCE, SERVERS, deliver, numbered};
+use super::support::{Fields, text};
+use super::{SERVERS, deliver, numbered, until};
 
 const EVENTS: usize = 3_000;
 
@@ -63,15 +63,6 @@ async fn ask<T: FromRedisValue>(url: &str, command: &str) -> T {
     let mut command = redis::cmd(words.next().expect("a word"));
     words.for_each(|word| _ = command.arg(word));
     command.query_async(&mut connection).await.expect("an answer")
-}
-
-async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
-    let wait = async {
-        while !is_so().await {
-            tokio::time::sleep(LOOK).await;
-        }
-    };
-    tokio::time::timeout(3 * PATIENCE, wait).await.unwrap_or_else(|_| panic!("in vain: {what}"));
 }
 
 /// Returns the payloads in the stream, each event once: by key in their order, and as one set.

@@ -1,58 +1,30 @@
 //! Servers that crash, come back empty, run out of memory, or do not answer.
 
-use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{HighWaterMarks as _, NewEvent, Outcome};
-use postbox_testkit::proxy::Direction;
+use postbox_core::{HighWaterMarks as _, NewEvent, Sink};
 use postbox_testkit::servers::PrivateRedis;
+use postbox_testkit::sink_faults::{self, Stored, whole_and_in_order};
 
 use super::support::{Broker, LOOK, text};
 use super::{PATIENCE, SERVERS, codes, deliver, deliveries, numbered, sink, sink_with};
 
-async fn ids(broker: &Broker) -> Vec<String> {
-    broker.entries("events").await.iter().map(|fields| text(fields, "id").expect("an id")).collect()
+async fn arrived(broker: &Broker) -> Vec<Stored> {
+    let entries = broker.entries("events").await;
+    entries.iter().map(|entry| (text(entry, "id").expect("an id"), text(entry, "payload").expect("text"))).collect()
 }
 
 /// Events that were reported as delivered are stored. The others are sent again until they are.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_is_killed_under_load_loses_nothing_it_acknowledged() {
     for kind in SERVERS {
-        let broker = Broker::start(kind).await;
-        // With the default `appendfsync`, a server whose disk is busy answers before it writes.
-        let durable = async || {
-            let () = broker.ask("CONFIG SET appendfsync always").await;
-        };
-        durable().await;
-        let sink = sink(&broker);
-        let mut open = numbered(5_000);
-        let all: BTreeSet<String> = open.iter().map(|delivery| delivery.dedupe_id()).collect();
-        let (mut rounds, mut killed) = (0, 0);
-        while !open.is_empty() {
-            rounds += 1;
-            let mut call: Vec<_> = open.drain(..open.len().min(500)).collect();
-            let sent = deliver(&sink, &call);
-            let outcomes = match rounds % 5 {
-                3 => {
-                    let harm = async {
-                        let mut server = broker.server.lock().await;
-                        server.kill();
-                        server.start().await;
-                        durable().await;
-                    };
-                    killed += 1;
-                    tokio::join!(sent, harm).0
-                }
-                _ => sent.await,
-            };
-            let mut delivered = outcomes.iter().map(Outcome::is_delivered);
-            call.retain(|_| !delivered.next().expect("an outcome for each"));
-            open.extend(call);
-            assert!(rounds < 1_000, "{:?}", codes(&outcomes));
-        }
-        assert!(killed > 0);
-        let arrived: BTreeSet<String> = ids(&broker).await.into_iter().collect();
-        assert_eq!(arrived, all, "{kind:?}");
+        // With the default, a server whose disk is busy answers before it writes.
+        let durable = ["--appendfsync", "always"];
+        let broker = Broker::of(PrivateRedis::launch_with(kind, &durable).await).await;
+        let mut server = broker.server.lock().await;
+        let appended = sink_faults::kill_under_load(Arc::new(sink(&broker)), &mut server, 4).await;
+        whole_and_in_order(&arrived(&broker).await, appended);
     }
 }
 
@@ -69,7 +41,7 @@ async fn a_server_that_comes_back_empty_takes_events_again() {
         server.empty();
         server.start().await;
         assert_eq!(codes(&deliver(&sink, &numbered(2)).await), ["delivered"]);
-        assert_eq!(ids(&broker).await.len(), 2, "the others are lost, and Redis said so to nobody");
+        assert_eq!(arrived(&broker).await.len(), 2, "the others are lost, and Redis said so to nobody");
     }
 }
 
@@ -79,23 +51,29 @@ async fn a_server_that_comes_back_empty_takes_events_again() {
 async fn an_answer_that_is_lost_is_ambiguous_and_never_sent_again_in_secret() {
     for kind in SERVERS {
         let broker = Broker::start(kind).await;
-        let sink = sink(&broker);
-        assert_eq!(codes(&deliver(&sink, &numbered(1)).await), ["delivered"]);
-        broker.proxy.swallow(&[Direction::ToClient]);
-        let sent = numbered(2);
-        let cut = async {
-            while ids(&broker).await.len() < 3 {
-                tokio::time::sleep(LOOK).await;
-            }
-            broker.proxy.reset();
-        };
-        let (outcomes, ()) = tokio::join!(deliver(&sink, &sent), cut);
-        assert_eq!(codes(&outcomes), ["ambiguous redis_connection_lost"]);
-        broker.proxy.heal();
-        assert_eq!(ids(&broker).await.len(), 3);
-        assert_eq!(codes(&deliver(&sink, &sent).await), ["delivered"]);
-        let ids = ids(&broker).await;
-        assert_eq!((ids.len(), &ids[1..3]), (5, &ids[3..]), "the same ids");
+        let sink: Arc<dyn Sink> = Arc::new(sink(&broker));
+        let said = ["ambiguous redis_connection_lost", "delivered"];
+        sink_faults::an_answer_is_lost(&sink, &broker.proxy, 100, said, async || arrived(&broker).await).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_black_hole_is_ambiguous_and_then_an_outage() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let limit = Duration::from_secs(1);
+        let sink: Arc<dyn Sink> = Arc::new(sink_with(&broker, limit, |_| ()));
+        let said = ["ambiguous redis_timeout", "unavailable redis_connect_timeout"];
+        sink_faults::a_black_hole(&sink, &broker.proxy, limit, said, async || arrived(&broker).await).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_was_lost_meanwhile_is_made_again_by_the_next_call() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let sink: Arc<dyn Sink> = Arc::new(sink(&broker));
+        sink_faults::connections_are_lost(&sink, &broker.proxy, "redis_connection_lost").await;
     }
 }
 
@@ -122,7 +100,7 @@ async fn a_server_without_memory_is_unavailable_until_it_has_some() {
         assert_eq!(codes(&deliver(&sink, &numbered(3)).await), ["unavailable redis_out_of_memory"]);
         let () = broker.ask("CONFIG SET maxmemory 0").await;
         assert_eq!(codes(&deliver(&sink, &numbered(3)).await), ["delivered"]);
-        assert_eq!(ids(&broker).await.len(), 3);
+        assert_eq!(arrived(&broker).await.len(), 3);
     }
 }
 

@@ -1,32 +1,16 @@
 //! `rediss://`, against Redis 7 (the wheel's Valkey has no TLS).
 
-use std::fs::{self, Permissions};
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::PathBuf;
 
 use postbox_config::TlsTable;
 use postbox_core::Result;
 use postbox_redis::{RedisSink, RedisSinkConfig};
 use postbox_testkit::servers::{PrivateRedis, RedisKind, listen_anywhere};
+use postbox_testkit::tls::self_signed;
 
 use super::support::LOOK;
 use super::{PATIENCE, codes, deliver, numbered};
-
-/// Writes a new certificate, which signs itself, and its key.
-fn certificate(folder: &Path) -> [PathBuf; 2] {
-    // The server runs as another user and must read the files.
-    fs::set_permissions(folder, Permissions::from_mode(0o755)).expect("ours");
-    let key = rcgen::KeyPair::generate().expect("a key");
-    let params = rcgen::CertificateParams::new(["localhost".to_owned()]).expect("a name");
-    let certificate = params.self_signed(&key).expect("a certificate");
-    let file = |name: &str, text: String| {
-        let path = folder.join(name);
-        fs::write(&path, text).expect("written");
-        fs::set_permissions(&path, Permissions::from_mode(0o644)).expect("ours");
-        path
-    };
-    [file("cert.pem", certificate.pem()), file("key.pem", key.serialize_pem())]
-}
 
 /// Starts a server that asks clients for this certificate. Returns the port for TLS, too.
 async fn server([cert_file, key_file]: &[PathBuf; 2]) -> (PrivateRedis, u16) {
@@ -53,7 +37,7 @@ fn sink_to(port: u16, tls: TlsTable) -> Result<RedisSink> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_a_server_with_a_trusted_certificate_gets_events() {
     let folder = tempfile::tempdir().expect("a folder");
-    let files = certificate(folder.path());
+    let files = self_signed(folder.path());
     let (_server, port) = server(&files).await;
     let [cert_file, key_file] = files;
     let sink = |tls: TlsTable| sink_to(port, tls);
@@ -73,7 +57,7 @@ async fn only_a_server_with_a_trusted_certificate_gets_events() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn renewed_files_are_used_by_the_next_connection() {
     let folder = tempfile::tempdir().expect("a folder");
-    let files = certificate(folder.path());
+    let files = self_signed(folder.path());
     let (mut server, port) = server(&files).await;
     let [cert, key] = files.map(Some);
     let sink = sink_to(port, TlsTable { ca_file: cert.clone(), client_cert: cert, client_key: key }).expect("a sink");
@@ -83,10 +67,10 @@ async fn renewed_files_are_used_by_the_next_connection() {
     while sink.is_connected() {
         tokio::time::sleep(LOOK).await;
     }
-    let [_, key_file] = certificate(folder.path());
+    let [_, key_file] = self_signed(folder.path());
     fs::write(&key_file, "half of it").expect("written");
     assert_eq!(outcome().await, ["unavailable tls_invalid"]);
-    certificate(folder.path());
+    self_signed(folder.path());
     server.start().await;
     assert_eq!(outcome().await, ["delivered"]);
 }

@@ -171,7 +171,8 @@ macro_rules! conformance_suite {
     (migrate, $fixture:expr) => {
         $crate::conformance_cases! { migrate, $fixture,
             a_migrated_store_validates_and_up_does_nothing down_removes_everything_and_up_makes_it_anew
-            down_refuses_where_events_are_undelivered subscribing_without_a_schema_names_the_cure
+            down_refuses_where_events_are_undelivered down_refuses_where_events_are_unrouted
+            subscribing_without_a_schema_names_the_cure
             two_starters_at_once_apply_each_migration_once the_script_names_every_migration
         }
     };

@@ -148,7 +148,7 @@ pub async fn the_newest_events_are_known_with_their_age(fixture: &dyn StoreFixtu
     assert!(all[2].age + slack >= all[0].age + SHORT, "{all:?}");
     assert_eq!(store.arrivals(&outbox(), 2).await.expect("looked").len(), 2);
     refused(store.arrivals(&nowhere(), 2).await, ErrorKind::NotFound, "log_unknown");
-    let is_in_the_way = |it: &Blocker| it.waiting > 0 || matches!(it.hold, Hold::Horizon { .. });
+    let is_in_the_way = |it: &Blocker| it.waiting > 0 || matches!(it.hold, Hold::Horizon { .. } | Hold::Wal { .. });
     assert!(store.blockers().await.expect("looked").iter().all(is_in_the_way));
 }
 

@@ -1,9 +1,10 @@
 //! Creating, removing and checking the schema.
 
-use postbox_core::ErrorKind;
+use postbox_core::{ErrorKind, NewEvent, Prune, Selection};
 
 use super::StoreFixture;
 use super::harness::*;
+use super::routing::find;
 
 pub async fn a_migrated_store_validates_and_up_does_nothing(fixture: &dyn StoreFixture) {
     let store = fixture.store();
@@ -30,7 +31,7 @@ pub async fn down_removes_everything_and_up_makes_it_anew(fixture: &dyn StoreFix
     assert!(Lane::open(fixture).await.drain().await.is_empty());
 }
 
-/// Waiting, unread and unsubscribed events make it refuse; other events do not.
+/// Waiting, dead, unread and unsubscribed events make it refuse; other events do not.
 pub async fn down_refuses_where_events_are_undelivered(fixture: &dyn StoreFixture) {
     let (store, by_owner) = (fixture.store(), fixture.owner());
     append(&store, [event("1")]).await;
@@ -50,9 +51,23 @@ pub async fn down_refuses_where_events_are_undelivered(fixture: &dyn StoreFixtur
     append(&store, [event("3")]).await;
     refused(by_owner.down(false).await, ErrorKind::Conflict, "events_undelivered");
     lane.drain().await;
+    refused(by_owner.down(false).await, ErrorKind::Conflict, "events_undelivered");
+    assert_eq!(lane.discard(Selection::default()).await, 1);
     assert_eq!(stats(&store).await.total, 4, "nothing was touched");
     by_owner.down(false).await.expect("nobody waits for anything");
     refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
+}
+
+pub async fn down_refuses_where_events_are_unrouted(fixture: &dyn StoreFixture) {
+    let (store, by_owner) = (fixture.store(), fixture.owner());
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&store, [NewEvent::json("b", "1"), NewEvent::json("a", "2")]).await;
+    assert_eq!(payloads(&lane.drain().await), ["2"]);
+    find(&store, 1).await;
+    refused(by_owner.down(false).await, ErrorKind::Conflict, "events_undelivered");
+    let unrouted = Prune { unrouted: true, ..Prune::default() };
+    assert_eq!(store.prune(&outbox(), &unrouted).await.expect("pruned").count, 1);
+    by_owner.down(false).await.expect("nobody waits for anything");
 }
 
 pub async fn subscribing_without_a_schema_names_the_cure(fixture: &dyn StoreFixture) {

@@ -182,7 +182,8 @@ pub async fn what_is_appended_carries_on_the_event_s_context(fixture: &dyn Route
     let case = Case::of(fixture, &[]).await;
     let entry = |entry: &str| NewEvent::json(Entry::TOPIC, format!(r#"{{"entry":"{entry}"}}"#)).key("k");
     let given = entry("2").correlation_id("c").causation_id("earlier").actor("a").tenant("acme");
-    let given = given.header("traceparent", "00-1-2-01").header("tracestate", "x=1");
+    let parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+    let given = given.header("traceparent", parent).header("tracestate", "x=1");
     let ids = append(&case.store, [entry("1"), given.clone()]).await;
     case.drain().await;
     let written: Vec<Event> = case.records(WRITTEN, State::Pending).await.into_iter().map(|it| it.event).collect();

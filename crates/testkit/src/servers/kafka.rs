@@ -23,20 +23,12 @@ pub struct Tansu {
 
 impl PrivateServer<Tansu> {
     /// Starts a server.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn launch() -> Self {
         Self::launch_behind(async |address| address).await
     }
 
     /// Starts a server that advertises the address returned by `advertise`, for example a proxy's.
     /// A Kafka client connects to the advertised address, whatever address it was given first.
-    ///
-    /// # Panics
-    ///
-    /// As [`Self::launch`].
     pub async fn launch_behind(mut advertise: impl AsyncFnMut(SocketAddr) -> SocketAddr) -> Self {
         let nowhere = SocketAddr::from(([127, 0, 0, 1], 0));
         let program = install::kafka().map(|program| Tansu { program, advertised: nowhere });

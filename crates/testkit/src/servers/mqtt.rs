@@ -26,19 +26,11 @@ pub struct Mosquitto {
 
 impl PrivateServer<Mosquitto> {
     /// Starts a server that accepts everybody.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn launch() -> Self {
         Self::launch_with("allow_anonymous true\n").await
     }
 
     /// Starts a server with these lines in its configuration file.
-    ///
-    /// # Panics
-    ///
-    /// As [`Self::launch`].
     pub async fn launch_with(config: &str) -> Self {
         Self::of(install::mosquitto().map(|program| Mosquitto { program, config: config.to_owned() })).await
     }

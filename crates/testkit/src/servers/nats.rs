@@ -32,28 +32,16 @@ pub struct Nats {
 
 impl PrivateServer<Nats> {
     /// Starts a server.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn launch(version: NatsVersion) -> Self {
         Self::launch_with(version, "").await
     }
 
     /// Starts a server with more lines in its configuration file.
-    ///
-    /// # Panics
-    ///
-    /// As [`Self::launch`].
     pub async fn launch_with(version: NatsVersion, config: &str) -> Self {
         Self::of(install::nats(version).map(|program| Nats { program, config: config.to_owned() })).await
     }
 
     /// Starts three servers that form one cluster.
-    ///
-    /// # Panics
-    ///
-    /// As [`Self::launch`].
     pub async fn launch_cluster(version: NatsVersion) -> [Self; 3] {
         let ports = [(); 3].map(|()| free_port().unwrap_or_else(|error| unavailable(&error)));
         let routes = ports.map(|port| format!("nats://127.0.0.1:{port}")).join(", ");

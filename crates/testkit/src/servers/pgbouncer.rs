@@ -31,19 +31,11 @@ impl PgBouncer {
     pub const CONNECTIONS: usize = 4;
 
     /// Starts one in front of `postgres`, with so few connections that clients must take turns.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn start(postgres: &Postgres) -> Self {
         Self::start_for(postgres, &[]).await
     }
 
     /// The same, if clients may also connect as these roles.
-    ///
-    /// # Panics
-    ///
-    /// As [`Self::start`].
     pub async fn start_for(postgres: &Postgres, roles: &[&str]) -> Self {
         Self::try_start(postgres, roles).await.unwrap_or_else(|error| unavailable(&error))
     }

@@ -66,10 +66,6 @@ struct Inner {
 
 impl Postgres {
     /// Returns the server that all tests of a run share. The first one to ask starts it.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn shared(version: Version) -> Self {
         static SERVERS: [OnceCell<Postgres>; 2] = [const { OnceCell::const_new() }; 2];
         let shared = SERVERS[version as usize].get_or_try_init(|| shared::find_or_start(version)).await;
@@ -108,10 +104,6 @@ impl Postgres {
     /// Creates an empty database with a unique name and returns its URL.
     ///
     /// It lives as long as the server. Once this process has ended, later tests drop it.
-    ///
-    /// # Panics
-    ///
-    /// If the server refuses.
     pub async fn fresh_database(&self) -> String {
         self.created(self.create_database("template0").await)
     }
@@ -119,10 +111,6 @@ impl Postgres {
     /// Like [`Self::fresh_database`], with everything `prepare` created in a template, whose URL it
     /// is given. It runs once per server for each program that asks, and must leave no connection
     /// open.
-    ///
-    /// # Panics
-    ///
-    /// If the server refuses.
     pub async fn prepared_database(&self, prepare: impl AsyncFnOnce(String)) -> String {
         self.created(self.copy_prepared(prepare).await)
     }
@@ -133,10 +121,6 @@ impl Postgres {
     }
 
     /// Runs a script through psql and returns its output, with columns separated by `|`.
-    ///
-    /// # Panics
-    ///
-    /// If psql is not installed, or at the first statement that fails.
     pub fn psql(url: &str, script: &str) -> String {
         let program = super::install::psql().unwrap_or_else(|error| unavailable(&error));
         // By standard input, because --command would put everything into one transaction.

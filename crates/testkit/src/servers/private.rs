@@ -71,10 +71,6 @@ pub struct PrivatePostgres {
 
 impl PrivatePostgres {
     /// Starts a server.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn launch(version: Version, settings: Settings) -> Self {
         Self::try_launch(version, &settings).await.unwrap_or_else(|error| unavailable(&error))
     }
@@ -112,10 +108,6 @@ impl PrivatePostgres {
     }
 
     /// Restarts it as a standby without a primary: nothing can be written until `pg_promote()`.
-    ///
-    /// # Panics
-    ///
-    /// If its folder cannot be written to.
     pub async fn restart_as_standby(&mut self) {
         self.stop_fast();
         fs::write(self.cluster.data().join("standby.signal"), "").expect("its folder is ours");
@@ -140,10 +132,6 @@ impl PrivatePostgres {
     /// Freezes the process that flushes in the background, so that an immediate stop loses
     /// everything that no commit flushed. (A long `wal_writer_delay` may end at any moment of the
     /// test.)
-    ///
-    /// # Panics
-    ///
-    /// If there is no such process.
     pub async fn freeze_wal_writer(&mut self) {
         const WAL_WRITER: &str = "SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'";
         let client = connect(&self.url()).await.expect("the server is running: call start first");
@@ -153,10 +141,6 @@ impl PrivatePostgres {
     }
 
     /// Starts it again on the same port with the same data, and waits until it accepts connections.
-    ///
-    /// # Panics
-    ///
-    /// If it does not start.
     pub async fn start(&mut self) {
         if let Err(error) = self.try_start().await {
             panic!("{} does not start again: {error:#}", self.postgres.version().name());

@@ -73,10 +73,6 @@ impl<P: Program> PrivateServer<P> {
     }
 
     /// Returns its process id, to measure it.
-    ///
-    /// # Panics
-    ///
-    /// If it is not running.
     pub fn pid(&self) -> u32 {
         self.server.as_ref().expect("the server is running: call start first").id()
     }
@@ -99,10 +95,6 @@ impl<P: Program> PrivateServer<P> {
     }
 
     /// Removes its data, while it is stopped.
-    ///
-    /// # Panics
-    ///
-    /// If it cannot be removed.
     pub fn empty(&self) {
         let data = self.folder.join("data");
         fs::remove_dir_all(&data).expect("our own folder");
@@ -121,10 +113,6 @@ impl<P: Program> PrivateServer<P> {
     }
 
     /// Starts it again on the same port with the same data, and waits until it answers.
-    ///
-    /// # Panics
-    ///
-    /// If it does not start.
     pub async fn start(&mut self) {
         self.try_start().await.expect("it starts again");
     }

@@ -24,10 +24,6 @@ pub struct Prometheus {
 
 impl PrivateServer<Prometheus> {
     /// Starts one that scrapes `HOST:PORT/metrics` and evaluates the rules of a file.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn launch(target: &str, rules: &Path) -> Self {
         let program = |bin: PathBuf| Prometheus {
             program: bin.join("prometheus"),
@@ -74,10 +70,6 @@ impl Program for Prometheus {
 /// # Errors
 ///
 /// If it reported a problem.
-///
-/// # Panics
-///
-/// If it is not installed.
 pub fn promtool(folder: &Path, arguments: &[&str]) -> anyhow::Result<String> {
     let bin = install::prometheus().unwrap_or_else(|error| unavailable(&error));
     let output = Command::new(bin.join("promtool")).args(arguments).current_dir(folder).output()?;

@@ -43,10 +43,6 @@ pub struct Rabbitmq {
 
 impl Rabbitmq {
     /// Returns the shared server. The first one to ask starts it.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn shared() -> Self {
         static SERVER: OnceCell<Rabbitmq> = OnceCell::const_new();
         SERVER.get_or_try_init(Self::find_or_start).await.unwrap_or_else(|error| unavailable(&error)).clone()
@@ -91,10 +87,6 @@ impl Rabbitmq {
     }
 
     /// Runs `rabbitmqctl`, which takes a second or two. Returns its output.
-    ///
-    /// # Panics
-    ///
-    /// If it fails.
     pub fn ctl(&self, arguments: &[&str]) -> String {
         self.rabbit.ctl(&self.folder, self.port, arguments)
     }
@@ -102,19 +94,11 @@ impl Rabbitmq {
 
 impl PrivateServer<Rabbit> {
     /// Starts a server.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn launch() -> Self {
         Self::launch_with("").await
     }
 
     /// Starts a server with more lines in its `rabbitmq.conf`.
-    ///
-    /// # Panics
-    ///
-    /// As [`Self::launch`].
     pub async fn launch_with(config: &str) -> Self {
         Self::of(Rabbit::installed(config)).await
     }
@@ -135,10 +119,6 @@ impl PrivateServer<Rabbit> {
     }
 
     /// Runs `rabbitmqctl`, which takes a second or two. Returns its output.
-    ///
-    /// # Panics
-    ///
-    /// If it fails.
     pub fn ctl(&self, arguments: &[&str]) -> String {
         self.program.ctl(self.folder(), self.port(), arguments)
     }

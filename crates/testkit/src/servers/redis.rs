@@ -31,20 +31,12 @@ pub struct Redis {
 
 impl PrivateServer<Redis> {
     /// Starts a server.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn launch(kind: RedisKind) -> Self {
         Self::launch_with(kind, &[]).await
     }
 
     /// Starts a server with more arguments, e.g. `["--replicaof", "127.0.0.1 6379"]`. The last one
     /// of a name wins.
-    ///
-    /// # Panics
-    ///
-    /// As [`Self::launch`].
     pub async fn launch_with(kind: RedisKind, arguments: &[&str]) -> Self {
         let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
         Self::of(install::redis(kind).map(|program| Redis { program, arguments })).await
@@ -87,10 +79,6 @@ impl PrivateServer<Sentinel> {
     ///
     /// Only once the replica follows: a Sentinel asks the primary for its replicas every ten
     /// seconds, and knows nobody to promote before.
-    ///
-    /// # Panics
-    ///
-    /// As [`PrivateRedis::launch`].
     pub async fn launch(kind: RedisKind, primary: &PrivateRedis) -> Self {
         let primary = primary.port();
         Self::of(install::redis(kind).map(|program| Sentinel { program, primary })).await

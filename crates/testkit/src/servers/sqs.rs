@@ -21,10 +21,6 @@ pub struct Moto {
 
 impl PrivateServer<Moto> {
     /// Starts a server.
-    ///
-    /// # Panics
-    ///
-    /// If it is not installed or does not start; the message says what to do.
     pub async fn launch() -> Self {
         Self::of(install::moto().map(|(libraries, python)| Moto { libraries, python })).await
     }

@@ -9,6 +9,5 @@ mod golden;
 mod matrix;
 mod mutations;
 mod random;
-mod samples;
 mod senders;
 mod sns;
