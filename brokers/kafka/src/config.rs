@@ -5,17 +5,17 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_config::{
-    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, duration, envelope, event_source,
-    from_core, integer, nested, plain, secret, size, table, text, words,
+    Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, duration, envelope, event_source,
+    from_core, integer, nested, plain, size, table, text, words,
 };
 use postbox_core::envelope::Binding;
 use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 use tracing::warn;
 
-use crate::client::Client;
-use crate::connection::{Auth, Cluster, Mechanism};
+use crate::client::{Acks, Client};
+use crate::connection::{AuthTable, Cluster, Mechanism};
 use crate::group::{Membership, OffsetReset};
-use crate::sink::{Acks, KafkaSink, Publishing};
+use crate::sink::KafkaSink;
 use crate::source::KafkaSource;
 use crate::topic;
 
@@ -26,22 +26,6 @@ const TIMEOUT_MAX: Duration = Duration::from_secs(30);
 const IN_FLIGHT_MAX: usize = 10_000;
 /// The highest value of `message_max`, in bytes.
 const MESSAGE_BYTES_MAX: usize = 32 * 1024 * 1024;
-
-table! {
-    /// The credentials (SASL).
-    pub struct AuthTable {
-        /// How the client authenticates: `plain`, `scram-sha-256` or `scram-sha-512`.
-        mechanism: Mechanism = words([
-            ("plain", Mechanism::Plain),
-            ("scram-sha-256", Mechanism::ScramSha256),
-            ("scram-sha-512", Mechanism::ScramSha512),
-        ]), required(r#""scram-sha-512""#);
-        /// The user name.
-        user: String = text(plain), required(r#""postbox""#);
-        /// The password.
-        password: Secret = secret(), required(r#""env:KAFKA_PASSWORD""#);
-    }
-}
 
 table! {
     /// One record per event, to a Kafka topic.
@@ -170,8 +154,7 @@ fn topics(text: &str) -> Result<Vec<String>, String> {
 }
 
 fn cluster(client: Client, brokers: &str, auth: &Option<AuthTable>, tls: &Option<TlsTable>) -> Cluster {
-    let auth = auth.clone().map(|AuthTable { mechanism, user, password }| Auth { mechanism, user, password });
-    Cluster { client, brokers: brokers.to_owned(), auth, tls: tls.clone() }
+    Cluster { client, brokers: brokers.to_owned(), auth: auth.clone(), tls: tls.clone() }
 }
 
 #[async_trait]
@@ -184,16 +167,9 @@ impl SinkConfig for KafkaSinkTable {
                  unanswered request may be stored twice; write acks = \"all\""
             );
         }
-        let publishing = Publishing {
-            topic: self.topic.clone(),
-            envelope: self.envelope,
-            source: self.source.clone(),
-            acks: self.acks,
-            message_bytes_max: self.message_max,
-            timeout: context.answer_timeout(TIMEOUT_MAX),
-            concurrency: context.concurrency,
-        };
-        Ok(Arc::new(KafkaSink::new(cluster(self.client, &self.brokers, &self.auth, &self.tls), publishing)))
+        let cluster = cluster(self.client, &self.brokers, &self.auth, &self.tls);
+        let timeout = context.answer_timeout(TIMEOUT_MAX);
+        Ok(Arc::new(KafkaSink::new(cluster, self.clone(), timeout, context.concurrency)))
     }
 
     async fn connect(&self, _: &SinkContext) -> Result<String> {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use postbox_config::{Secret, TlsTable};
+use postbox_config::{Secret, TlsTable, plain, secret, table, text, words};
 
 use crate::client::Client;
 
@@ -18,12 +18,20 @@ pub enum Mechanism {
     ScramSha512,
 }
 
-/// The SASL credentials.
-#[derive(Debug, Clone)]
-pub(crate) struct Auth {
-    pub(crate) mechanism: Mechanism,
-    pub(crate) user: String,
-    pub(crate) password: Secret,
+table! {
+    /// The credentials (SASL).
+    pub struct AuthTable {
+        /// How the client authenticates: `plain`, `scram-sha-256` or `scram-sha-512`.
+        mechanism: Mechanism = words([
+            ("plain", Mechanism::Plain),
+            ("scram-sha-256", Mechanism::ScramSha256),
+            ("scram-sha-512", Mechanism::ScramSha512),
+        ]), required(r#""scram-sha-512""#);
+        /// The user name.
+        user: String = text(plain), required(r#""postbox""#);
+        /// The password.
+        password: Secret = secret(), required(r#""env:KAFKA_PASSWORD""#);
+    }
 }
 
 /// The id that each topic has in the cluster; without topics of which none is reported.
@@ -35,6 +43,6 @@ pub(crate) struct Cluster {
     pub(crate) client: Client,
     /// `HOST:PORT`, several separated by commas.
     pub(crate) brokers: String,
-    pub(crate) auth: Option<Auth>,
+    pub(crate) auth: Option<AuthTable>,
     pub(crate) tls: Option<TlsTable>,
 }

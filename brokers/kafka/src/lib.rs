@@ -40,9 +40,9 @@ mod sink;
 mod source;
 mod topic;
 
-pub use client::Client;
-pub use config::{AuthTable, KafkaSinkTable, KafkaSourceTable};
-pub use connection::Mechanism;
+pub use client::{Acks, Client};
+pub use config::{KafkaSinkTable, KafkaSourceTable};
+pub use connection::{AuthTable, Mechanism};
 pub use group::OffsetReset;
-pub use sink::{Acks, KafkaSink};
+pub use sink::KafkaSink;
 pub use source::KafkaSource;

@@ -8,16 +8,16 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use krafka::producer::Record;
-use postbox_core::{Capabilities, Delivery, Envelope, Error, Outcome, Result, Sink, Template, lock};
+use postbox_core::{Capabilities, Delivery, Error, Outcome, Result, Sink, lock};
 use tokio::sync::Mutex as AsyncMutex;
 use tokio::time::{Instant, timeout_at};
 use tracing::warn;
 
 use crate::classify::{self, Failure};
 use crate::client::{Producer, Producing};
+use crate::config::KafkaSinkTable;
 use crate::connection::Cluster;
-use crate::message;
-use crate::topic;
+use crate::{message, topic};
 
 /// The most events of a call. More would only wait in the producer.
 const BATCH_MAX: usize = 1_000;
@@ -41,11 +41,8 @@ const SILENT_CALLS_MAX: u32 = 3;
 /// Cancel-safety: if a call is dropped, records on their way to a broker may still be stored.
 pub struct KafkaSink {
     cluster: Cluster,
-    topic: Template,
-    envelope: Envelope,
-    source: String,
-    acks: Acks,
-    message_bytes_max: usize,
+    table: KafkaSinkTable,
+    /// The longest time of a call.
     timeout: Duration,
     concurrency: usize,
     /// The producer that all calls use.
@@ -53,53 +50,20 @@ pub struct KafkaSink {
     connecting: AsyncMutex<()>,
 }
 
-/// Which replicas must confirm a record.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Acks {
-    /// All in-sync replicas.
-    #[default]
-    All,
-    /// The partition's leader alone.
-    Leader,
-}
-
-/// How events are published.
-pub(crate) struct Publishing {
-    pub(crate) topic: Template,
-    pub(crate) envelope: Envelope,
-    /// The CloudEvents source of events that have none.
-    pub(crate) source: String,
-    pub(crate) acks: Acks,
-    pub(crate) message_bytes_max: usize,
-    /// The longest time of a call.
-    pub(crate) timeout: Duration,
-    pub(crate) concurrency: Option<usize>,
-}
-
 impl KafkaSink {
     /// Returns a sink that connects when the first event is sent.
-    pub(crate) fn new(cluster: Cluster, how: Publishing) -> Self {
-        Self {
-            cluster,
-            topic: how.topic,
-            envelope: how.envelope,
-            source: how.source,
-            acks: how.acks,
-            message_bytes_max: how.message_bytes_max,
-            timeout: how.timeout,
-            concurrency: how.concurrency.unwrap_or(CONCURRENCY),
-            shared: Mutex::default(),
-            connecting: AsyncMutex::default(),
-        }
+    pub(crate) fn new(cluster: Cluster, table: KafkaSinkTable, timeout: Duration, concurrency: Option<usize>) -> Self {
+        let concurrency = concurrency.unwrap_or(CONCURRENCY);
+        Self { cluster, table, timeout, concurrency, shared: Mutex::default(), connecting: AsyncMutex::default() }
     }
 
     /// Makes the record of an event, or returns why there can be none.
     fn record(&self, delivery: &Delivery) -> Result<Record, Outcome> {
-        let topic = topic::RULES.name(&self.topic, &delivery.event)?;
-        let wrapped = self.envelope.wrap(&delivery.event, &self.source)?;
+        let topic = topic::RULES.name(&self.table.topic, &delivery.event)?;
+        let wrapped = self.table.envelope.wrap(&delivery.event, &self.table.source)?;
         let (record, bytes) = message::record(topic, delivery, &wrapped);
-        if bytes > self.message_bytes_max {
-            let most = self.message_bytes_max;
+        let most = self.table.message_max;
+        if bytes > most {
             let text = format!("key, headers and value have {bytes} bytes; the sink's message_max is {most}");
             return Err(Outcome::dead("payload_too_large", text));
         }
@@ -125,9 +89,9 @@ impl KafkaSink {
             return Ok(Arc::clone(session));
         }
         let how = Producing {
-            acks: self.acks,
+            acks: self.table.acks,
             confirm_within: self.timeout - self.timeout / 10,
-            message_bytes_max: self.message_bytes_max,
+            message_bytes_max: self.table.message_max,
         };
         let producer = Producer::connect(&self.cluster, &how).await?;
         let session = Arc::new(Session { producer, silent_calls: AtomicU32::new(0) });

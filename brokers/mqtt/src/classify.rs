@@ -129,6 +129,29 @@ pub(crate) fn lost(error: &ConnectionError) -> Down {
     }
 }
 
+/// The connection of the source with this client id was lost.
+pub(crate) fn reading(client_id: &str, error: &ConnectionError) -> Down {
+    use MqttError as Fault;
+    match error {
+        // A failed read or write of the connection is a `Deserialization` too.
+        ConnectionError::MqttState(StateError::Deserialization(
+            fault @ (Fault::TopicNotUtf8
+            | Fault::BoundaryCrossed(_)
+            | Fault::InvalidPropertyType(_)
+            | Fault::MalformedPacket),
+        )) => {
+            let text = format!(
+                "a message cannot be read, and ends the connection each time it comes: {fault}; a user property, its \
+                 content type or its response topic is no UTF-8. The others wait. End the session, with all \
+                 messages in it: connect once with the client_id {client_id} and a clean start. If it is retained, \
+                 clear it first: publish an empty retained message to its topic"
+            );
+            Down::new(ErrorKind::Invalid, "mqtt_message_unreadable", text)
+        }
+        _ => lost(error),
+    }
+}
+
 /// Returns what is wrong with a subscription; `None` if it was granted.
 pub(crate) fn subscribing(filter: &str, codes: &[SubscribeReasonCode]) -> Option<Down> {
     let why = match codes {
@@ -173,6 +196,18 @@ mod tests {
         ] {
             let error = connecting("mqtt://h", &ConnectionError::ConnectionRefused(code)).error("connect");
             assert_eq!((error.kind(), error.code()), (kind, expected), "{code:?}");
+        }
+    }
+
+    #[test]
+    fn only_what_a_message_may_contain_makes_it_unreadable() {
+        for (fault, expected) in [
+            (MqttError::TopicNotUtf8, "mqtt_message_unreadable"),
+            (MqttError::Io(io::ErrorKind::ConnectionReset.into()), "mqtt_connection_lost"),
+            (MqttError::InvalidConnectReturnCode(0x95), "mqtt_message_too_large"),
+        ] {
+            let error = ConnectionError::MqttState(StateError::Deserialization(fault));
+            assert_eq!(reading("orders-1", &error).code(), expected, "{error}");
         }
     }
 

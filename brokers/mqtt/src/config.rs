@@ -12,8 +12,8 @@ use postbox_core::envelope::Binding;
 use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 
 use crate::connection::{Server, address};
-use crate::sink::{MqttSink, Publishing};
-use crate::source::{MqttSource, Subscribing};
+use crate::sink::MqttSink;
+use crate::source::MqttSource;
 use crate::topic::{self, check_text};
 
 /// The longest wait for PUBACKs: a server that is silent for longer is given up.
@@ -125,7 +125,7 @@ impl MqttSinkTable {
         section.both("user", "password");
     }
 
-    fn server(&self) -> Server {
+    pub(crate) fn server(&self) -> Server {
         let user = self.user.clone().zip(self.password.clone());
         Server { url: self.url.clone(), user, tls: self.tls.clone().unwrap_or_default(), client_id: String::new() }
     }
@@ -136,7 +136,7 @@ impl MqttSourceTable {
         section.both("user", "password");
     }
 
-    fn server(&self) -> Server {
+    pub(crate) fn server(&self) -> Server {
         let user = self.user.clone().zip(self.password.clone());
         Server {
             url: self.url.clone(),
@@ -150,16 +150,7 @@ impl MqttSourceTable {
 #[async_trait]
 impl SinkConfig for MqttSinkTable {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
-        let publishing = Publishing {
-            topic: self.topic.clone(),
-            envelope: self.envelope,
-            source: self.source.clone(),
-            mandatory: self.mandatory,
-            message_bytes_max: self.message_max,
-            timeout: context.answer_timeout(ACK_TIMEOUT_MAX),
-            concurrency: context.concurrency,
-        };
-        Ok(Arc::new(MqttSink::new(self.server(), publishing)))
+        Ok(Arc::new(MqttSink::new(self, context.answer_timeout(ACK_TIMEOUT_MAX), context.concurrency)))
     }
 
     async fn connect(&self, _: &SinkContext) -> Result<String> {
@@ -174,15 +165,7 @@ impl SourceConfig for MqttSourceTable {
     }
 
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
-        let subscribing = Subscribing {
-            topic: self.topic.clone(),
-            share: self.share.clone(),
-            session_expiry: self.session_expiry,
-            in_flight_max: self.in_flight,
-            id_property: self.id_property.clone(),
-            content_type: self.content_type.clone(),
-        };
-        Ok(Arc::new(MqttSource::new(self.server(), subscribing, Arc::clone(&context.clock))))
+        Ok(Arc::new(MqttSource::new(self, Arc::clone(&context.clock))))
     }
 
     async fn connect(&self, _: &SourceContext) -> Result<String> {

@@ -73,7 +73,13 @@ impl Server {
         change(&mut options);
         let (client, mut events) = AsyncClient::new(options, room);
         match events.poll().await {
-            Ok(Event::Incoming(Packet::ConnAck(answer))) => Ok((client, events, answer)),
+            Ok(Event::Incoming(Packet::ConnAck(answer))) => {
+                // If the server wants no keep-alive, the client would ping it without a pause.
+                if events.options.keep_alive().is_zero() {
+                    events.options.set_keep_alive(KEEP_ALIVE);
+                }
+                Ok((client, events, answer))
+            }
             Ok(other) => {
                 Err(classify::mismatch("mqtt_refused", format!("{} answers with {other:?} to CONNECT", self.url)))
             }
@@ -134,5 +140,31 @@ fn certificates(key: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>, 
         Ok(found) if !found.is_empty() => Ok(found),
         Ok(_) => Err(format!("{key} {} holds no certificate (PEM)", path.display())),
         Err(error) => Err(format!("{key} {}: {error}", path.display())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_testkit::servers::listen_anywhere;
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_server_that_wants_no_keep_alive_is_asked_at_our_pace() {
+        let listener = TcpListener::from_std(listen_anywhere().expect("a port")).expect("listening");
+        let url = format!("mqtt://{}", listener.local_addr().expect("an address"));
+        let server = Server { url, user: None, tls: TlsTable::default(), client_id: String::new() };
+        let answering = async {
+            let (mut client, _) = listener.accept().await.expect("a client");
+            // CONNACK with the property Server Keep Alive.
+            client.write_all(b"\x20\x06\0\0\x03\x13\0\0").await.expect("written");
+            client
+        };
+        let (connected, _client) = tokio::join!(server.connect(1, |_| ()), answering);
+        let (_, events, answer) = connected.expect("connected");
+        assert_eq!(answer.properties.and_then(|properties| properties.server_keep_alive), Some(0));
+        assert_eq!(events.options.keep_alive(), KEEP_ALIVE);
     }
 }

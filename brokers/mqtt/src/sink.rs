@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Capabilities, Delivery, Down, Envelope, Outcome, Sink, Template, lock};
+use postbox_core::{Capabilities, Delivery, Down, Outcome, Sink, lock};
 use rumqttc::Outgoing;
 use rumqttc::v5::mqttbytes::QoS;
 use rumqttc::v5::mqttbytes::v5::{Packet, PubAckReason, Publish};
@@ -14,10 +14,9 @@ use tokio::sync::{Mutex as AsyncMutex, oneshot};
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::classify;
+use crate::config::MqttSinkTable;
 use crate::connection::Server;
-use crate::message;
-use crate::topic;
+use crate::{classify, message, topic};
 
 /// The most events of a call. Servers process fewer than that at once.
 const BATCH_MAX: usize = 100;
@@ -33,24 +32,13 @@ const PACKET_ID_BYTES: usize = 2;
 /// Cancel-safety: a dropped call ends the connection. Events on their way to the server may arrive.
 pub struct MqttSink {
     server: Server,
-    how: Publishing,
+    table: MqttSinkTable,
+    /// The longest time of a call.
+    timeout: Duration,
+    concurrency: usize,
     /// The connection of all calls.
     shared: Mutex<Option<Arc<Session>>>,
     connecting: AsyncMutex<()>,
-}
-
-/// How events are published.
-pub(crate) struct Publishing {
-    pub(crate) topic: Template,
-    pub(crate) envelope: Envelope,
-    /// The CloudEvents source of events that name none.
-    pub(crate) source: String,
-    /// Whether an event that nobody has subscribed to counts as not delivered.
-    pub(crate) mandatory: bool,
-    pub(crate) message_bytes_max: usize,
-    /// The longest time of a call.
-    pub(crate) timeout: Duration,
-    pub(crate) concurrency: Option<usize>,
 }
 
 /// A connection.
@@ -113,7 +101,7 @@ async fn drive(mut events: EventLoop, driving: EndOnDrop) {
 }
 
 impl Session {
-    async fn open(server: &Server, how: &Publishing, room: usize) -> Result<Self, Down> {
+    async fn open(server: &Server, message_max: usize, room: usize) -> Result<Self, Down> {
         let connected = server.connect(room, |options| _ = options.set_outgoing_inflight_upper_limit(IN_FLIGHT_MAX));
         let (client, events, answer) = connected.await?;
         let limits = answer.properties.as_ref();
@@ -124,7 +112,7 @@ impl Session {
         let server_max = limits.and_then(|limits| limits.max_packet_size).map_or(usize::MAX, |bytes| bytes as usize);
         let waiting = Arc::default();
         let driver = AbortOnDropHandle::new(tokio::spawn(drive(events, EndOnDrop(Arc::clone(&waiting)))));
-        Ok(Self { client, waiting, packet_bytes_max: how.message_bytes_max.min(server_max), driver })
+        Ok(Self { client, waiting, packet_bytes_max: message_max.min(server_max), driver })
     }
 
     fn ended(&self) -> Option<Down> {
@@ -151,8 +139,9 @@ impl Drop for Call {
 
 impl MqttSink {
     /// Returns a sink that connects when the first event is sent.
-    pub(crate) fn new(server: Server, how: Publishing) -> Self {
-        Self { server, how, shared: Mutex::default(), connecting: AsyncMutex::default() }
+    pub(crate) fn new(table: &MqttSinkTable, timeout: Duration, concurrency: Option<usize>) -> Self {
+        let (server, table, concurrency) = (table.server(), table.clone(), concurrency.unwrap_or(CONCURRENCY));
+        Self { server, table, timeout, concurrency, shared: Mutex::default(), connecting: AsyncMutex::default() }
     }
 
     /// Returns the connection that all calls share, and makes one if there is none.
@@ -162,8 +151,8 @@ impl MqttSink {
         if let Some(session) = known.filter(|session| session.ended().is_none()) {
             return Ok(session);
         }
-        let Capabilities { batch_max, concurrency, .. } = self.capabilities();
-        let session = Arc::new(Session::open(&self.server, &self.how, batch_max * concurrency).await?);
+        let room = BATCH_MAX * self.concurrency;
+        let session = Arc::new(Session::open(&self.server, self.table.message_max, room).await?);
         *lock(&self.shared) = Some(Arc::clone(&session));
         Ok(session)
     }
@@ -171,8 +160,8 @@ impl MqttSink {
     /// Hands an event to the client. Returns the receiver of its answer, or why it was not handed
     /// over.
     fn publish(&self, session: &Session, delivery: &Delivery) -> Result<oneshot::Receiver<PubAckReason>, Outcome> {
-        let topic = topic::RULES.name(&self.how.topic, &delivery.event)?;
-        let wrapped = self.how.envelope.wrap(&delivery.event, &self.how.source)?;
+        let topic = topic::RULES.name(&self.table.topic, &delivery.event)?;
+        let wrapped = self.table.envelope.wrap(&delivery.event, &self.table.source)?;
         let properties = message::properties(delivery, &wrapped)?;
         let publish = Publish::new(topic.as_str(), QoS::AtLeastOnce, wrapped.body.clone(), Some(properties));
         let (bytes, most) = (publish.size() + PACKET_ID_BYTES, session.packet_bytes_max);
@@ -203,15 +192,14 @@ impl MqttSink {
 #[async_trait]
 impl Sink for MqttSink {
     fn capabilities(&self) -> Capabilities {
-        let concurrency = self.how.concurrency.unwrap_or(CONCURRENCY);
-        Capabilities { batch_max: BATCH_MAX, concurrency, prefix: false, system: Some("mqtt") }
+        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false, system: Some("mqtt") }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         if deliveries.is_empty() {
             return Vec::new();
         }
-        let deadline = Instant::now() + self.how.timeout;
+        let deadline = Instant::now() + self.timeout;
         let connected = timeout_at(deadline, self.session()).await;
         let session = match connected.unwrap_or_else(|_| Err(classify::no_answer(&self.server.url))) {
             Ok(session) => session,
@@ -224,7 +212,7 @@ impl Sink for MqttSink {
             outcomes.push(match sent {
                 Err(outcome) => outcome,
                 Ok(hears) => match timeout_at(deadline, hears).await {
-                    Ok(Ok(reason)) => classify::answer(reason, self.how.mandatory),
+                    Ok(Ok(reason)) => classify::answer(reason, self.table.mandatory),
                     Ok(Err(_)) => call.session.ended().unwrap_or_else(classify::given_up).ambiguous(),
                     Err(_) => {
                         is_silent = true;

@@ -22,6 +22,7 @@ use tracing::warn;
 
 use self::held::Held;
 use crate::classify;
+use crate::config::MqttSourceTable;
 use crate::connection::Server;
 use crate::message::raw_message;
 
@@ -29,18 +30,9 @@ use crate::message::raw_message;
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// What the client may have to send besides PUBACKs: the subscription.
 const ROOM: usize = 1;
-
-/// What a source subscribes to.
-#[derive(Debug, Clone)]
-pub(crate) struct Subscribing {
-    pub(crate) topic: String,
-    /// The group of a shared subscription.
-    pub(crate) share: Option<String>,
-    pub(crate) session_expiry: Duration,
-    pub(crate) in_flight_max: u16,
-    pub(crate) id_property: String,
-    pub(crate) content_type: String,
-}
+/// The shortest time between two warnings of a lost session: a server that keeps none loses it at
+/// each connection.
+const LOST_QUIET: Duration = Duration::from_secs(60);
 
 /// Reads topics of an MQTT 5 server with QoS 1.
 ///
@@ -52,7 +44,7 @@ pub struct MqttSource {
 
 struct Reader {
     server: Server,
-    subscribing: Subscribing,
+    table: MqttSourceTable,
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
     /// Signals that there is a message to hand out, or a failure to report.
@@ -83,6 +75,10 @@ struct State {
     failure: Option<Down>,
     /// Whether it was connected before, so that the server should have a session.
     was_connected: bool,
+    /// When the log last said that the session was lost.
+    lost_said_at: Option<Duration>,
+    /// The session expiry that the server granted, in seconds, if it is less than ours.
+    expiry_short: Option<u32>,
     /// Whether messages of QoS 0 are dropped, because too many are held.
     is_dropping: bool,
 }
@@ -126,12 +122,11 @@ impl Reader {
 
     /// Reads until the connection is lost. Returns why.
     async fn read(&self) -> Down {
-        let how = &self.subscribing;
-        let in_flight = how.in_flight_max;
-        let connected = self.server.connect(usize::from(in_flight) + ROOM, |options| {
-            let expiry = u32::try_from(how.session_expiry.as_secs()).unwrap_or(u32::MAX);
+        let MqttSourceTable { topic, share, session_expiry, in_flight, .. } = &self.table;
+        let expiry = u32::try_from(session_expiry.as_secs()).unwrap_or(u32::MAX);
+        let connected = self.server.connect(usize::from(*in_flight) + ROOM, |options| {
             options.set_clean_start(false).set_session_expiry_interval(Some(expiry));
-            options.set_receive_maximum(Some(in_flight)).set_manual_acks(true);
+            options.set_receive_maximum(Some(*in_flight)).set_manual_acks(true);
             // The source publishes nothing.
             options.set_outgoing_inflight_upper_limit(1);
         });
@@ -139,8 +134,7 @@ impl Reader {
             Ok(connected) => connected,
             Err(down) => return down,
         };
-        let path =
-            how.share.as_ref().map_or_else(|| how.topic.clone(), |group| format!("$share/{group}/{}", how.topic));
+        let path = share.as_ref().map_or_else(|| topic.clone(), |group| format!("$share/{group}/{topic}"));
         let mut filter = Filter::new(path.as_str(), QoS::AtLeastOnce);
         // Retained messages are delivered once, not at each connection.
         filter.retain_forward_rule = RetainForwardRule::OnNewSubscribe;
@@ -149,12 +143,29 @@ impl Reader {
         }
         let (writes, written) = watch::channel(0);
         {
-            let mut state = self.state();
-            if std::mem::replace(&mut state.was_connected, true) && !answer.session_present {
+            let (mut state, now) = (self.state(), self.clock.monotonic());
+            let is_lost = std::mem::replace(&mut state.was_connected, true) && !answer.session_present;
+            if is_lost && state.lost_said_at.is_none_or(|at| now.saturating_sub(at) >= LOST_QUIET) {
+                state.lost_said_at = Some(now);
                 warn!(
                     code = "mqtt_session_lost",
                     client_id = self.server.client_id,
                     "server has forgotten our session; what was published meanwhile is lost"
+                );
+            }
+            // Without an answer, the server grants what we asked for.
+            let granted = answer.properties.and_then(|properties| properties.session_expiry_interval);
+            let short = granted.filter(|granted| *granted < expiry);
+            if std::mem::replace(&mut state.expiry_short, short) != short
+                && let Some(granted) = short
+            {
+                warn!(
+                    code = "mqtt_session_expiry_short",
+                    client_id = self.server.client_id,
+                    granted_seconds = granted,
+                    asked_seconds = expiry,
+                    "server keeps our session for less than session_expiry, and then loses its messages; raise the \
+                     server's limit"
                 );
             }
             state.connection = Some(Connection { client, asked: 0, written });
@@ -169,18 +180,18 @@ impl Reader {
                 }
                 Ok(Event::Outgoing(Outgoing::PubAck(_))) => writes.send_modify(|count| *count += 1),
                 Ok(_) => {}
-                Err(error) => return classify::lost(&error),
+                Err(error) => return classify::reading(&self.server.client_id, &error),
             }
         }
     }
 
     fn keep(&self, publish: Publish) {
-        let Subscribing { id_property, content_type, in_flight_max, .. } = &self.subscribing;
+        let MqttSourceTable { id_property, content_type, in_flight, .. } = &self.table;
         let number = (publish.qos != QoS::AtMostOnce).then_some(publish.pkid);
         if number.is_none() {
             let mut state = self.state();
             // The server neither holds these back nor repeats them.
-            let is_full = state.held.len() >= usize::from(*in_flight_max);
+            let is_full = state.held.len() >= usize::from(*in_flight);
             if is_full && !std::mem::replace(&mut state.is_dropping, is_full) {
                 warn!(
                     code = "mqtt_qos0_dropped", topic = %String::from_utf8_lossy(&publish.topic),
@@ -221,10 +232,10 @@ impl Reader {
 
 impl MqttSource {
     /// Returns a source that connects when it is asked for the first message.
-    pub(crate) fn new(server: Server, subscribing: Subscribing, clock: Arc<dyn Clock>) -> Self {
+    pub(crate) fn new(table: &MqttSourceTable, clock: Arc<dyn Clock>) -> Self {
         let reader = Reader {
-            server,
-            subscribing,
+            server: table.server(),
+            table: table.clone(),
             clock,
             state: Mutex::default(),
             changed: Notify::new(),
@@ -246,12 +257,12 @@ impl Drop for MqttSource {
 impl Source for MqttSource {
     /// In the server's order, unless a group shares the messages.
     fn capabilities(&self) -> SourceCapabilities {
-        let in_flight_max = usize::from(self.reader.subscribing.in_flight_max);
+        let in_flight_max = usize::from(self.reader.table.in_flight);
         SourceCapabilities { in_flight_max, ordered: true, nak_delay: true, dead_letters: false }
     }
 
     async fn next(&self, max: usize) -> Result<Vec<SourceMessage>> {
-        let (reader, in_flight_max) = (&self.reader, usize::from(self.reader.subscribing.in_flight_max));
+        let (reader, in_flight_max) = (&self.reader, usize::from(self.reader.table.in_flight));
         if !reader.reading.swap(true, Ordering::AcqRel) {
             tokio::spawn(Reader::run(EndOnDrop(Arc::clone(reader))));
         }

@@ -15,8 +15,8 @@ use postbox_core::{Down, Envelope, Inbound, LogName, RawMessage, Result, Sink, S
 
 use crate::classify::{NO_CONSUMER, no_stream};
 use crate::connection::{Auth, Link, Servers};
-use crate::jetstream::{ConsumerSpec, NewStream, ensure_consumer, settings, streams_of};
-use crate::sink::{DISCARDS, NO_ACK, NatsSink, Publishing, STREAMS_MAX, Target};
+use crate::jetstream::{NewStream, ensure_consumer, settings, streams_of};
+use crate::sink::{DISCARDS, NO_ACK, NatsSink, STREAMS_MAX, Target};
 use crate::source::NatsSource;
 use crate::subject;
 
@@ -177,7 +177,7 @@ impl AuthTable {
     }
 }
 
-fn connection(urls: &[String], auth: &Option<AuthTable>, tls: &Option<TlsTable>) -> Servers {
+pub(crate) fn connection(urls: &[String], auth: &Option<AuthTable>, tls: &Option<TlsTable>) -> Servers {
     Servers { urls: urls.to_vec(), auth: auth.clone().map(AuthTable::auth).unwrap_or_default(), tls: tls.clone() }
 }
 
@@ -216,15 +216,7 @@ impl SinkConfig for NatsSinkTable {
             pattern: pattern.clone(),
             repeats_within: context.repeats_within,
         };
-        let publishing = Publishing {
-            subject: self.subject.clone(),
-            envelope: self.envelope,
-            source: self.source.clone(),
-            timeout: context.answer_timeout(ACK_TIMEOUT_MAX),
-            concurrency: context.concurrency,
-        };
-        let servers = connection(&self.url, &self.auth, &self.tls);
-        Ok(Arc::new(NatsSink::new(servers, target, publishing, Arc::clone(&context.clock))))
+        Ok(Arc::new(NatsSink::new(self, target, context.answer_timeout(ACK_TIMEOUT_MAX), context)))
     }
 
     async fn connect(&self, _: &SinkContext) -> Result<String> {
@@ -240,9 +232,8 @@ impl SourceConfig for NatsSourceTable {
     }
 
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
-        let spec = self.consumer();
         let servers = connection(&self.url, &self.auth, &self.tls);
-        Ok(Arc::new(NatsSource::new(servers, spec, self.content_type.clone(), Arc::clone(&context.clock))))
+        Ok(Arc::new(NatsSource::new(servers, self.clone(), Arc::clone(&context.clock))))
     }
 
     async fn connect(&self, _: &SourceContext) -> Result<String> {
@@ -254,19 +245,6 @@ impl SourceConfig for NatsSourceTable {
     /// topic.
     fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
         Binding::NATS.read(message, name).map(Some)
-    }
-}
-
-impl NatsSourceTable {
-    fn consumer(&self) -> ConsumerSpec {
-        ConsumerSpec {
-            stream: self.stream.clone(),
-            name: self.consumer.clone(),
-            filter: self.filter.clone(),
-            in_flight_max: self.in_flight,
-            ack_wait: self.ack_wait,
-            create: self.create,
-        }
     }
 }
 
@@ -300,7 +278,7 @@ async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
 async fn look_at_consumer(table: &NatsSourceTable) -> Result<String, Down> {
     let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
     let (stream, name) = (&table.stream, &table.consumer);
-    match ensure_consumer(&client, &ConsumerSpec { create: false, ..table.consumer() }, None).await {
+    match ensure_consumer(&client, &NatsSourceTable { create: false, ..table.clone() }, None).await {
         Ok(_) => Ok(format!("answers; the consumer {name} of {stream} exists")),
         Err(down) if down.code() == NO_CONSUMER && table.create => {
             Ok(format!("answers; the consumer {name} of {stream} will be created"))

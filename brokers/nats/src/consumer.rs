@@ -9,7 +9,8 @@ use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
 use postbox_core::{Clock, Down, lock};
 use tracing::warn;
 
-use crate::jetstream::{Consumer, ConsumerSpec, ensure_consumer};
+use crate::config::NatsSourceTable;
+use crate::jetstream::{Consumer, ensure_consumer};
 
 /// How often a source without messages asks whether all of them are acknowledged: seldom enough for
 /// the server, and often beside the seven days for which every inbox remembers ids.
@@ -57,18 +58,18 @@ impl ConsumerState {
 /// Makes sure that the consumer exists, and notes what the server says of it.
 pub(crate) async fn inspect(
     client: &Client,
-    spec: &ConsumerSpec,
+    table: &NatsSourceTable,
     state: &Mutex<ConsumerState>,
     clock: &dyn Clock,
 ) -> Result<(), Down> {
     // Read before the server is asked, because the answer may not know what is stored meanwhile.
     let now = clock.now();
     let since = lock(state).since(now);
-    let found = ensure_consumer(client, spec, since).await?;
+    let found = ensure_consumer(client, table, since).await?;
     let mut state = lock(state);
     if found.is_made && state.seen.is_some() {
         let since = since.map_or_else(|| "the first message".to_owned(), |since| since.to_string());
-        warn!(stream = spec.stream, consumer = spec.name, since, "lost consumer created again");
+        warn!(stream = table.stream, consumer = table.consumer, since, "lost consumer created again");
     }
     if found.is_done {
         state.done_at = now.checked_sub(CLOCKS_APART_MAX).ok();

@@ -10,6 +10,7 @@ use postbox_core::{Down, ErrorKind};
 use serde_json::{Value, json};
 
 use crate::classify::{self, Answer, Refusal};
+use crate::config::NatsSourceTable;
 
 /// The longest wait for an answer of the API: a new stream with three replicas takes a second on a
 /// busy machine.
@@ -136,19 +137,6 @@ pub(crate) async fn create_stream(client: &Client, stream: &str, new: &NewStream
     created.map(drop).map_err(|refusal| classify::not_done(&format!("the stream {stream} cannot be created"), &refusal))
 }
 
-/// A durable pull consumer.
-#[derive(Debug, Clone)]
-pub(crate) struct ConsumerSpec {
-    pub(crate) stream: String,
-    pub(crate) name: String,
-    /// If set, only messages with these subjects.
-    pub(crate) filter: Option<String>,
-    pub(crate) in_flight_max: usize,
-    pub(crate) ack_wait: Duration,
-    /// Whether it is created if it is missing.
-    pub(crate) create: bool,
-}
-
 /// What is known of a consumer that exists.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Consumer {
@@ -168,13 +156,15 @@ pub(crate) struct Consumer {
 /// with the first message.
 pub(crate) async fn ensure_consumer(
     client: &Client,
-    spec: &ConsumerSpec,
+    table: &NatsSourceTable,
     since: Option<Timestamp>,
 ) -> Result<Consumer, Down> {
-    let ConsumerSpec { stream, name, .. } = spec;
-    let (info, is_made) = match consumer_info(client, spec).await? {
+    let NatsSourceTable { stream, consumer: name, .. } = table;
+    let (info, is_made) = match consumer_info(client, table).await? {
         Ok(info) => (info, false),
-        Err(refusal) if refusal.err_code == NO_CONSUMER && spec.create => create_consumer(client, spec, since).await?,
+        Err(refusal) if refusal.err_code == NO_CONSUMER && table.create => {
+            create_consumer(client, table, since).await?
+        }
         Err(refusal) if refusal.err_code == NO_CONSUMER => {
             let text = format!(
                 "the stream {stream} has no consumer {name}; set create = true, or create it with: nats consumer add {stream} {name} --pull --ack explicit --deliver all"
@@ -202,7 +192,7 @@ pub(crate) async fn ensure_consumer(
         );
         return Err(Down::new(ErrorKind::Mismatch, "nats_consumer_gives_up", text));
     }
-    if let Some(fault) = fault(config, spec) {
+    if let Some(fault) = fault(config, table) {
         let text = format!("the consumer {name} of {stream} {fault}, or name another");
         return Err(Down::new(ErrorKind::Mismatch, "nats_consumer_other", text));
     }
@@ -216,13 +206,13 @@ pub(crate) async fn ensure_consumer(
     })
 }
 
-async fn consumer_info(client: &Client, spec: &ConsumerSpec) -> Result<Result<Value, Refusal>, Down> {
-    call(client, &format!("CONSUMER.INFO.{}.{}", spec.stream, spec.name), &Value::Null).await
+async fn consumer_info(client: &Client, table: &NatsSourceTable) -> Result<Result<Value, Refusal>, Down> {
+    call(client, &format!("CONSUMER.INFO.{}.{}", table.stream, table.consumer), &Value::Null).await
 }
 
 /// Returns why the messages of a consumer would not be those that are configured, and the cure.
-fn fault(config: &Value, spec: &ConsumerSpec) -> Option<String> {
-    let ConsumerSpec { stream, name, .. } = spec;
+fn fault(config: &Value, table: &NatsSourceTable) -> Option<String> {
+    let NatsSourceTable { stream, consumer: name, .. } = table;
     if config["headers_only"] == true {
         return Some(format!(
             "gives every message without its payload (headers_only); edit it: \
@@ -234,14 +224,14 @@ fn fault(config: &Value, spec: &ConsumerSpec) -> Option<String> {
     }
     // Otherwise a message that is given back comes again after later ones, and every replica gets
     // one.
-    if spec.in_flight_max == 1 && config["max_ack_pending"] != 1 {
+    if table.in_flight == 1 && config["max_ack_pending"] != 1 {
         return Some(format!(
             "gives several messages at once (max_ack_pending), so in_flight = 1 would not keep their order; edit it: \
              nats consumer edit {stream} {name} --max-pending=1"
         ));
     }
     // A consumer with several filters can be used by not configuring one.
-    let wanted = spec.filter.as_deref()?;
+    let wanted = table.filter.as_deref()?;
     let its = filters(config);
     (its != [wanted]).then(|| {
         let its = its.join(", ");
@@ -263,20 +253,20 @@ pub(crate) fn filters(config: &Value) -> Vec<String> {
 /// Returns the consumer, and whether it was created here.
 async fn create_consumer(
     client: &Client,
-    spec: &ConsumerSpec,
+    table: &NatsSourceTable,
     since: Option<Timestamp>,
 ) -> Result<(Value, bool), Down> {
-    let ConsumerSpec { stream, name, .. } = spec;
+    let NatsSourceTable { stream, consumer: name, .. } = table;
     let mut config = json!({
         "durable_name": name,
         "deliver_policy": "all",
         "ack_policy": "explicit",
-        "ack_wait": nanos(spec.ack_wait),
-        "max_ack_pending": spec.in_flight_max,
+        "ack_wait": nanos(table.ack_wait),
+        "max_ack_pending": table.in_flight,
         "max_deliver": -1,
         "replay_policy": "instant",
     });
-    if let Some(filter) = &spec.filter {
+    if let Some(filter) = &table.filter {
         config["filter_subject"] = filter.as_str().into();
     }
     if let Some(since) = since {
@@ -297,7 +287,7 @@ async fn create_consumer(
         Err(refusal) => refusal,
     };
     // Another replica may have been faster. The server does not move a consumer that exists.
-    let info = consumer_info(client, spec).await?;
+    let info = consumer_info(client, table).await?;
     info.map(|info| (info, false))
         .map_err(|_| classify::not_done(&format!("the consumer {name} of {stream} cannot be created"), &refusal))
 }

@@ -9,18 +9,17 @@ use async_nats::{Client, HeaderMap, Request, RequestError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt as _};
+use postbox_config::SinkContext;
 use postbox_core::envelope::Binding;
-use postbox_core::{
-    Capabilities, Clock, Delivery, Down, Envelope, HighWaterMarks, Outcome, Result, Sink, Template, header, hex,
-};
+use postbox_core::{Capabilities, Clock, Delivery, Down, HighWaterMarks, Outcome, Result, Sink, header, hex};
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
 use crate::classify::{self, Answer, NO_STREAM, no_stream};
-use crate::config;
-use crate::connection::{Link, Refused, Servers};
+use crate::config::{self, NatsSinkTable};
+use crate::connection::{Link, Refused};
 use crate::jetstream::{
     NO_JETSTREAM, NewStream, Settings, create_stream, last_number, message_at, settings, streams_of,
 };
@@ -72,12 +71,9 @@ struct Known {
 /// event of the key could be stored although an earlier one was refused.
 pub struct NatsSink {
     link: Link,
-    subject: Template,
-    stream: Option<String>,
-    create: bool,
+    table: NatsSinkTable,
     pattern: String,
-    envelope: Envelope,
-    source: String,
+    /// The longest wait for the acks of a call.
     timeout: Duration,
     concurrency: usize,
     known: Arc<Known>,
@@ -88,23 +84,11 @@ pub struct NatsSink {
     clock: Arc<dyn Clock>,
 }
 
-/// How events are published.
-pub(crate) struct Publishing {
-    pub(crate) subject: Template,
-    pub(crate) envelope: Envelope,
-    /// The CloudEvents source of events that have none.
-    pub(crate) source: String,
-    /// The longest wait for the acks of a call.
-    pub(crate) timeout: Duration,
-    pub(crate) concurrency: Option<usize>,
-}
-
 impl NatsSink {
     /// Returns a sink that connects when the first event is sent.
-    pub(crate) fn new(servers: Servers, target: Target, how: Publishing, clock: Arc<dyn Clock>) -> Self {
-        let (stream, create, pattern) = (target.stream.clone(), target.create.is_some(), target.pattern.clone());
+    pub(crate) fn new(table: &NatsSinkTable, target: Target, wait: Duration, context: &SinkContext) -> Self {
+        let (servers, pattern) = (config::connection(&table.url, &table.auth, &table.tls), target.pattern.clone());
         let (target, known) = (Arc::new(target), Arc::<Known>::default());
-        let look_timeout = how.timeout / 3;
         let learnt = Arc::clone(&known);
         let prepare = move |client, refused: Refused| {
             let (target, known) = (Arc::clone(&target), Arc::clone(&learnt));
@@ -115,7 +99,7 @@ impl NatsSink {
                 // A server does not answer a user without the right to ask. One that is only slow
                 // is asked again on the next connection.
                 if !known.is_checked.load(Ordering::Relaxed)
-                    && timeout(look_timeout, prepare(&client, &target, &known)).await.is_err()
+                    && timeout(wait / 3, prepare(&client, &target, &known)).await.is_err()
                 {
                     known.is_checked.fetch_or(refused.any("$JS.API.STREAM."), Ordering::Relaxed);
                 }
@@ -124,18 +108,14 @@ impl NatsSink {
         };
         Self {
             link: Link::new(servers, Box::new(prepare)),
-            subject: how.subject,
-            stream,
-            create,
+            table: table.clone(),
             pattern,
-            envelope: how.envelope,
-            source: how.source,
-            timeout: how.timeout,
-            concurrency: how.concurrency.unwrap_or(CONCURRENCY),
+            timeout: wait,
+            concurrency: context.concurrency.unwrap_or(CONCURRENCY),
             known,
             looks: Semaphore::new(LOOKS_MAX),
             may_not_look: AtomicBool::new(false),
-            clock,
+            clock: Arc::clone(&context.clock),
         }
     }
 
@@ -143,8 +123,8 @@ impl NatsSink {
     /// subject and body alone. The body of an event is the same at each attempt, and so is that id.
     fn message(&self, delivery: &Delivery, is_own: bool) -> Result<(String, HeaderMap, Bytes), Outcome> {
         let event = &delivery.event;
-        let subject = subject::RULES.name(&self.subject, event)?;
-        let wrapped = self.envelope.wrap(event, &self.source)?;
+        let subject = subject::RULES.name(&self.table.subject, event)?;
+        let wrapped = self.table.envelope.wrap(event, &self.table.source)?;
         let mut headers = HeaderMap::new();
         for (name, value) in delivery.headers().filter(|(name, _)| !is_reserved(name)) {
             insert(&mut headers, name, value)?;
@@ -161,7 +141,7 @@ impl NatsSink {
             id = format!("{id}-{}", hex(&content[..8]));
         }
         insert(&mut headers, "Nats-Msg-Id", &id)?;
-        if let Some(stream) = &self.stream {
+        if let Some(stream) = &self.table.stream {
             insert(&mut headers, "Nats-Expected-Stream", stream)?;
         }
         Ok((subject, headers, wrapped.body))
@@ -237,13 +217,13 @@ impl NatsSink {
     /// Returns the outcome of an event that no stream takes. If other events of the call were
     /// delivered, the server and its streams work, so the subject is the problem.
     fn without_stream(&self, others_delivered: bool) -> Outcome {
-        let down = no_stream(self.stream.as_deref(), &self.pattern);
+        let down = no_stream(self.table.stream.as_deref(), &self.pattern);
         if others_delivered { down.ambiguous() } else { down.outcome() }
     }
 
     /// Returns the outcome of an event without an answer in time.
     fn without_answer(&self, delivery: &Delivery, others_delivered: bool) -> Outcome {
-        match subject::RULES.name(&self.subject, &delivery.event) {
+        match subject::RULES.name(&self.table.subject, &delivery.event) {
             Ok(subject) if self.link.has_refused(&subject) => {
                 let down = classify::no_right(&subject);
                 if others_delivered { down.ambiguous() } else { down.outcome() }
@@ -359,7 +339,7 @@ impl HighWaterMarks for NatsSink {
     }
 
     async fn streams(&self, max: usize) -> Result<Vec<String>> {
-        if let Some(stream) = &self.stream {
+        if let Some(stream) = &self.table.stream {
             return Ok(vec![stream.clone()]);
         }
         let asked = async { streams_of(&self.link.client().await?, &self.pattern).await };
@@ -390,7 +370,7 @@ impl NatsSink {
         let concluded = outcomes.into_iter().zip(deliveries).map(conclude).collect();
         // No event was delivered, so the connection itself may be at fault. On a new connection a
         // stream is created if configured, and one that was never seen is looked at.
-        let helps = self.create || !self.known.is_found.load(Ordering::Relaxed);
+        let helps = self.table.create.is_some() || !self.known.is_found.load(Ordering::Relaxed);
         if !delivered && (silent || (missing && helps)) {
             self.link.discard(client).await;
         }

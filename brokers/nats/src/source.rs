@@ -21,9 +21,10 @@ use tokio_util::task::AbortOnDropHandle;
 use tracing::warn;
 
 use crate::classify;
+use crate::config::NatsSourceTable;
 use crate::connection::{Link, Servers, is_alive};
 use crate::consumer::{ConsumerState, inspect};
-use crate::jetstream::{Consumer, ConsumerSpec, nanos};
+use crate::jetstream::{Consumer, nanos};
 use crate::message::{is_ack, raw_message};
 use crate::unreadable::unreadable;
 
@@ -46,8 +47,7 @@ const OPERATION: &str = "receive";
 /// A durable pull consumer of a stream.
 pub struct NatsSource {
     link: Link,
-    spec: ConsumerSpec,
-    content_type: String,
+    table: NatsSourceTable,
     /// The requests on the present connection.
     pulling: AsyncMutex<Option<Session>>,
     given: Arc<Mutex<Given>>,
@@ -91,17 +91,16 @@ struct Given {
 
 impl NatsSource {
     /// Returns a source that connects when it is asked for messages.
-    pub(crate) fn new(servers: Servers, spec: ConsumerSpec, content_type: String, clock: Arc<dyn Clock>) -> Self {
+    pub(crate) fn new(servers: Servers, table: NatsSourceTable, clock: Arc<dyn Clock>) -> Self {
         let consumer = Arc::<Mutex<ConsumerState>>::default();
-        let known = (spec.clone(), Arc::clone(&consumer), Arc::clone(&clock));
+        let known = (table.clone(), Arc::clone(&consumer), Arc::clone(&clock));
         let prepare = move |client, _| {
-            let (spec, consumer, clock) = known.clone();
-            Box::pin(async move { inspect(&client, &spec, &consumer, &*clock).await }) as _
+            let (table, consumer, clock) = known.clone();
+            Box::pin(async move { inspect(&client, &table, &consumer, &*clock).await }) as _
         };
         Self {
             link: Link::new(servers, Box::new(prepare)),
-            spec,
-            content_type,
+            table,
             pulling: AsyncMutex::default(),
             given: Arc::default(),
             lost_on: Mutex::default(),
@@ -134,7 +133,7 @@ impl NatsSource {
         let every = lock(&self.consumer).settings().ack_wait.max(ACK_WAIT_MIN) / 3;
         let progress = AbortOnDropHandle::new(tokio::spawn(report_progress(client.clone(), given, clock, every)));
         let found = self.look_for_unreadable(&client).await;
-        let singly = if found.is_none() { self.spec.in_flight_max } else { 0 };
+        let singly = if found.is_none() { self.table.in_flight } else { 0 };
         let found = found.unwrap_or_default();
         Ok(Session { client, inbox, messages, asked: 0, singly, found, found_given: Vec::new(), _progress: progress })
     }
@@ -162,11 +161,11 @@ impl NatsSource {
     }
 
     async fn look(&self, client: &Client) -> Option<Vec<Message>> {
-        let down = match unreadable(client, &self.spec).await {
+        let down = match unreadable(client, &self.table).await {
             Ok(found) => return Some(found),
             Err(down) => down.error(OPERATION),
         };
-        let stream = &self.spec.stream;
+        let stream = &self.table.stream;
         let refused = self.link.has_refused_looks(stream);
         self.may_not_look.store(refused, Ordering::Relaxed);
         let cure = format!(
@@ -193,7 +192,7 @@ impl NatsSource {
                     continue;
                 }
                 let most = if session.singly > 0 { 1 } else { max };
-                let room = self.spec.in_flight_max.saturating_sub(self.given().replies.len()).min(most);
+                let room = self.table.in_flight.saturating_sub(self.given().replies.len()).min(most);
                 if room == 0 {
                     settled.await;
                     continue;
@@ -212,7 +211,7 @@ impl NatsSource {
             let expired = message.status == Some(StatusCode::TIMEOUT);
             let Some(first) = self.take(session, message)? else {
                 if expired && lock(&self.consumer).may_ask(self.clock.monotonic()) {
-                    inspect(&session.client, &self.spec, &self.consumer, &*self.clock).await?;
+                    inspect(&session.client, &self.table, &self.consumer, &*self.clock).await?;
                 }
                 continue;
             };
@@ -242,7 +241,7 @@ impl NatsSource {
 
     /// The subject on which messages are requested.
     fn next_subject(&self) -> String {
-        format!("$JS.API.CONSUMER.MSG.NEXT.{}.{}", self.spec.stream, self.spec.name)
+        format!("$JS.API.CONSUMER.MSG.NEXT.{}.{}", self.table.stream, self.table.consumer)
     }
 
     fn give(&self, message: Message) -> SourceMessage {
@@ -251,7 +250,7 @@ impl NatsSource {
         let number = given.tokens;
         given.replies.extend(message.reply.clone().map(|reply| (number, reply)));
         let token = AckToken(number);
-        SourceMessage { message: raw_message(message, &self.content_type), token }
+        SourceMessage { message: raw_message(message, &self.table.content_type), token }
     }
 
     /// Handles what arrived on the inbox: a message, or the server's status of the request.
@@ -277,7 +276,7 @@ impl NatsSource {
                 Ok(None)
             }
             status => {
-                let ConsumerSpec { stream, name, .. } = &self.spec;
+                let NatsSourceTable { stream, consumer: name, .. } = &self.table;
                 let text = format!("the consumer {name} of the stream {stream} gives nothing: {status} {why}");
                 Err(Down::new(ErrorKind::Unavailable, "nats_pull_ended", text.trim_end()))
             }
@@ -300,7 +299,7 @@ impl NatsSource {
         let settled = match confirmed {
             Ok(_) if sent.iter().all(|sent| sent.is_ok()) => Ok(()),
             Err(error) if matches!(error.kind(), RequestErrorKind::TimedOut | RequestErrorKind::NoResponders) => {
-                let ConsumerSpec { stream, name, .. } = &self.spec;
+                let NatsSourceTable { stream, consumer: name, .. } = &self.table;
                 let down = match self.link.refused().any("$JS.ACK.") {
                     true => classify::no_right(&format!("$JS.ACK.{stream}.{name}.>")),
                     false => {
@@ -345,7 +344,7 @@ async fn report_progress(client: Client, given: Arc<Mutex<Given>>, clock: Arc<dy
 impl Source for NatsSource {
     fn capabilities(&self) -> SourceCapabilities {
         SourceCapabilities {
-            in_flight_max: self.spec.in_flight_max,
+            in_flight_max: self.table.in_flight,
             // A message that is given back is delivered after those handed out meanwhile.
             ordered: false,
             nak_delay: true,

@@ -16,7 +16,8 @@ use serde_json::{Value, json};
 use tracing::warn;
 
 use crate::classify;
-use crate::jetstream::{ConsumerSpec, NO_MESSAGE, call, filters};
+use crate::config::NatsSourceTable;
+use crate::jetstream::{NO_MESSAGE, call, filters};
 
 /// The most messages to look at: about twice what is in flight by default. Later ones are found
 /// once those before them are acknowledged.
@@ -24,8 +25,8 @@ const LOOK_MAX: usize = 1_000;
 
 /// Returns the messages that the consumer has delivered and that the client cannot read, with the
 /// readable part of their headers.
-pub(crate) async fn unreadable(client: &Client, spec: &ConsumerSpec) -> Result<Vec<Message>, Down> {
-    let ConsumerSpec { stream, name, .. } = spec;
+pub(crate) async fn unreadable(client: &Client, table: &NatsSourceTable) -> Result<Vec<Message>, Down> {
+    let NatsSourceTable { stream, consumer: name, .. } = table;
     let not_done = |refusal| classify::not_done(&format!("the stream {stream} cannot be read by numbers"), &refusal);
     let info = call(client, &format!("CONSUMER.INFO.{stream}.{name}"), &Value::Null).await?.map_err(not_done)?;
     let number = |key: &str| info[key]["stream_seq"].as_u64().unwrap_or_default();
@@ -45,7 +46,7 @@ pub(crate) async fn unreadable(client: &Client, spec: &ConsumerSpec) -> Result<V
             };
             let Some(number) = message["seq"].as_u64().filter(|number| *number <= last) else { break };
             next = number + 1;
-            if let Some(message) = as_far_as_readable(spec, number, &message) {
+            if let Some(message) = as_far_as_readable(table, number, &message) {
                 let cure = format!("fix its producer, or delete it: nats stream rmm {stream} {number}");
                 warn!(code = "nats_message_unreadable", stream, number, cure, "message unreadable");
                 found.push(message);
@@ -56,7 +57,7 @@ pub(crate) async fn unreadable(client: &Client, spec: &ConsumerSpec) -> Result<V
 }
 
 /// Returns the readable part of a message; `None` if the client can read it.
-fn as_far_as_readable(spec: &ConsumerSpec, number: u64, message: &Value) -> Option<Message> {
+fn as_far_as_readable(table: &NatsSourceTable, number: u64, message: &Value) -> Option<Message> {
     let bytes = |key: &str| BASE64_STANDARD.decode(message[key].as_str().unwrap_or_default()).unwrap_or_default();
     let subject = message["subject"].as_str().unwrap_or_default();
     let (headers, whole) = headers(&bytes("hdrs"));
@@ -68,7 +69,7 @@ fn as_far_as_readable(spec: &ConsumerSpec, number: u64, message: &Value) -> Opti
     let time: Timestamp = message["time"].as_str().unwrap_or_default().parse().unwrap_or_default();
     let time = time.as_nanosecond();
     // For an ack, the server only uses the message's number.
-    let ack = format!("$JS.ACK.{}.{}.1.{number}.{number}.{time}.0", spec.stream, spec.name);
+    let ack = format!("$JS.ACK.{}.{}.1.{number}.{number}.{time}.0", table.stream, table.consumer);
     Some(Message {
         subject: subject.into(),
         reply: Some(ack.into()),

@@ -9,6 +9,7 @@ const ACCESS_REFUSED: u16 = 403;
 const NOT_FOUND: u16 = 404;
 const RESOURCE_LOCKED: u16 = 405;
 const PRECONDITION_FAILED: u16 = 406;
+const FRAME_ERROR: u16 = 501;
 const NOT_ALLOWED: u16 = 530;
 
 /// The connection was lost.
@@ -21,13 +22,19 @@ pub(crate) const UNREADABLE: &str = "rabbitmq_message_unreadable";
 
 /// Classifies the error that ended the consumer.
 pub(crate) fn ended(queue: &str, error: &ClientError) -> Down {
-    let Client::ParsingError(why) = error.kind() else { return lost(&error.to_string()) };
+    let why = match error.kind() {
+        Client::ParsingError(why) => why.to_string(),
+        // A server with larger frames sends a header as it is.
+        Client::ProtocolError(_) if number(error) == Some(FRAME_ERROR) => safe(error),
+        _ => return lost(&error.to_string()),
+    };
     let text = format!(
         "a message of the queue {queue} cannot be read, and ends the connection each time it comes: {}; its id, \
-         content type or another property is no UTF-8. Remove it, in the management UI (Get messages, without \
-         requeue) or with: rabbitmqadmin get queue={queue} ackmode=ack_requeue_false; a quorum queue with a \
-         dead-letter exchange and an x-delivery-limit does so by itself",
-        excerpt(&why.to_string())
+         content type or another property is no UTF-8, or its headers are too large. Those behind it wait. Look first \
+         whether it is at the head: rabbitmqadmin get queue={queue} ackmode=ack_requeue_true (or Get messages in the \
+         management UI); then remove it with ackmode=ack_requeue_false. A quorum queue with a dead-letter exchange \
+         and a finite x-delivery-limit does so by itself",
+        excerpt(&why)
     );
     Down::new(ErrorKind::Invalid, UNREADABLE, text)
 }

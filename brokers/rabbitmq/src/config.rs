@@ -14,8 +14,8 @@ use postbox_core::{Down, Envelope, Inbound, LogName, RawMessage, Result, Sink, S
 
 use crate::classify::MISSING;
 use crate::connection::Servers;
-use crate::consumer::{QueueSpec, find_exchange, find_queue};
-use crate::message::{Form, SHORT_BYTES_MAX};
+use crate::consumer::{find_exchange, find_queue};
+use crate::message::SHORT_BYTES_MAX;
 use crate::route;
 use crate::sink::RabbitmqSink;
 use crate::source::RabbitmqSource;
@@ -80,9 +80,9 @@ table! {
         exchange: Option<String> = text(name), unset("the default exchange only", r#""amq.topic""#);
         /// The routing key of that binding.
         routing_key: String = text(name), default("#");
-        /// The queue's dead-letter exchange: messages that cannot be stored, not even as poison,
-        /// are rejected to it. A queue that is created gets it; an existing one must have it.
-        /// Without it, the first bytes of such messages are stored.
+        /// The queue's dead-letter exchange, which must exist: messages that cannot be stored, not
+        /// even as poison, are rejected to it. A queue that is created gets it; an existing one
+        /// must have it. Without it, the first bytes of such messages are stored.
         dead_letter_exchange: Option<String> = text(name), unset("none", r#""orders-dead""#);
         /// Most messages that are received and not yet stored (prefetch).
         in_flight: u16 = integer(1..=u16::MAX), default(256);
@@ -133,7 +133,7 @@ impl RabbitmqSinkTable {
         check_connection(section, &self.url);
     }
 
-    fn servers(&self) -> Servers {
+    pub(crate) fn servers(&self) -> Servers {
         let user = self.user.clone().zip(self.password.clone());
         Servers {
             urls: self.url.clone(),
@@ -169,31 +169,13 @@ impl RabbitmqSourceTable {
             ..Servers::default()
         }
     }
-
-    fn spec(&self) -> QueueSpec {
-        QueueSpec {
-            name: self.queue.clone(),
-            create: self.create,
-            binding: self.exchange.clone().map(|exchange| (exchange, self.routing_key.clone())),
-            dead_letter_exchange: self.dead_letter_exchange.clone(),
-            in_flight_max: self.in_flight,
-        }
-    }
 }
 
 #[async_trait]
 impl SinkConfig for RabbitmqSinkTable {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
-        let form = Form {
-            exchange: self.exchange.clone(),
-            routing_key: self.routing_key.clone(),
-            envelope: self.envelope,
-            source: self.source.clone(),
-            body_bytes_max: self.message_max,
-        };
         let timeout = context.answer_timeout(CONFIRM_TIMEOUT_MAX);
-        let clock = Arc::clone(&context.clock);
-        Ok(Arc::new(RabbitmqSink::new(self.servers(), form, timeout, context.concurrency, clock)))
+        Ok(Arc::new(RabbitmqSink::new(self, timeout, context.concurrency, Arc::clone(&context.clock))))
     }
 
     async fn connect(&self, _: &SinkContext) -> Result<String> {
@@ -219,10 +201,8 @@ impl SourceConfig for RabbitmqSourceTable {
     }
 
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
-        let (servers, spec) = (self.servers(&context.name), self.spec());
-        let topic = self.topic.as_ref().map_or(self.queue.as_str(), Topic::as_str);
-        let instead = (topic.to_owned(), self.content_type.clone());
-        Ok(Arc::new(RabbitmqSource::new(servers, spec, instead, Arc::clone(&context.clock))))
+        let servers = self.servers(&context.name);
+        Ok(Arc::new(RabbitmqSource::new(servers, self.clone(), Arc::clone(&context.clock))))
     }
 
     async fn connect(&self, context: &SourceContext) -> Result<String> {
@@ -235,6 +215,10 @@ impl SourceConfig for RabbitmqSourceTable {
                     None => Ok(will_be_made(&self.queue)),
                 },
                 Err(down) => Err(down),
+            };
+            let found = match &self.dead_letter_exchange {
+                Some(exchange) if found.is_ok() => find_exchange(&connection, exchange).await.and(found),
+                _ => found,
             };
             connection.close().await;
             found

@@ -36,6 +36,9 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The heartbeat interval in seconds. A server that is silent for twice as long is lost. Shorter
 /// intervals are not recommended, because both sides may be busy.
 const HEARTBEAT_S: u16 = 5;
+/// The largest frame, in bytes: RabbitMQ's default. The client takes the server's if that is
+/// smaller. It reserves 64 frames, so a server without a limit must not decide their size.
+const FRAME_BYTES_MAX: u32 = 131_072;
 /// How many channels are kept open for later calls.
 const IDLE_MAX: usize = 32;
 
@@ -76,6 +79,7 @@ impl Servers {
         let invalid = |why: String| Down::new(ErrorKind::Mismatch, "rabbitmq_config_invalid", why);
         let mut uri: AMQPUri = url.parse().map_err(invalid)?;
         uri.query.heartbeat = Some(HEARTBEAT_S);
+        uri.query.frame_max = Some(FRAME_BYTES_MAX);
         if let Some((username, password)) = &self.user {
             uri.authority.userinfo =
                 AMQPUserInfo { username: username.clone(), password: password.expose().to_owned() };

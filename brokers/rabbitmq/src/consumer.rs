@@ -10,6 +10,7 @@ use postbox_core::Down;
 use tokio::time::timeout;
 
 use crate::classify::{self, MISSING};
+use crate::config::RabbitmqSourceTable;
 use crate::connection::{Connection, Servers, declare_passively};
 
 /// The longest wait for an answer that needs no work.
@@ -18,19 +19,6 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// RabbitMQ 4 drops it after 20 deliveries, and each stop of ours counts as one. Poison messages
 /// are detected by us.
 const DELIVERY_LIMIT: i32 = i32::MAX;
-
-/// The queue that is consumed.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct QueueSpec {
-    pub(crate) name: String,
-    /// Whether it is created if it is missing: durable, a quorum queue.
-    pub(crate) create: bool,
-    /// The exchange and routing key that a created queue is bound to.
-    pub(crate) binding: Option<(String, String)>,
-    /// Where the queue sends rejected messages.
-    pub(crate) dead_letter_exchange: Option<String>,
-    pub(crate) in_flight_max: u16,
-}
 
 /// The consumer of one connection.
 pub(crate) struct Session {
@@ -43,22 +31,26 @@ impl Session {
     /// Connects and starts consuming. `prefetch` is the most messages that are out of the queue.
     ///
     /// Cancel-safety: if dropped, there is no session.
-    pub(crate) async fn open(servers: &Servers, spec: &QueueSpec, prefetch: u16) -> Result<Self, Down> {
+    pub(crate) async fn open(servers: &Servers, table: &RabbitmqSourceTable, prefetch: u16) -> Result<Self, Down> {
         let connection = servers.connect().await?;
-        match find_queue(&connection, &spec.name).await {
-            Err(missing) if missing.code() == MISSING && spec.create => make(&connection, spec).await?,
+        if let Some(exchange) = &table.dead_letter_exchange {
+            // The server drops what is rejected to a missing exchange.
+            find_exchange(&connection, exchange).await?;
+        }
+        match find_queue(&connection, &table.queue).await {
+            Err(missing) if missing.code() == MISSING && table.create => make(&connection, table).await?,
             found => found?,
         }
-        if spec.create {
+        if table.create {
             // At every start: a start that ended between creating and binding would leave a queue
             // that gets nothing.
-            bind(&connection, spec).await?;
+            bind(&connection, table).await?;
         }
         let channel = ask("opening a channel", connection.channel()).await?;
         bound(&channel, prefetch).await?;
-        let (queue, options) = (short(&spec.name), BasicConsumeOptions::default());
+        let (queue, options) = (short(&table.queue), BasicConsumeOptions::default());
         let consumed = channel.basic_consume(queue, ShortString::default(), options, FieldTable::default());
-        let consumer = ask(format!("consuming the queue {}", spec.name), consumed).await?;
+        let consumer = ask(format!("consuming the queue {}", table.queue), consumed).await?;
         Ok(Self { connection, channel, consumer })
     }
 }
@@ -84,28 +76,28 @@ pub(crate) async fn find_exchange(connection: &Connection, name: &str) -> Result
     ask(format!("the exchange {name}"), declare_passively(&channel, short(name))).await
 }
 
-async fn make(connection: &Connection, spec: &QueueSpec) -> Result<(), Down> {
+async fn make(connection: &Connection, table: &RabbitmqSourceTable) -> Result<(), Down> {
     let channel = ask("opening a channel", connection.channel()).await?;
     let mut arguments = FieldTable::default();
     arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
-    arguments.insert("x-delivery-limit".into(), AMQPValue::LongInt(DELIVERY_LIMIT));
-    if let Some(exchange) = &spec.dead_letter_exchange {
+    if let Some(exchange) = &table.dead_letter_exchange {
         arguments.insert("x-dead-letter-exchange".into(), AMQPValue::LongString(exchange.as_str().into()));
     }
+    arguments.insert("x-delivery-limit".into(), AMQPValue::LongInt(DELIVERY_LIMIT));
     let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-    let name = &spec.name;
+    let name = &table.queue;
     ask(format!("creating the queue {name}"), channel.queue_declare(short(name), options, arguments)).await?;
     tracing::info!(queue = name, "queue made");
     Ok(())
 }
 
 /// Binds the queue to its exchange, if it has one. Idempotent.
-async fn bind(connection: &Connection, spec: &QueueSpec) -> Result<(), Down> {
-    let Some((exchange, key)) = &spec.binding else { return Ok(()) };
+async fn bind(connection: &Connection, table: &RabbitmqSourceTable) -> Result<(), Down> {
+    let Some(exchange) = &table.exchange else { return Ok(()) };
     let channel = ask("opening a channel", connection.channel()).await?;
-    let (queue, from, key) = (short(&spec.name), short(exchange), short(key));
+    let (queue, from, key) = (short(&table.queue), short(exchange), short(&table.routing_key));
     let binding = channel.queue_bind(queue, from, key, QueueBindOptions::default(), FieldTable::default());
-    ask(format!("binding the queue {} to the exchange {exchange}", spec.name), binding).await
+    ask(format!("binding the queue {} to the exchange {exchange}", table.queue), binding).await
 }
 
 /// A name of the configuration, which has checked its length.

@@ -5,11 +5,12 @@ use std::borrow::Cow;
 use bytes::Bytes;
 use lapin::BasicProperties;
 use lapin::message::Delivery as Message;
-use lapin::types::{AMQPValue, FieldTable, ShortString};
+use lapin::types::{AMQPValue, DecimalValue, FieldTable, ShortString};
 use postbox_core::envelope::Binding;
-use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage, Template, header};
+use postbox_core::{Delivery, Headers, Outcome, RawMessage, header};
 use sha2::{Digest as _, Sha256};
 
+use crate::config::RabbitmqSinkTable;
 use crate::route;
 
 /// The longest name, key or property, in bytes: its length is one byte on the wire.
@@ -39,17 +40,6 @@ const SERVERS_OWN: [&str; 9] = [
 ];
 const SERVERS_OWN_PREFIXES: [&str; 2] = ["x-first-death-", "x-last-death-"];
 
-/// How events are converted to messages.
-#[derive(Debug, Clone)]
-pub(crate) struct Form {
-    pub(crate) exchange: Template,
-    pub(crate) routing_key: Template,
-    pub(crate) envelope: Envelope,
-    /// The CloudEvents source of events that have none.
-    pub(crate) source: String,
-    pub(crate) body_bytes_max: usize,
-}
-
 /// A message to publish.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
@@ -60,18 +50,18 @@ pub(crate) struct Outgoing {
     pub(crate) id: String,
 }
 
-impl Form {
+impl RabbitmqSinkTable {
     /// Makes the message of an event, or returns why there can be none.
     pub(crate) fn message(&self, delivery: &Delivery, frame_bytes_max: usize) -> Result<Outgoing, Outcome> {
         let event = &delivery.event;
         let exchange = route::render(&self.exchange, event)?;
         let routing_key = route::render(&self.routing_key, event)?;
         let wrapped = self.envelope.wrap(event, &self.source)?;
-        if wrapped.body.len() > self.body_bytes_max {
+        if wrapped.body.len() > self.message_max {
             let text = format!(
                 "the message has {} bytes; at most {} are sent (message_max)",
                 wrapped.body.len(),
-                self.body_bytes_max
+                self.message_max
             );
             return Err(Outcome::dead("payload_too_large", text));
         }
@@ -155,6 +145,9 @@ fn kept(table: &FieldTable) -> Headers {
             AMQPValue::LongInt(value) => Some(value.to_string()),
             AMQPValue::LongUInt(value) => Some(value.to_string()),
             AMQPValue::LongLongInt(value) => Some(value.to_string()),
+            AMQPValue::Float(value) => Some(value.to_string()),
+            AMQPValue::Double(value) => Some(value.to_string()),
+            AMQPValue::DecimalValue(value) => Some(decimal(value)),
             _ => None,
         };
         let value = value.filter(|value| header::is_value(value));
@@ -169,6 +162,16 @@ fn kept(table: &FieldTable) -> Headers {
         }
     }
     kept
+}
+
+/// `value`, which clients write with a sign, with a point before the last `scale` digits.
+fn decimal(DecimalValue { scale, value }: &DecimalValue) -> String {
+    let (scale, value) = (usize::from(*scale), value.cast_signed());
+    let mut text = format!("{:0>width$}", value.unsigned_abs(), width = scale + 1);
+    if scale > 0 {
+        text.insert(text.len() - scale, '.');
+    }
+    if value < 0 { format!("-{text}") } else { text }
 }
 
 #[cfg(test)]
@@ -192,6 +195,11 @@ mod tests {
         let mut insert = |name: &str, value: AMQPValue| _ = table.insert(name.into(), value);
         insert("a", AMQPValue::LongString("text".into()));
         insert("n", AMQPValue::LongLongInt(-7));
+        insert("f", AMQPValue::Float(0.1));
+        insert("g", AMQPValue::Double(-2.5));
+        insert("h", AMQPValue::DecimalValue(DecimalValue { scale: 2, value: 5 }));
+        insert("i", AMQPValue::DecimalValue(DecimalValue { scale: 0, value: 12 }));
+        insert("j", AMQPValue::DecimalValue(DecimalValue { scale: 2, value: u32::MAX - 4 }));
         insert("cloudEvents:id", AMQPValue::LongString("1".into()));
         insert("x-delivery-count", AMQPValue::LongLongInt(3));
         insert("X-Death", AMQPValue::FieldArray(Default::default()));
@@ -200,7 +208,16 @@ mod tests {
         insert("a b", AMQPValue::LongString("no name".into()));
         insert("void", AMQPValue::Void);
         let kept: Vec<(String, String)> = kept(&table).into_iter().collect();
-        let expected = [("a", "text"), ("cloudEvents_id", "1"), ("n", "-7")];
+        let expected = [
+            ("a", "text"),
+            ("cloudEvents_id", "1"),
+            ("f", "0.1"),
+            ("g", "-2.5"),
+            ("h", "0.05"),
+            ("i", "12"),
+            ("j", "-0.05"),
+            ("n", "-7"),
+        ];
         assert_eq!(kept, expected.map(|(name, value)| (name.to_owned(), value.to_owned())));
     }
 }

@@ -15,8 +15,9 @@ use lapin::{Confirmation, Error as ClientError};
 use postbox_core::{Capabilities, Clock, Delivery, Down, Outcome, Sink};
 
 use crate::classify;
-use crate::connection::{Connection, Lease, Link, Servers};
-use crate::message::{Form, Outgoing};
+use crate::config::RabbitmqSinkTable;
+use crate::connection::{Connection, Lease, Link};
+use crate::message::Outgoing;
 
 /// The most events of a call: more outstanding confirms are not faster.
 const BATCH_MAX: usize = 1_000;
@@ -35,7 +36,7 @@ const EXCHANGES_AT_ONCE: usize = 16;
 /// Cancel-safety: the messages of a dropped call may be in the queues.
 pub struct RabbitmqSink {
     link: Link,
-    form: Form,
+    table: RabbitmqSinkTable,
     timeout: Duration,
     concurrency: usize,
     clock: Arc<dyn Clock>,
@@ -52,13 +53,13 @@ impl RabbitmqSink {
     /// Returns a sink that connects when the first event is sent. `timeout` is the longest that a
     /// call waits.
     pub(crate) fn new(
-        servers: Servers,
-        form: Form,
+        table: &RabbitmqSinkTable,
         timeout: Duration,
         concurrency: Option<usize>,
         clock: Arc<dyn Clock>,
     ) -> Self {
-        Self { link: Link::new(servers), form, timeout, concurrency: concurrency.unwrap_or(CONCURRENCY), clock }
+        let (link, concurrency) = (Link::new(table.servers()), concurrency.unwrap_or(CONCURRENCY));
+        Self { link, table: table.clone(), timeout, concurrency, clock }
     }
 }
 
@@ -192,7 +193,7 @@ impl Sink for RabbitmqSink {
         let mut outcomes: Vec<Outcome> = vec![classify::no_confirm(); deliveries.len()];
         let mut exchanges: BTreeMap<ShortString, Vec<(usize, Outgoing)>> = BTreeMap::new();
         for (place, delivery) in deliveries.iter().enumerate() {
-            match self.form.message(delivery, connection.frame_bytes_max()) {
+            match self.table.message(delivery, connection.frame_bytes_max()) {
                 Ok(message) => exchanges.entry(message.exchange.clone()).or_default().push((place, message)),
                 Err(dead) => outcomes[place] = dead,
             }

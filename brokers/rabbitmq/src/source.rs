@@ -10,15 +10,16 @@ use futures::{FutureExt as _, StreamExt as _};
 use lapin::Channel;
 use lapin::message::Delivery as Message;
 use lapin::options::{BasicAckOptions, BasicRejectOptions};
-use postbox_core::{AckToken, Clock, Down, RawMessage, Result, Source, SourceCapabilities, SourceMessage, lock};
+use postbox_core::{AckToken, Clock, Down, RawMessage, Result, Source, SourceCapabilities, SourceMessage, Topic, lock};
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::caution::Caution;
 use crate::classify::{self, UNREADABLE};
+use crate::config::RabbitmqSourceTable;
 use crate::connection::Servers;
-use crate::consumer::{QueueSpec, Session, bound};
+use crate::consumer::{Session, bound};
 use crate::message::raw_message;
 
 /// The longest wait for the server to process a settlement.
@@ -35,9 +36,7 @@ const OPERATION: &str = "receive";
 /// delays, and each return to it counts towards its delivery limit.
 pub struct RabbitmqSource {
     servers: Servers,
-    spec: QueueSpec,
-    topic: String,
-    content_type: String,
+    table: RabbitmqSourceTable,
     consuming: AsyncMutex<Consuming>,
     state: Mutex<State>,
     /// Allows one settlement at a time, so that one that says "all up to here" is not overtaken.
@@ -111,19 +110,11 @@ impl State {
 }
 
 impl RabbitmqSource {
-    /// Returns a source that connects when it is asked for messages. Messages without a routing key
-    /// or a content type get these.
-    pub(crate) fn new(
-        servers: Servers,
-        spec: QueueSpec,
-        (topic, content_type): (String, String),
-        clock: Arc<dyn Clock>,
-    ) -> Self {
+    /// Returns a source that connects when it is asked for messages.
+    pub(crate) fn new(servers: Servers, table: RabbitmqSourceTable, clock: Arc<dyn Clock>) -> Self {
         Self {
             servers,
-            spec,
-            topic,
-            content_type,
+            table,
             consuming: AsyncMutex::default(),
             state: Mutex::default(),
             settling: AsyncMutex::default(),
@@ -140,7 +131,7 @@ impl RabbitmqSource {
     /// Returns the next messages from the server, once there are any.
     async fn receive(&self, consuming: &mut Consuming, max: usize) -> Result<Vec<SourceMessage>, Down> {
         let Consuming { session, caution } = consuming;
-        if caution.is_over(usize::from(self.spec.in_flight_max)) && self.state().floor().is_none() {
+        if caution.is_over(usize::from(self.table.in_flight)) && self.state().floor().is_none() {
             *caution = Caution::default();
             if let Some(session) = session.take() {
                 session.connection.close().await;
@@ -150,8 +141,8 @@ impl RabbitmqSource {
             Some(session) => session,
             None => {
                 self.clock.sleep(caution.pause(self.clock.monotonic())).await;
-                let prefetch = if caution.is_raised() { 1 } else { self.spec.in_flight_max };
-                let opened = Session::open(&self.servers, &self.spec, prefetch).await?;
+                let prefetch = if caution.is_raised() { 1 } else { self.table.in_flight };
+                let opened = Session::open(&self.servers, &self.table, prefetch).await?;
                 self.state().forget(Some(opened.channel.clone()));
                 session.insert(opened)
             }
@@ -161,7 +152,7 @@ impl RabbitmqSource {
         let ended = loop {
             match next {
                 Some(Ok(message)) => messages.push(self.keep(message)),
-                Some(Err(error)) => break Some(classify::ended(&self.spec.name, &error)),
+                Some(Err(error)) => break Some(classify::ended(&self.table.queue, &error)),
                 // The queue was deleted, or its leader is gone.
                 None => break Some(classify::lost("the server cancelled the consumer")),
             }
@@ -196,7 +187,7 @@ impl RabbitmqSource {
                 loop {
                     match session.consumer.next().await {
                         Some(Ok(_)) => {}
-                        Some(Err(error)) => return classify::ended(&self.spec.name, &error).code() == UNREADABLE,
+                        Some(Err(error)) => return classify::ended(&self.table.queue, &error).code() == UNREADABLE,
                         None => return false,
                     }
                 }
@@ -210,8 +201,9 @@ impl RabbitmqSource {
     }
 
     fn keep(&self, message: Message) -> SourceMessage {
-        let tag = message.delivery_tag;
-        self.state().give(tag, raw_message(message, &self.topic, &self.content_type))
+        let RabbitmqSourceTable { topic, queue, content_type, .. } = &self.table;
+        let (topic, tag) = (topic.as_ref().map_or(queue.as_str(), Topic::as_str), message.delivery_tag);
+        self.state().give(tag, raw_message(message, topic, content_type))
     }
 
     /// Sends a settlement to the server, and waits until it is processed.
@@ -243,7 +235,7 @@ impl RabbitmqSource {
         });
         let heard = async {
             let sent = join_all(sent).await.into_iter().all(|sent| sent.is_ok());
-            sent && bound(&channel, self.spec.in_flight_max).await.is_ok()
+            sent && bound(&channel, self.table.in_flight).await.is_ok()
         };
         if timeout(SETTLE_TIMEOUT, heard).await != Ok(true) {
             // The messages are redelivered on the next connection, as are those whose tokens belong
@@ -260,10 +252,10 @@ impl Source for RabbitmqSource {
     /// In order if the queue has one consumer.
     fn capabilities(&self) -> SourceCapabilities {
         SourceCapabilities {
-            in_flight_max: usize::from(self.spec.in_flight_max),
+            in_flight_max: usize::from(self.table.in_flight),
             ordered: true,
             nak_delay: true,
-            dead_letters: self.spec.dead_letter_exchange.is_some(),
+            dead_letters: self.table.dead_letter_exchange.is_some(),
         }
     }
 

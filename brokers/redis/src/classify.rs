@@ -170,5 +170,8 @@ mod tests {
         let hostile = make_extension_error("ERR".into(), Some("a\r\nb\u{1b}[1m".repeat(1_000)));
         let Outcome::Ambiguous { error, .. } = refused(&hostile) else { panic!("ambiguous") };
         assert!(!error.contains(['\r', '\n', '\u{1b}']) && error.len() < 4_000, "{error}");
+        let refusal = make_extension_error("WRONGPASS".into(), Some("invalid user-password pair of 'x'".into()));
+        let failed = connecting(&ConnectionAddr::Tcp("h".into(), 6379), refusal);
+        assert!(failed.message().contains("pair of 'x'") && !failed.message().contains('\\'), "{failed}");
     }
 }

@@ -4,9 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{
-    Capabilities, Delivery, Envelope, Error, ErrorKind, HighWaterMarks, Outcome, Result, Sink, Template,
-};
+use postbox_core::{Capabilities, Delivery, Error, ErrorKind, HighWaterMarks, Outcome, Result, Sink};
 use redis::{Cmd, Pipeline, RedisResult, Value};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -33,12 +31,7 @@ const SCAN_STEPS_MAX: usize = 50;
 #[derive(Debug)]
 pub struct RedisSink {
     server: Server,
-    stream: Template,
-    maxlen: Option<u64>,
-    make_stream: bool,
-    envelope: Envelope,
-    source: String,
-    value_bytes_max: usize,
+    config: RedisSinkConfig,
     concurrency: usize,
     connection: Mutex<Option<Connection>>,
 }
@@ -49,12 +42,7 @@ impl RedisSink {
     pub fn new(config: &RedisSinkConfig, timeout: Duration, concurrency: usize) -> Result<Self> {
         Ok(Self {
             server: config.server(timeout)?,
-            stream: config.stream.clone(),
-            maxlen: config.maxlen,
-            make_stream: config.make_stream,
-            envelope: config.envelope,
-            source: config.source.clone(),
-            value_bytes_max: config.value_max,
+            config: config.clone(),
             concurrency: concurrency.max(1),
             connection: Mutex::default(),
         })
@@ -96,18 +84,19 @@ impl RedisSink {
 
     /// Makes the command for one event, or returns why there can be none.
     fn command(&self, delivery: &Delivery, bytes_max: usize) -> Result<Cmd, Outcome> {
-        let stream = stream::RULES.name(&self.stream, &delivery.event)?;
+        let config = &self.config;
+        let stream = stream::RULES.name(&config.stream, &delivery.event)?;
         let mut command = redis::cmd("XADD");
         command.arg(stream);
-        if !self.make_stream {
+        if !config.make_stream {
             command.arg("NOMKSTREAM");
         }
-        if let Some(maxlen) = self.maxlen {
+        if let Some(maxlen) = config.maxlen {
             // An exact limit would cost a deletion for each entry.
             command.arg("MAXLEN").arg("~").arg(maxlen);
         }
         command.arg("*");
-        fields::put(delivery, self.envelope, &self.source, |name, value| {
+        fields::put(delivery, config.envelope, &config.source, |name, value| {
             // The server would close the connection because of a larger value, and every other
             // entry of the pipeline would fail.
             if value.len() > bytes_max {
@@ -177,7 +166,7 @@ impl Sink for RedisSink {
                 return vec![Outcome::unavailable("redis_connect_timeout", text); deliveries.len()];
             }
         };
-        let bytes_max = self.value_bytes_max.min(connection.bulk_bytes_max);
+        let bytes_max = self.config.value_max.min(connection.bulk_bytes_max);
         let mut pipeline = Pipeline::with_capacity(deliveries.len());
         pipeline.ignore_errors();
         let refused = deliveries
@@ -219,10 +208,11 @@ impl HighWaterMarks for RedisSink {
     /// Returns the streams of the template. They are found by a bounded search: all of them, unless
     /// the database has many other keys.
     async fn streams(&self, max: usize) -> Result<Vec<String>> {
-        if let Some(stream) = self.stream.fixed() {
+        if let Some(stream) = self.config.stream.fixed() {
             return Ok(vec![stream.to_owned()]);
         }
-        let (pattern, mut cursor, mut streams) = (stream::pattern(&self.stream), "0".to_owned(), BTreeSet::new());
+        let (pattern, mut cursor, mut streams) =
+            (stream::pattern(&self.config.stream), "0".to_owned(), BTreeSet::new());
         for _ in 0..SCAN_STEPS_MAX {
             let mut command = redis::cmd("SCAN");
             command.arg(&cursor).arg("MATCH").arg(&pattern).arg("TYPE").arg("stream").arg("COUNT").arg(SCAN_KEYS);

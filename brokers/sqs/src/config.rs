@@ -17,9 +17,9 @@ use tracing::warn;
 
 use crate::classify::Refusal;
 use crate::connection::{QueueUrl, TopicArn, check_url, load};
-use crate::message::{Reading, Writing};
+use crate::message::Writing;
 use crate::sink::{SqsSink, Target};
-use crate::source::{DELAY_SECONDS_MAX, Receiving, SqsSource};
+use crate::source::{DELAY_SECONDS_MAX, SqsSource};
 
 /// How many calls run at once, unless the subscription sets it: AWS answers one in 10 to 20 ms.
 const CONCURRENCY: usize = 16;
@@ -170,7 +170,7 @@ async fn look_at_queue(queue: &QueueUrl, aws: &Option<AwsTable>) -> Result<Strin
 #[async_trait]
 impl SinkConfig for SqsSinkTable {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
-        let fifo = self.queue_url.name.ends_with(".fifo");
+        let fifo = self.queue_url.is_fifo();
         check_window(context, fifo, &self.queue_url.name);
         let (envelope, source, bytes_max) = (self.envelope, self.source.clone(), self.message_max);
         let target = Target::Queue(queue_client(&self.queue_url, &self.aws).await?, self.queue_url.url.clone());
@@ -211,13 +211,8 @@ impl SourceConfig for SqsSourceTable {
     }
 
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
-        let QueueUrl { url, name, .. } = &self.queue_url;
-        let reading =
-            Reading { topic: self.topic.clone(), queue: name.clone(), content_type: self.content_type.clone() };
-        let fifo = name.ends_with(".fifo");
-        let how = Receiving { reading, visibility: self.visibility, in_flight_max: self.in_flight, fifo };
         let client = queue_client(&self.queue_url, &self.aws).await?;
-        Ok(Arc::new(SqsSource::new(client, url.clone(), how, Arc::clone(&context.clock))))
+        Ok(Arc::new(SqsSource::new(client, self.clone(), Arc::clone(&context.clock))))
     }
 
     async fn connect(&self, _: &SourceContext) -> Result<String> {

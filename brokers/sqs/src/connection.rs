@@ -40,6 +40,13 @@ pub struct TopicArn {
     pub(crate) name: String,
 }
 
+impl QueueUrl {
+    /// Whether the queue keeps its groups in order.
+    pub(crate) fn is_fifo(&self) -> bool {
+        self.name.ends_with(".fifo")
+    }
+}
+
 impl std::str::FromStr for QueueUrl {
     type Err = String;
 

@@ -8,6 +8,8 @@ use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage, header, hex
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 
+use crate::config::SqsSourceTable;
+
 /// The id to deduplicate by. Another producer's `id` may be anything, so this name is our own.
 const ID: &str = "postbox-id";
 const TOPIC: &str = "postbox-topic";
@@ -138,16 +140,6 @@ fn group(key: &str) -> String {
     if is_name { key.to_owned() } else { format!("sha256:{}", hex(&Sha256::digest(key))) }
 }
 
-/// How messages of a queue are converted.
-#[derive(Debug, Clone)]
-pub(crate) struct Reading {
-    /// The topic of messages that name none. If unset, the name of their SNS topic or of the queue.
-    pub(crate) topic: Option<String>,
-    pub(crate) queue: String,
-    /// The content type of messages that name none.
-    pub(crate) content_type: String,
-}
-
 /// The JSON that SNS wraps a message in for a queue whose subscription is not raw.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
@@ -199,7 +191,7 @@ impl Incoming {
     }
 }
 
-impl Reading {
+impl SqsSourceTable {
     /// Converts a message back to what the producer sent. Its id is the producer's if that is
     /// Postbox, and otherwise the one from SNS or SQS.
     pub(crate) fn message(&self, mut message: Message) -> RawMessage {
@@ -221,7 +213,7 @@ impl Reading {
             key: if own_id.is_some() { key } else { key.or(group) },
             id: own_id.or(id),
             digest: Sha256::digest(&body).into(),
-            topic: topic.unwrap_or_else(|| self.queue.clone()),
+            topic: topic.unwrap_or_else(|| self.queue_url.name.clone()),
             content_type: content_type.unwrap_or_else(|| self.content_type.clone()),
             headers: attributes,
             payload: body.into(),
@@ -245,8 +237,9 @@ mod tests {
         Writing { envelope, source: "us".into(), fifo: true, bytes_max: 1024 * 1024 }
     }
 
-    fn reading() -> Reading {
-        Reading { topic: None, queue: "orders".into(), content_type: "application/json".into() }
+    fn reading() -> SqsSourceTable {
+        let queue_url = "https://sqs.eu-west-1.amazonaws.com/1/orders".parse().expect("a queue");
+        SqsSourceTable { queue_url, ..SqsSourceTable::default() }
     }
 
     fn received(outgoing: &Outgoing) -> Message {
@@ -360,7 +353,7 @@ mod tests {
         let message = reading().message(Message::builder().message_id("sqs-1").body(body).build());
         assert_eq!((message.id.as_deref(), message.topic.as_str()), (Some("sns-1"), "paid"));
         assert_eq!((message.payload.as_ref(), message.headers.len()), (&b"{\"a\":1}"[..], 1));
-        let named = Reading { topic: Some("orders.paid".into()), ..reading() };
+        let named = SqsSourceTable { topic: Some("orders.paid".into()), ..reading() };
         assert_eq!(named.message(Message::builder().body(body).build()).topic, "orders.paid");
         // A notification that someone forwards with attributes of its own is a payload like any
         // other.

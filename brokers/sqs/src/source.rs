@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::classify::Refusal;
-use crate::message::Reading;
+use crate::config::SqsSourceTable;
 use crate::sink::BATCH_MAX;
 
 /// How long SQS waits for a message before it answers that there is none: the longest it allows.
@@ -39,18 +39,13 @@ pub(crate) const DELAY_SECONDS_MAX: u64 = 43_200;
 /// a message is delivered again when it is given back, or some time after we are gone.
 pub struct SqsSource {
     queue: Arc<Queue>,
-    in_flight_max: usize,
-    ordered: bool,
     _holding: AbortOnDropHandle<()>,
 }
 
 /// What all calls share.
 struct Queue {
     client: Client,
-    url: String,
-    reading: Reading,
-    /// How long SQS hides a delivered message.
-    visibility: Duration,
+    table: SqsSourceTable,
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
     /// Allows one change of deadlines at a time: a request prepared earlier must not hide a message
@@ -99,23 +94,13 @@ struct State {
     closed: bool,
 }
 
-/// How a source receives.
-pub(crate) struct Receiving {
-    pub(crate) reading: Reading,
-    pub(crate) visibility: Duration,
-    pub(crate) in_flight_max: usize,
-    /// Whether the queue keeps its groups in order.
-    pub(crate) fifo: bool,
-}
-
 impl SqsSource {
     /// Returns a source that requests messages when it is asked for some.
-    pub(crate) fn new(client: Client, url: String, how: Receiving, clock: Arc<dyn Clock>) -> Self {
-        let Receiving { reading, visibility, in_flight_max, fifo } = how;
+    pub(crate) fn new(client: Client, table: SqsSourceTable, clock: Arc<dyn Clock>) -> Self {
         let (state, moving, changed) = (Mutex::default(), tokio::sync::Mutex::default(), Notify::new());
-        let queue = Arc::new(Queue { client, url, reading, visibility, clock, state, moving, changed });
+        let queue = Arc::new(Queue { client, table, clock, state, moving, changed });
         let holding = AbortOnDropHandle::new(tokio::spawn(Arc::clone(&queue).hold()));
-        Self { queue, in_flight_max, ordered: fifo, _holding: holding }
+        Self { queue, _holding: holding }
     }
 
     /// Removes messages from those that are handed out, and returns their receipts.
@@ -153,11 +138,11 @@ impl Queue {
     }
 
     async fn receive(&self, count: usize) -> Result<Vec<Held>, Refusal> {
-        let request = self.client.receive_message().queue_url(&self.url);
+        let request = self.client.receive_message().queue_url(&self.table.queue_url.url);
         let request = request
             .max_number_of_messages(i32::try_from(count).unwrap_or(1))
             .wait_time_seconds(i32::try_from(WAIT.as_secs()).unwrap_or(0))
-            .visibility_timeout(seconds(self.visibility))
+            .visibility_timeout(seconds(self.table.visibility))
             .message_attribute_names("All")
             .message_system_attribute_names(MessageSystemAttributeName::MessageGroupId);
         let answer = timeout(WAIT + TIMEOUT, request.send()).await.map_err(|_| Refusal::timed_out())?;
@@ -166,7 +151,7 @@ impl Queue {
             let receipt = message.receipt_handle.take()?;
             let attributes = message.attributes.as_ref();
             let group = attributes.and_then(|all| all.get(&MessageSystemAttributeName::MessageGroupId)).cloned();
-            Some(Held { receipt, group, message: self.reading.message(message), due: Duration::ZERO })
+            Some(Held { receipt, group, message: self.table.message(message), due: Duration::ZERO })
         };
         Ok(messages.into_iter().filter_map(held).collect())
     }
@@ -174,7 +159,7 @@ impl Queue {
     /// Extends the deadlines of all held messages, again and again.
     async fn hold(self: Arc<Self>) {
         loop {
-            self.clock.sleep(self.visibility / 3).await;
+            self.clock.sleep(self.table.visibility / 3).await;
             let _moving = self.moving.lock().await;
             let receipts: Vec<String> = {
                 let state = self.state();
@@ -182,7 +167,7 @@ impl Queue {
                 state.ready.values().chain(given).map(|held| held.receipt.clone()).collect()
             };
             // A message whose change fails is delivered again, and is recognised then.
-            let _ = self.change(&receipts, Change::Hide(self.visibility)).await;
+            let _ = self.change(&receipts, Change::Hide(self.table.visibility)).await;
         }
     }
 
@@ -195,10 +180,11 @@ impl Queue {
     }
 
     async fn change_ten(&self, receipts: &[String], change: Change) -> Result<(), Refusal> {
+        let url = &self.table.queue_url.url;
         let numbered = receipts.iter().enumerate().map(|(n, receipt)| (n.to_string(), receipt));
         let failed = match change {
             Change::Hide(time) => {
-                let mut request = self.client.change_message_visibility_batch().queue_url(&self.url);
+                let mut request = self.client.change_message_visibility_batch().queue_url(url);
                 for (n, receipt) in numbered {
                     let entry = ChangeMessageVisibilityBatchRequestEntry::builder().id(n).receipt_handle(receipt);
                     request =
@@ -207,7 +193,7 @@ impl Queue {
                 request.send().await.map_err(|error| Refusal::of(&error))?.failed
             }
             Change::Delete => {
-                let mut request = self.client.delete_message_batch().queue_url(&self.url);
+                let mut request = self.client.delete_message_batch().queue_url(url);
                 for (n, receipt) in numbered {
                     let entry = DeleteMessageBatchRequestEntry::builder().id(n).receipt_handle(receipt);
                     request = request.entries(entry.build().map_err(Refusal::incomplete)?);
@@ -302,9 +288,9 @@ impl State {
 impl Source for SqsSource {
     fn capabilities(&self) -> SourceCapabilities {
         SourceCapabilities {
-            in_flight_max: self.in_flight_max,
+            in_flight_max: self.queue.table.in_flight,
             // A FIFO queue delivers nothing of a group while a message of it is out.
-            ordered: self.ordered,
+            ordered: self.queue.table.queue_url.is_fifo(),
             nak_delay: true,
             dead_letters: false,
         }
@@ -328,7 +314,7 @@ impl Source for SqsSource {
                 if let Some(refusal) = state.failure.take() {
                     return Err(refusal.error("receive"));
                 }
-                while let Some(count) = state.wanted(self.in_flight_max) {
+                while let Some(count) = state.wanted(queue.table.in_flight) {
                     while state.polls.try_join_next().is_some() {}
                     state.polling += 1;
                     state.asked += count;
@@ -353,7 +339,7 @@ impl Source for SqsSource {
     /// again in order, counts that, and in the end moves it to a dead-letter queue. Messages of
     /// other groups stay here until their time: SQS must not count what is not their fault.
     async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
-        let receipts = match self.ordered {
+        let receipts = match self.queue.table.queue_url.is_fifo() {
             true => self.queue.state().put_back(tokens, delay, self.queue.clock.monotonic()),
             false => self.take_back(tokens),
         };

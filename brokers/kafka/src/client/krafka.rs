@@ -16,13 +16,12 @@ use postbox_core::{Error, ErrorKind, Outcome, Result};
 use tokio::time::timeout;
 
 use super::{
-    CONNECT_TIMEOUT, LINGER, MEMORY_BYTES, METADATA_MAX_AGE, POLL_MAX, Producing, REQUEST_TIMEOUT, TLS_MAX_AGE,
+    Acks, CONNECT_TIMEOUT, LINGER, MEMORY_BYTES, METADATA_MAX_AGE, POLL_MAX, Producing, REQUEST_TIMEOUT, TLS_MAX_AGE,
     confirmed,
 };
 use crate::classify::{self, Cause, Failure};
-use crate::connection::{Auth, Cluster, Mechanism, TopicIds};
+use crate::connection::{AuthTable, Cluster, Mechanism, TopicIds};
 use crate::group::{Membership, OPERATION, OffsetReset, Partition, Rebalances};
-use crate::sink::Acks;
 
 impl From<KrafkaError> for Failure {
     fn from(error: KrafkaError) -> Self {
@@ -91,7 +90,7 @@ fn builder(cluster: &Cluster, request_timeout: Duration) -> KafkaBuilder {
 }
 
 fn security(cluster: &Cluster) -> Option<AuthConfig> {
-    let auth = cluster.auth.as_ref().map(|Auth { mechanism, user, password }| {
+    let auth = cluster.auth.as_ref().map(|AuthTable { mechanism, user, password }| {
         let with = match mechanism {
             Mechanism::Plain => AuthConfig::sasl_plain,
             Mechanism::ScramSha256 => AuthConfig::sasl_scram_sha256,

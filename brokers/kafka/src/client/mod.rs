@@ -20,7 +20,6 @@ use postbox_core::{Outcome, Result};
 use crate::classify::Failure;
 use crate::connection::Cluster;
 use crate::group::{Membership, Partition, Rebalances};
-use crate::sink::Acks;
 
 /// The longest wait until a broker accepts a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -62,6 +61,16 @@ pub enum Client {
 #[cfg(not(feature = "rdkafka"))]
 pub(crate) const MISSING: &str = "client = \"librdkafka\", but this program was built without it: build it with \
      --features rdkafka, or write client = \"krafka\"";
+
+/// Which replicas must confirm a record.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Acks {
+    /// All in-sync replicas.
+    #[default]
+    All,
+    /// The partition's leader alone.
+    Leader,
+}
 
 /// How a producer sends.
 #[derive(Debug, Clone, Copy)]

@@ -24,7 +24,7 @@ pub(crate) use self::consumer::Consumer;
 pub(crate) use self::producer::Producer;
 use super::{CONNECT_TIMEOUT, METADATA_MAX_AGE};
 use crate::classify::{self, Cause, Failure};
-use crate::connection::{Auth, Cluster};
+use crate::connection::{AuthTable, Cluster};
 use crate::group::Partition;
 
 /// How often a first connection is checked for success and for failures.
@@ -221,7 +221,7 @@ fn config(cluster: &Cluster, request_timeout: Duration) -> ClientConfig {
         .set("enable.metrics.push", "false")
         .set_log_level(RDKafkaLogLevel::Notice);
     // The configuration refuses SCRAM and TLS.
-    if let Some(Auth { user, password, .. }) = &cluster.auth {
+    if let Some(AuthTable { user, password, .. }) = &cluster.auth {
         config
             .set("security.protocol", "sasl_plaintext")
             .set("sasl.mechanisms", "PLAIN")

@@ -10,11 +10,10 @@ use ::rdkafka::producer::{BaseRecord, Producer as _, PurgeConfig};
 use postbox_core::{Outcome, Result};
 use tokio::sync::oneshot;
 
-use super::super::{LINGER, MEMORY_BYTES, Producing, confirmed};
+use super::super::{Acks, LINGER, MEMORY_BYTES, Producing, confirmed};
 use super::{Context, Native, Threaded, blocking, closed, config, millis, reach};
 use crate::classify::{self, Failure};
 use crate::connection::Cluster;
-use crate::sink::Acks;
 
 /// How long a record waits before it is enqueued again, while the producer's buffer is full.
 const FULL_WAIT: Duration = Duration::from_millis(5);
