@@ -3,13 +3,20 @@
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use postbox_core::{Delivery, EventId, Outcome, Seq, lock};
 
 /// Maximum deliveries in one transaction. Bounds how long it lasts and how much a rollback repeats.
 pub(crate) const APPLY_CHUNK_MAX: usize = 64;
+
+/// How long a transaction lasts at least in which a handler was the victim of a deadlock: Postgres
+/// looks for one after a second (`deadlock_timeout`).
+const DEADLOCK_AFTER: Duration = Duration::from_secs(1);
+
+/// Maximum transactions that commit before the next ones take more: they take about as long as a
+/// deadlock.
+const GROWS_EVERY_MAX: u32 = 256;
 
 /// Maximum outcomes remembered. An event that another relay handles is never asked about again, so
 /// the oldest ones are forgotten.
@@ -18,8 +25,16 @@ const KNOWN_MAX: usize = 10_000;
 /// The outcome of an event whose transaction did not settle it, and how long that took.
 pub(crate) type Known = (Outcome, Duration);
 
+/// How many deliveries a transaction takes, and how that grows.
+struct Chunk {
+    size: usize,
+    /// Number of transactions that commit before it grows, and how many have.
+    grows_every: u32,
+    commits: u32,
+}
+
 pub(crate) struct ApplyState {
-    chunk: AtomicUsize,
+    chunk: Mutex<Chunk>,
     /// Outcomes of events whose transaction failed with no other event in it, or was committed by a
     /// handler. Such an event is not handled again, however often it is read, until its outcome is
     /// written.
@@ -36,22 +51,41 @@ fn attempt(delivery: &Delivery) -> Attempt {
 
 impl Default for ApplyState {
     fn default() -> Self {
-        Self { chunk: AtomicUsize::new(APPLY_CHUNK_MAX), known: Mutex::default() }
+        let chunk = Chunk { size: APPLY_CHUNK_MAX, grows_every: 1, commits: 0 };
+        Self { chunk: Mutex::new(chunk), known: Mutex::default() }
     }
 }
 
 impl ApplyState {
     /// Returns the number of deliveries the next transaction takes.
     pub(crate) fn chunk(&self) -> usize {
-        self.chunk.load(Ordering::Relaxed)
+        lock(&self.chunk).size
     }
 
-    /// Notes that a transaction committed in time. The next ones may be larger, by little: if they
-    /// overrun their time at some size, few do.
-    pub(crate) fn committed(&self) {
-        let chunk = self.chunk();
-        if chunk < APPLY_CHUNK_MAX {
-            self.chunk.store((chunk + (chunk / 8).max(1)).min(APPLY_CHUNK_MAX), Ordering::Relaxed);
+    /// Notes that a transaction of this many deliveries committed in time, and whether a handler
+    /// failed in it. The next ones may be larger, by little: if they overrun their time at some
+    /// size, few do. If it seems that its handlers and those of another one waited for each other,
+    /// they take one delivery each, and grow the slower the more often this happens: each time
+    /// costs about a second.
+    pub(crate) fn committed(&self, deliveries: usize, has_failed: bool, took: Duration) {
+        let is_slow = took >= DEADLOCK_AFTER;
+        if is_slow && has_failed && deliveries > 1 {
+            self.shrink();
+            let chunk = &mut *lock(&self.chunk);
+            chunk.grows_every = (chunk.grows_every * 4).min(GROWS_EVERY_MAX);
+            return;
+        }
+        let chunk = &mut *lock(&self.chunk);
+        if is_slow && deliveries == 1 {
+            // Something else is slow, e.g. the store: small transactions make that worse.
+            chunk.grows_every = 1;
+        }
+        chunk.commits += 1;
+        if chunk.commits >= chunk.grows_every {
+            (chunk.size, chunk.commits) = ((chunk.size + (chunk.size / 8).max(1)).min(APPLY_CHUNK_MAX), 0);
+            if chunk.size == APPLY_CHUNK_MAX {
+                chunk.grows_every = 1;
+            }
         }
     }
 
@@ -75,7 +109,8 @@ impl ApplyState {
     /// Makes the next transactions take one delivery each: this one outlasted its lease, and the
     /// same work would be rolled back without end.
     pub(crate) fn shrink(&self) {
-        self.chunk.store(1, Ordering::Relaxed);
+        let chunk = &mut *lock(&self.chunk);
+        (chunk.size, chunk.commits) = (1, 0);
     }
 
     fn know(&self, delivery: &Delivery, outcome: Known) {
@@ -99,5 +134,12 @@ impl ApplyState {
         if !known.is_empty() {
             written.iter().for_each(|delivery| _ = known.remove(&delivery.seq));
         }
+    }
+
+    /// Forgets the failures with this code, those of other lanes too: they end with this one. Their
+    /// events are handled again, with the same attempt.
+    pub(crate) fn forget_failed(&self, code: &str) {
+        let is_other = |outcome: &Outcome| !matches!(outcome, Outcome::Retry { code: of, .. } if *of == code);
+        lock(&self.known).retain(|_, (_, (outcome, _))| is_other(outcome));
     }
 }

@@ -17,8 +17,9 @@ pub struct Drained {
     pub failed: u64,
     /// Events that became dead.
     pub dead: u64,
-    /// Lanes lost before they were empty: taken over, paused, or reset by the store to an earlier
-    /// state. Their next owner delivers the rest.
+    /// Lanes lost before they were empty: taken over, paused, reset by the store to an earlier
+    /// state, left at a stop because the store did not answer, or given back because a transaction
+    /// of handlers failed as a whole. Their next owner delivers the rest.
     pub lanes_lost: u64,
     /// Lanes that another relay held, or that a relay left behind when it crashed.
     pub lanes_elsewhere: u64,

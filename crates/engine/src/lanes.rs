@@ -74,7 +74,7 @@ impl Lanes {
         }
         // A subscription that is paused takes no part of a rate from those it shares it with.
         let of = if self.paused && self.lanes.is_empty() { 0 } else { usize::from(self.of) };
-        self.context.limiter.share(self.lanes.len(), of);
+        self.context.limiter.share(self.lanes.len(), Some(of));
         self.context.siblings.set_lanes(self.lanes.len());
     }
 

@@ -82,11 +82,11 @@ impl SharedRate {
         self.divide(&mut state);
     }
 
-    fn share(&self, member: u64, held: usize, lanes: usize) {
+    fn share(&self, member: u64, held: usize, lanes: Option<usize>) {
         let mut state = lock(&self.state);
         if let Some(it) = state.members.get_mut(&member) {
             it.held = u32::try_from(held).unwrap_or(u32::MAX);
-            it.lanes = u32::try_from(lanes).unwrap_or(u32::MAX).max(it.held);
+            it.lanes = lanes.map_or(it.lanes, |lanes| u32::try_from(lanes).unwrap_or(u32::MAX)).max(it.held);
         }
         self.divide(&mut state);
     }
@@ -194,8 +194,9 @@ impl Limiter {
 
     /// Sets this relay's share of the rate. The rate applies to all replicas together, and a
     /// replica that drives `held` of `lanes` lanes gets that fraction. Where several subscriptions
-    /// share it, both counts are sums; `lanes` is 0 if no replica drives any.
-    pub(crate) fn share(&self, held: usize, lanes: usize) {
+    /// share it, both counts are sums; `lanes` is 0 if no replica drives any, and `None` if there
+    /// are as many as before.
+    pub(crate) fn share(&self, held: usize, lanes: Option<usize>) {
         if let Some((rate, member)) = &self.rate {
             rate.share(*member, held, lanes);
         }
@@ -273,8 +274,8 @@ mod tests {
             }
             sent
         };
-        one.share(1, 2);
-        two.share(1, 4);
+        one.share(1, Some(2));
+        two.share(1, Some(4));
         assert!((31..36).contains(&sent_from(0)), "two of six lanes");
         assert!(one.is_shared());
         drop(two);

@@ -1,14 +1,14 @@
 //! The relay: one subscription driven by this process, until stopped, once, or on a schedule.
 
-use std::pin::pin;
-use std::sync::Arc;
+mod bounded;
+
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use futures::future::{Either, join_all, select};
 use postbox_core::{
     Admin, Apply, Clock, DeadLetters, Destination, Error, ErrorKind, Log, Outage, OwnerId, Pause, Random, Result, Sink,
-    Subscription,
+    Subscription, lock,
 };
 use postbox_router::{Place, Router};
 use tokio_util::sync::CancellationToken;
@@ -18,16 +18,16 @@ use crate::breaker::Breaker;
 use crate::clock::{SystemRandom, TokioClock};
 use crate::context::{DeadLetterSink, RelayContext, SUBSCRIPTION_REMOVED, removed};
 use crate::drained::Drained;
-use crate::lane::{Lane, LeaseGuard, ReadLimit, Turns};
+use crate::lane::Turns;
 use crate::lanes::Lanes;
 use crate::limiter::SharedRate;
 use crate::metrics::{FailingLane, Metrics};
 use crate::pace::Pace;
-use crate::schedule::{Schedule, until};
+use crate::schedule::{Schedule, sleep_until, until};
 use crate::settings::RelaySettings;
 
-/// How long a stopping relay waits for the answer to a lane request, so that a lane granted at that
-/// moment is released instead of held until its lease ends.
+/// How long a stopping relay waits for an answer of the store, e.g. to a lane request, so that a
+/// lane granted at that moment is released instead of held until its lease ends.
 const ASK_GRACE: Duration = Duration::from_secs(1);
 
 /// Wait before a scheduled run that the store cut short goes on.
@@ -155,6 +155,7 @@ impl RelayBuilder {
             running: AtomicBool::new(false),
             removed: AtomicBool::new(false),
             subscribed: AtomicBool::new(false),
+            unfinished: Mutex::new(None),
         })
     }
 }
@@ -186,15 +187,35 @@ pub struct Relay {
     removed: AtomicBool,
     /// The subscription was created or found, and no call has failed permanently since.
     subscribed: AtomicBool,
+    /// A scheduled run that has not ended: whether it was only for lanes that a crash left. An
+    /// error or a panic ends [`Self::run_on`], and its next call goes on with that run.
+    unfinished: Mutex<Option<bool>>,
 }
 
 /// Allows the next run of the relay, however this one ends. Then only the lanes of other replicas,
-/// as many as these, still need their part of a shared rate.
-struct Running<'a>(&'a Relay, usize);
+/// as many as these, still need their part of a shared rate; `None`: as many as were known last.
+struct Running<'a>(&'a Relay, Option<usize>);
+
+impl Running<'_> {
+    /// Notes what this error means for the next run.
+    fn failed(&mut self, error: &Error) {
+        // Another replica may reach the store, and drive the lanes.
+        self.1 = None;
+        if error.is_permanent() {
+            self.0.subscribed.store(false, Ordering::Release);
+        }
+        if error.code() == SUBSCRIPTION_REMOVED {
+            self.1 = Some(0);
+            self.0.removed.store(true, Ordering::Release);
+        }
+    }
+}
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        self.0.context.iter().for_each(|context| context.limiter.share(0, self.1));
+        // After a panic it is started again soon.
+        let known = self.1.filter(|_| !std::thread::panicking());
+        self.0.context.iter().for_each(|context| context.limiter.share(0, known));
         self.0.running.store(false, Ordering::Release);
     }
 }
@@ -315,7 +336,15 @@ impl Relay {
     /// Dropping this future stops without settling. What was in flight may arrive again, and
     /// nothing is lost.
     pub async fn run(&self, stop: CancellationToken) -> Result<()> {
-        let _running = self.start()?;
+        let mut running = self.start()?;
+        let ended = self.run_until(stop).await;
+        if let Err(error) = &ended {
+            running.failed(error);
+        }
+        ended
+    }
+
+    async fn run_until(&self, stop: CancellationToken) -> Result<()> {
         if !self.subscribe(&stop).await? {
             return Ok(());
         }
@@ -327,7 +356,6 @@ impl Relay {
         info!(subscription = self.name(), owner = %self.owner, "relay started");
         let mut lanes = Lanes::new(context.clone(), self.owner.clone());
         let ended = self.share_lanes(&mut lanes, &stop).await;
-        self.note_end(ended.as_ref().err());
         lanes.stop().await;
         context.log_left_out();
         if let Destination::Sink(sink) = &context.destination {
@@ -346,23 +374,25 @@ impl Relay {
     /// Drains whenever the schedule says so, until `stop`. Runs never overlap: a time that comes
     /// while a run is still going is skipped. A run that the destination or the store cut short
     /// goes on once that is back, and one that lost a lane after a lease. Lanes that another relay
-    /// holds are drained if it crashes; the rest would wait for the next time.
+    /// holds are drained if it crashes; the rest would wait for the next time. A permanent error
+    /// ends this; the next call begins with the run that it ended.
     ///
     /// Cancel-safety: as [`Self::run`].
     pub async fn run_on(&self, schedule: &dyn Schedule, stop: CancellationToken) -> Result<()> {
         let mut drained = Drained::default();
         // When a run goes on before its next time, and whether only with lanes that a crash left.
-        let mut again: Option<(Duration, bool)> = None;
+        let mut again = lock(&self.unfinished).map(|only_crashed| (Duration::ZERO, only_crashed));
         while !stop.is_cancelled() {
             let now = self.clock.now();
             // Without a next time it waits for the stop: its end would be that of the service.
-            let next = schedule.next_after(now).map(|next| until(now, next));
-            let goes_on = again.take().filter(|(wait, _)| next.is_none_or(|next| *wait < next));
+            let next = schedule.next_after(now);
+            let goes_on = again.take().filter(|(wait, _)| next.is_none_or(|next| *wait < until(now, next)));
             let only_crashed = goes_on.is_some_and(|(_, only_crashed)| only_crashed);
             let waited = async {
-                match goes_on.map(|(wait, _)| wait).or(next) {
-                    Some(wait) => self.clock.sleep(wait).await,
-                    None => std::future::pending().await,
+                match (goes_on, next) {
+                    (Some((wait, _)), _) => self.clock.sleep(wait).await,
+                    (None, Some(next)) => sleep_until(next, &*self.clock).await,
+                    (None, None) => std::future::pending().await,
                 }
             };
             if stop.run_until_cancelled(waited).await.is_none() {
@@ -370,6 +400,7 @@ impl Relay {
             }
             let breaker = || self.context.as_ref().map(|context| &context.health.breaker);
             let (was_closed, opened) = (breaker().is_none_or(Breaker::is_closed), self.metrics.breaker_opened());
+            *lock(&self.unfinished) = Some(only_crashed);
             again = match self.drain_once(None, only_crashed, stop.clone()).await {
                 Ok(part) => {
                     let probe_in = breaker().and_then(|breaker| breaker.wait(self.clock.monotonic()));
@@ -392,138 +423,17 @@ impl Relay {
                     Some((CUT_SHORT_BY_STORE, only_crashed))
                 }
             };
+            *lock(&self.unfinished) = again.map(|(_, only_crashed)| only_crashed);
             if again.is_none() {
                 info!(subscription = self.name(), drained = ?std::mem::take(&mut drained), "scheduled run");
             }
         }
+        *lock(&self.unfinished) = None;
         Ok(())
-    }
-
-    /// Delivers what is pending now, and returns. Retrying events that are not due are left.
-    ///
-    /// Reads at most `limit` deliveries over all lanes, so it delivers no more than that. A
-    /// delivery that then has to wait, behind an earlier event of its key or for its time, counts
-    /// too. If it is read again in the same run, it counts again.
-    ///
-    /// Takes every lane that nobody else holds. A destination that is down ends the run, after two
-    /// more tries. A store that is down is an error: at once when a lane is asked for, otherwise
-    /// once a call has failed for as long as a lease lasts. What was delivered until then is in
-    /// [`Self::metrics`]. A lane lost midway is counted in [`Drained::lanes_lost`].
-    ///
-    /// Cancel-safety: as [`Self::run`].
-    pub async fn drain(&self, limit: Option<usize>) -> Result<Drained> {
-        self.drain_until(limit, CancellationToken::new()).await
-    }
-
-    /// Like [`Self::drain`], but stops gracefully when `stop` is cancelled.
-    pub async fn drain_until(&self, limit: Option<usize>, stop: CancellationToken) -> Result<Drained> {
-        let drained = self.drain_once(limit, false, stop).await?;
-        if drained.lanes_elsewhere > 0 {
-            info!(subscription = self.name(), lanes = drained.lanes_elsewhere, "lanes held by another relay");
-        }
-        Ok(drained)
-    }
-
-    async fn drain_once(&self, limit: Option<usize>, only_crashed: bool, stop: CancellationToken) -> Result<Drained> {
-        let mut running = self.start()?;
-        let drained = self.drain_lanes(limit, only_crashed, stop).await;
-        running.1 = drained.as_ref().map_or(0, |drained| drained.lanes_elsewhere as usize);
-        self.context.iter().for_each(|context| context.log_left_out());
-        self.note_end(drained.as_ref().err());
-        drained
-    }
-
-    async fn drain_lanes(&self, limit: Option<usize>, only_crashed: bool, stop: CancellationToken) -> Result<Drained> {
-        if !self.subscribed.load(Ordering::Acquire) {
-            self.log.subscribe(&self.subscription).await?;
-            self.subscribed.store(true, Ordering::Release);
-        }
-        let Some(context) = &self.context else { return Ok(Drained::default()) };
-        let before = self.metrics.snapshot();
-        let limit = ReadLimit::new(limit);
-        let ttl = context.settings.lease_ttl;
-        let (mut lanes, mut known) = (Vec::new(), Vec::new());
-        let (mut lanes_max, mut lanes_elsewhere) = (1, 0);
-        let (halt, abandon) = (stop.child_token(), CancellationToken::new());
-        let mut failed = None;
-        let mut not_wanted = Vec::new();
-        while known.len() < lanes_max && !halt.is_cancelled() {
-            let asked_at = self.clock.monotonic();
-            let acquired = match context.acquire(&self.owner, &known).await {
-                Ok(acquired) => acquired,
-                Err(error) => {
-                    // The lanes taken so far must be given back: a lease that just runs out counts
-                    // as a crash of its holder.
-                    halt.cancel();
-                    failed = Some(error);
-                    break;
-                }
-            };
-            lanes_max = usize::from(acquired.lanes);
-            if let Some(pause) = &acquired.paused {
-                info!(subscription = self.name(), by = pause.by, why = pause.why, "subscription paused");
-            }
-            let Some(lease) = acquired.lease else {
-                lanes_elsewhere = if acquired.paused.is_some() { 0 } else { lanes_max.saturating_sub(known.len()) };
-                break;
-            };
-            known.push(lease.lane);
-            if only_crashed && lease.crashes == 0 {
-                // Its holder was done with it, and what came since waits for its time. It is held
-                // until all were asked for: the store would grant the same free lane again.
-                not_wanted.push(lease);
-                continue;
-            }
-            self.metrics.lane_taken(&lease);
-            let guard = LeaseGuard::new(lease, asked_at, ttl, halt.child_token(), abandon.child_token());
-            lanes.push(Lane::new(context.clone(), guard));
-        }
-        for lease in &not_wanted {
-            context.release(lease).await;
-        }
-        context.limiter.share(lanes.len(), lanes_max);
-        // The first lane is the first to use the limit, and to probe a destination that looks down.
-        // It must not be the same one in each run.
-        let first = (context.random.unit() * lanes.len() as f64) as usize;
-        lanes.rotate_left(first);
-        let drained = join_all(lanes.into_iter().map(|lane| lane.drain(&limit)));
-        let given_up = async {
-            stop.cancelled().await;
-            self.clock.sleep(context.settings.drain_timeout).await;
-            info!(subscription = self.name(), "drain timeout, calls dropped");
-            abandon.cancel();
-        };
-        let ended = match select(pin!(drained), pin!(given_up)).await {
-            Either::Left((ended, _)) => ended,
-            Either::Right(((), drained)) => drained.await,
-        };
-        let paused = if context.health.is_gone() { self.pause(context).await } else { Ok(true) };
-        context.leave(&self.owner).await;
-        if let Some(error) = failed.or(paused.err()) {
-            return Err(error);
-        }
-        let mut lanes_lost = 0;
-        for error in ended.into_iter().filter_map(Result::err) {
-            if !error.is_stale() {
-                return Err(error);
-            }
-            lanes_lost += 1;
-        }
-        let lanes_elsewhere = lanes_elsewhere as u64;
-        Ok(Drained { lanes_lost, lanes_elsewhere, ..Drained::between(&before, &self.metrics.snapshot()) })
     }
 
     fn name(&self) -> &str {
         self.subscription.name.as_str()
-    }
-
-    /// Notes what the end of this run means for the next one.
-    fn note_end(&self, error: Option<&Error>) {
-        let Some(error) = error.filter(|error| error.is_permanent()) else { return };
-        self.subscribed.store(false, Ordering::Release);
-        if error.code() == SUBSCRIPTION_REMOVED {
-            self.removed.store(true, Ordering::Release);
-        }
     }
 
     fn start(&self) -> Result<Running<'_>> {
@@ -534,7 +444,7 @@ impl Relay {
             let text = format!("the relay of {} runs already; build a second one to share its work", self.name());
             return Err(Error::new(ErrorKind::Conflict, "run relay", "relay_running", text));
         }
-        Ok(Running(self, 0))
+        Ok(Running(self, Some(0)))
     }
 
     /// Takes and shares lanes until `stop`. An error is permanent.
@@ -550,12 +460,12 @@ impl Relay {
                     // Another relay may be faster. Asking at once in a loop would load the store.
                     wait = lanes.ask_again_soon();
                 }
-                () = self.clock.sleep(wait) => match self.ask(lanes, stop).await {
+                () = self.clock.sleep(wait) => match self.answered(lanes.ask(), stop).await {
                     Some(next) => wait = next?,
                     None => return Ok(()),
                 },
             }
-            if context.health.is_gone() && lanes.is_empty() && !self.pause(context).await? {
+            if context.health.is_gone() && lanes.is_empty() && !self.pause(context, stop).await? {
                 warn!(subscription = self.name(), "relay idle until restart");
                 stop.cancelled().await;
                 return Ok(());
@@ -563,31 +473,34 @@ impl Relay {
         }
     }
 
-    /// Asks for a lane; `None` if stopped before the store answered. A lane that is being granted
-    /// at that moment gets a little time to arrive. Otherwise nobody could have it until its lease
+    /// Returns what the store answers; `None` if stopped before. A lane that is being granted at
+    /// that moment gets a little time to arrive. Otherwise nobody could have it until its lease
     /// ends.
-    async fn ask(&self, lanes: &mut Lanes, stop: &CancellationToken) -> Option<Result<Duration>> {
+    async fn answered<T>(&self, asked: impl Future<Output = T>, stop: &CancellationToken) -> Option<T> {
         let stopped = async {
             stop.cancelled().await;
             self.clock.sleep(ASK_GRACE).await;
         };
         tokio::select! {
             biased;
-            next = lanes.ask() => Some(next),
+            answer = asked => Some(answer),
             () = stopped => None,
         }
     }
 
     /// Pauses the subscription because its destination asked never to be called again. Returns
     /// false if there is no [`RelayBuilder::admin`] to pause it. The error is permanent.
-    async fn pause(&self, context: &RelayContext) -> Result<bool> {
+    async fn pause(&self, context: &RelayContext, stop: &CancellationToken) -> Result<bool> {
         let Some(why) = context.health.take_gone() else { return Ok(true) };
         error!(subscription = self.name(), why, "destination gone");
         let Some(admin) = &self.admin else { return Ok(false) };
         let pause = Pause { until: None, by: Pause::BY_RELAY.to_owned(), why };
-        if let Err(error) = admin.pause(&self.subscription.name, Some(&pause)).await {
+        let paused = self.answered(admin.pause(&self.subscription.name, Some(&pause)), stop).await;
+        if !matches!(paused, Some(Ok(()))) {
             // Nothing may be sent until this works, so set the mark again; the next turn retries.
             context.health.set_gone(pause.why);
+        }
+        if let Some(Err(error)) = paused {
             match error {
                 error if context.store_failed(&error) => self.clock.sleep(context.store_backoff(3)).await,
                 error if error.code() == "subscription_unknown" => return Err(removed(self.name())),

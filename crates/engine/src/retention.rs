@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::last_outcome::{FailingPart, LastOutcome};
-use crate::schedule::{Every, Schedule, until};
+use crate::schedule::{Every, Schedule, sleep_until};
 use crate::supervise::keep_up;
 
 /// Least pause between two bounded deletes of one sweep.
@@ -47,7 +47,7 @@ pub struct Swept {
     pub events: u64,
     /// Dead events given up: discarded, and removed when they are old enough.
     pub dead: u64,
-    /// Remembered ids of inbound messages that were forgotten.
+    /// Remembered ids of inbound messages that were forgotten, and records of their conflicts.
     pub message_ids: u64,
 }
 
@@ -141,12 +141,13 @@ impl Sweeper {
     /// Cancel-safe: each step is a transaction of the store.
     pub async fn run(&self, stop: CancellationToken) {
         while !stop.is_cancelled() {
-            let now = self.clock.now();
-            let Some(next) = self.schedule.next_after(now) else { return };
-            let wait = until(now, next);
-            let wait = if self.failing().is_some() { wait.min(REPEATED_AFTER) } else { wait };
-            if stop.run_until_cancelled(self.clock.sleep(wait)).await.is_none() {
-                return;
+            let Some(next) = self.schedule.next_after(self.clock.now()) else { return };
+            let repeats = self.failing().is_some();
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                () = sleep_until(next, &*self.clock) => {}
+                () = self.clock.sleep(REPEATED_AFTER), if repeats => {}
             }
             let swept = self.sweep(&stop).await;
             self.last.note(&swept, self.clock.now());

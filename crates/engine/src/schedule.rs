@@ -3,6 +3,11 @@
 use std::time::Duration;
 
 use jiff::Timestamp;
+use postbox_core::Clock;
+
+/// How often a wait for a time of day looks at the clock. Sleeps do not notice that it was set, or
+/// that the machine was suspended.
+const LOOK_EVERY: Duration = Duration::from_secs(60);
 
 /// Says when to run next.
 ///
@@ -42,4 +47,62 @@ const _: Option<&dyn Schedule> = None;
 /// Returns how long it is from `now` until `at`; zero if it has passed.
 pub(crate) fn until(now: Timestamp, at: Timestamp) -> Duration {
     Duration::try_from(at.duration_since(now)).unwrap_or_default()
+}
+
+/// Waits until the clock shows `next`, but no longer than that takes by the monotonic clock: one
+/// that was set back delays nothing. Cancel-safe.
+pub(crate) async fn sleep_until(next: Timestamp, clock: &dyn Clock) {
+    let deadline = clock.monotonic() + until(clock.now(), next);
+    loop {
+        let left = until(clock.now(), next).min(deadline.saturating_sub(clock.monotonic()));
+        if left.is_zero() {
+            return;
+        }
+        clock.sleep(left.min(LOOK_EVERY)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use jiff::{SignedDuration, ToSpan as _};
+    use postbox_core::lock;
+
+    use super::*;
+    use crate::clock::TokioClock;
+
+    /// A clock that was set, which its sleeps do not notice.
+    struct Set(TokioClock, Mutex<SignedDuration>);
+
+    #[async_trait::async_trait]
+    impl Clock for Set {
+        fn now(&self) -> Timestamp {
+            self.0.now() + *lock(&self.1)
+        }
+
+        fn monotonic(&self) -> Duration {
+            self.0.monotonic()
+        }
+
+        async fn sleep(&self, duration: Duration) {
+            self.0.sleep(duration).await;
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_clock_that_is_set_is_noticed_within_a_minute() {
+        let start = Timestamp::UNIX_EPOCH + 48.hours();
+        for (minutes, expected) in [(0, 3_600..3_601), (30, 1_800..1_861), (120, 600..661), (-1_440, 3_600..3_601)] {
+            let clock = Set(TokioClock::simulated(start), Mutex::default());
+            let next = clock.now() + 1.hours();
+            let setting = async {
+                clock.sleep(Duration::from_secs(600)).await;
+                *lock(&clock.1) = SignedDuration::from_mins(minutes);
+            };
+            tokio::join!(sleep_until(next, &clock), setting);
+            let waited = clock.monotonic().as_secs();
+            assert!(expected.contains(&waited), "{waited} s, set by {minutes} minutes");
+        }
+    }
 }

@@ -12,7 +12,7 @@ use crate::world::{LEASE, World};
 /// A defect, and the plans that found it.
 type Regression = (&'static str, fn() -> Vec<Plan>);
 
-const REGRESSIONS: [Regression; 9] = [
+const REGRESSIONS: [Regression; 10] = [
     ("an apply lane whose lease ran out does not spin", apply_lane_whose_lease_ran_out),
     ("what a late call brings is heard while the breaker probes", late_call_while_probing),
     ("a store that went back to a lower epoch is read on", lower_epoch),
@@ -22,6 +22,7 @@ const REGRESSIONS: [Regression; 9] = [
     ("a destination that is gone ends the rounds of all lanes", gone_beside_another_lane),
     ("a retry sends no event beside its call that goes on", retried_while_its_call_goes_on),
     ("a world ends only when nothing that a filter hid is left", hidden_by_a_filter),
+    ("no lane is granted twice under one epoch", granted_again_after_a_failover),
 ];
 
 /// Runs the plans that once found a defect. Returns what they find now, with its history.
@@ -233,4 +234,24 @@ fn hidden_by_a_filter() -> Vec<Plan> {
     ];
     let in_flight = plan(Shape { sink: 2, attempts_max: 1, ..shape(1, 2, false, 300) }, steps);
     vec![first_run, in_flight]
+}
+
+/// A defect of the memory store: after a failover it gave out an epoch again. A relay whose first
+/// grant was late asked again, got the same lease, and gave it back while it worked under it.
+fn granted_again_after_a_failover() -> Vec<Plan> {
+    let write = |at, held, key, events| {
+        let (fate, end) = (Fate::Fine, End::Commit);
+        Step::Write { at, held, key, events, topic: 1, wait: 0, fate, end }
+    };
+    let steps = vec![
+        write(590, 307, Some(2), 4),
+        write(813, 243, None, 1),
+        Step::Start { at: 0, relay: 0 },
+        Step::Start { at: 386, relay: 1 },
+        Step::Fault { relay: 0, operation: "next_batch", nth: 3, fault: Fault::Refuse },
+        Step::Fault { relay: 1, operation: "acquire", nth: 0, fault: Fault::Freeze(1_664) },
+        Step::Failover { at: 469, behind: 131 },
+    ];
+    let shape = Shape { subscriptions: 2, run: Run::Every(150), ordered: false, ..shape(1, 1, false, 1_200) };
+    vec![Plan { seed: 398_764, ..plan(Shape { sink: 1, jitter: 2, ..shape }, steps) }]
 }

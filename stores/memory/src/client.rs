@@ -82,8 +82,7 @@ impl Client {
         }
     }
 
-    /// Starts a granted lane. Anything known belongs to an earlier lease, even if a store that went
-    /// back to an earlier state gave out the same epoch.
+    /// Starts a granted lane. Anything known belongs to an earlier lease.
     pub(crate) fn begin(&self, lease: &Lease) {
         self.lock().remove(&key(lease));
     }

@@ -86,12 +86,17 @@ impl Inspect for MemoryStore {
 }
 
 impl Data {
-    /// Returns a log with undelivered events or with events that nobody reads, if there is one.
+    /// Returns a log with undelivered, dead or unrouted events or with events that nobody reads, if
+    /// there is one.
     pub(crate) fn undelivered(&self, now: Timestamp) -> Option<&LogName> {
         let is_pending = |(name, log): &(&LogName, &LogState)| {
             let mut readers = self.readers.values().filter(|reader| reader.subscription.log == **name).peekable();
             match readers.peek() {
-                Some(_) => readers.any(|reader| reader.stats(log, now, Share::of_one_of(1)).pending > 0),
+                Some(_) => {
+                    let is_left = |stats: Stats| stats.pending > 0 || stats.dead > 0;
+                    !log.unrouted.is_empty()
+                        || readers.any(|reader| is_left(reader.stats(log, now, Share::of_one_of(1))))
+                }
                 None => log.committed().next().is_some(),
             }
         };

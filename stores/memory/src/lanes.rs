@@ -57,6 +57,7 @@ impl Server {
     ) -> Result<Acquired> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("acquire")?;
+        let incarnation = state.incarnation;
         let (reader, _) = state.data.reader_mut("acquire", subscription)?;
         reader.alive_until.retain(|_, until| *until > monotonic);
         reader.alive_until.insert(owner.clone(), monotonic + ttl);
@@ -67,7 +68,7 @@ impl Server {
         let free = free.or_else(|| reader.lanes.iter().zip(0..).position(lost)).filter(|_| paused.is_none());
         let lease = free.map(|index| {
             let lane = &mut reader.lanes[index];
-            lane.grant(owner, monotonic, ttl);
+            lane.grant(owner, monotonic, ttl, incarnation);
             let (epoch, crashes) = (lane.epoch, lane.crashes);
             reader.make_in_flight_due(index as u16, now);
             reader.count_crashes(index as u16, now);

@@ -85,8 +85,8 @@ impl MemoryStore {
         Snapshot(Box::new(self.server.lock().data.clone()))
     }
 
-    /// Another server takes over with this snapshot: `seq`, epochs and windows used since then are
-    /// given out again. Open transactions are gone.
+    /// Another server takes over with this snapshot: `seq` and windows used since then are given
+    /// out again, but no epoch is. Open transactions are gone.
     pub fn restore(&self, snapshot: &Snapshot) {
         let mut state = self.server.lock();
         state.data = (*snapshot.0).clone();

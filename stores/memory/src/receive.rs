@@ -182,9 +182,9 @@ impl Server {
             seen.remove(identity);
         }
         let inbox = &mut state.data.inbox;
+        let before = inbox.applied.len() + inbox.conflicts.len();
         inbox.conflicts.retain(|conflict| conflict.last_at > oldest_kept);
-        let before = inbox.applied.len();
         inbox.applied.retain(|_, applied| !applied.is_committed || applied.at > oldest_kept);
-        Ok((old.len() + before - inbox.applied.len()) as u64)
+        Ok((old.len() + before - inbox.applied.len() - inbox.conflicts.len()) as u64)
     }
 }

@@ -15,6 +15,9 @@ use postbox_core::{
 
 use crate::receive::Inbox;
 
+/// Distance of the epochs of one incarnation.
+const EPOCHS_APART: Epoch = 1_000;
+
 /// The lanes of a subscription that asks for no number: a second replica takes half of the work.
 const LANES: u16 = 2;
 
@@ -484,10 +487,14 @@ impl Lane {
         self.lease_until.is_none_or(|until| until <= monotonic)
     }
 
-    pub(crate) fn grant(&mut self, owner: &OwnerId, monotonic: Duration, ttl: Duration) {
+    /// Grants it under the next epoch. Those of an incarnation are its own: after the store went
+    /// back, an epoch may be lower than a lost one, but is never the same. With Postgres, which
+    /// takes them from the clock, that is so too.
+    pub(crate) fn grant(&mut self, owner: &OwnerId, monotonic: Duration, ttl: Duration, incarnation: u64) {
         let has_crashed = self.lease_until.is_some() && self.owner.as_ref().is_some_and(|former| former != owner);
         self.crashes = self.crashes_in_a_row().saturating_add(u32::from(has_crashed));
-        self.epoch += 1;
+        let (own, of) = (incarnation as Epoch % EPOCHS_APART, EPOCHS_APART);
+        self.epoch = (self.epoch / of + 2) * of - 1 - own;
         self.owner = Some(owner.clone());
         self.granted_at = monotonic;
         self.hold(monotonic, ttl);

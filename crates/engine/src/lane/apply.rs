@@ -124,9 +124,14 @@ impl Lane {
         let entries: Vec<Entry<'_>> = range.clone().filter_map(entry).collect();
         let settlement = Settlement { position, entries, rewind: false, hold_keys: context.holds_keys() };
         if refs.is_empty() {
-            self.settle(settlement).await?;
-            context.apply.forget(&batch.deliveries[range]);
-            return Ok(true);
+            let settled = self.settle(settlement).await;
+            match &settled {
+                Ok(()) => context.apply.forget(&batch.deliveries[range]),
+                // The store refuses what the relay writes, too: no event is at fault.
+                Err(error) if error.is_permanent() => context.apply.forget_failed(error.code()),
+                Err(_) => {}
+            }
+            return settled.map(|()| true);
         }
         let judged = self.apply_in_time(applying.apply, &refs, settlement.clone(), sent).await?;
         let Some(judged) = judged else { return Ok(false) };
@@ -197,7 +202,8 @@ impl Lane {
         match answer {
             Ok(Ok(outcomes)) => {
                 self.works("apply");
-                context.apply.committed();
+                let has_failed = outcomes.iter().flatten().any(|outcome| matches!(outcome, Outcome::Retry { .. }));
+                context.apply.committed(refs.len(), has_failed, took());
                 let judged = &mut *lock(&judged);
                 let verdict = |(delivery, outcome): (&&Delivery, Option<Outcome>)| {
                     let outcome = outcome?;
@@ -237,13 +243,24 @@ impl Lane {
                 Ok(None)
             }
             // No bounded run gives up here: the lane is given back after each failure anyway.
-            Ok(Err(error)) if context.lane_failed(self.lease.lease.lane, "apply", &error) => {
+            // A permanent one concerns the handlers' effect if they have run. If it concerns the
+            // store too, the settlement of the failure meets it.
+            Ok(Err(error))
+                if context.lane_failed(self.lease.lease.lane, "apply", &error) || !lock(&judged).is_empty() =>
+            {
                 // Otherwise an event whose effect the store cannot commit would stop its lane.
-                if error.kind() == ErrorKind::Internal {
+                if error.kind() == ErrorKind::Internal || error.is_permanent() {
                     failed(Outcome::retry(error.code().to_owned(), error.message()));
+                    if refs.len() == 1 {
+                        // The event answers for it, not the lane.
+                        self.works("apply");
+                    }
                 }
                 context.clock.sleep(context.store_backoff(1)).await;
-                Err(dropped("the transaction's end is unknown"))
+                Err(dropped(match error.is_permanent() {
+                    true => "the store refused the transaction and rolled it back",
+                    false => "the transaction's end is unknown",
+                }))
             }
             Ok(Err(error)) => Err(error),
             Err(panic) => {

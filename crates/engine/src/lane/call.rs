@@ -137,8 +137,9 @@ pub(super) async fn watched<T>(context: &RelayContext, call: impl Future<Output 
         if held >= THREAD_HELD_MAX
             && let Some(left_out) = context.log_lines.observe("thread blocked", "", now)
         {
-            let cure = "a handler of your own that blocks without .await: wrap that in tokio::task::spawn_blocking; a \
-                file: a disk that is slow";
+            let cure = "a handler of your own that blocks without .await: wrap that in tokio::task::spawn_blocking, \
+                give it a limit of its own below deliver_timeout, and end main with Runtime::shutdown_timeout; a file: \
+                a disk that is slow";
             warn!(subscription = context.name(), held = ?rounded(held), left_out, cure, "thread blocked");
         }
         polled

@@ -5,7 +5,7 @@ use std::pin::{Pin, pin};
 use futures::future::{BoxFuture, MaybeDone, OptionFuture};
 use postbox_core::{Batch, Result};
 
-use super::settle::Settling;
+use super::settle::{Settling, settle_behind};
 
 /// At most one read. It is never dropped midway: the store may already have moved its read
 /// position.
@@ -59,6 +59,11 @@ impl<'a> ReadAhead<'a> {
             }
         }
         let read = self.finish().await;
+        if read.as_ref().is_err_and(|error| !error.is_stale()) {
+            // The stream ends with this error. Otherwise the settlement would be dropped, perhaps
+            // before it was sent, and what it settles would arrive again.
+            _ = settle_behind(settling).await;
+        }
         settled.and(read)
     }
 

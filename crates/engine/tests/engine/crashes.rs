@@ -1,7 +1,8 @@
 //! An event that ends its relay is found and becomes dead, under paused time. A relay that "ends"
 //! is dropped in the middle of its call, and another one takes over.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::future::ready;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -141,6 +142,36 @@ async fn events_of_other_lanes_do_not_die_with_it() {
     assert_only_dead(&env, &killer, 5, 399).await;
 }
 
+/// A crash counts against each event that is sent alone then.
+#[tokio::test(start_paused = true)]
+async fn lanes_send_one_event_alone_at_a_time() {
+    let env = TestEnv::with_lanes(2).await;
+    env.append((0..20).map(|n| event(n, n))).await;
+    let killer = Killer::new(Capabilities::default(), |_| true);
+    for _ in 0..3 {
+        // Longer than a lease, so that each relay gets both lanes. Shorter than a call may last.
+        let called = async {
+            killer.called.notified().await;
+            tokio::time::sleep(8 * S).await;
+        };
+        assert!(ends_with(&env.relay(killer.sink.clone(), fast()), called).await);
+    }
+    killer.sink.script(|_| Outcome::DELIVERED);
+    killer.sink.takes(S);
+    let relay = env.relay(killer.sink.clone(), fast());
+    let most_alone = async {
+        let mut most = 0_usize;
+        while killer.sink.arrivals().len() < 20 {
+            let rows = env.list(State::Retrying).await;
+            most = most.max(rows.iter().filter(|row| row.code.as_deref() == Some("alone")).count());
+            tokio::time::sleep(S / 4).await;
+        }
+        most
+    };
+    let most = env.run_while(&relay, tokio::time::timeout(300 * S, most_alone)).await.expect("all arrive");
+    assert_eq!((most, relay.metrics().lanes_acquired()), (1, 2));
+}
+
 #[tokio::test(start_paused = true)]
 async fn its_key_goes_on_or_halts() {
     for (on_dead, delivered) in [(OnDead::Continue, 9), (OnDead::Halt, 0)] {
@@ -272,14 +303,18 @@ async fn crashes_given_back(env: &TestEnv) -> u32 {
     lease.crashes
 }
 
-/// Ends its relay when event 4 is applied in a transaction.
-struct Ending {
+/// Applies events in a transaction, and runs `before` ahead of each.
+struct After<B> {
+    before: B,
     handler: Arc<dyn Apply>,
-    called: Arc<Notify>,
 }
 
 #[async_trait]
-impl Apply for Ending {
+impl<B, F> Apply for After<B>
+where
+    B: Fn(&[&Delivery], &Decide<'_>) -> F + Send + Sync + 'static,
+    F: Future<Output = Result<()>> + Send + 'static,
+{
     async fn apply(
         &self,
         lease: &Lease,
@@ -287,12 +322,26 @@ impl Apply for Ending {
         settlement: Settlement<'_>,
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
-        if deliveries.iter().any(|delivery| version(delivery) == 4) {
-            self.called.notify_one();
-            std::future::pending::<()>().await;
-        }
+        (self.before)(deliveries, decide).await?;
         self.handler.apply(lease, deliveries, settlement, decide).await
     }
+}
+
+/// Ends its relay when event 4 is applied in a transaction.
+fn ending(env: &TestEnv, called: &Arc<Notify>) -> Relay {
+    let called = called.clone();
+    let before = move |deliveries: &[&Delivery], _: &Decide<'_>| {
+        let (called, ends) = (called.clone(), deliveries.iter().any(|delivery| version(delivery) == 4));
+        async move {
+            if ends {
+                called.notify_one();
+                std::future::pending::<()>().await;
+            }
+            Ok(())
+        }
+    };
+    let apply = After { before, handler: env.store.apply(|_, _| Outcome::DELIVERED) };
+    env.builder(env.subscription(), fast()).apply(Arc::new(apply)).build().expect("built")
 }
 
 /// The same for a handler in the transaction that settles.
@@ -302,9 +351,7 @@ async fn a_handler_in_a_transaction_that_ends_its_relay_dies_too() {
     let called = Arc::new(Notify::new());
     for crashes in 0.. {
         assert!(crashes <= CRASHES_MAX, "it still ends its relays: {:?}", env.stats().await);
-        let apply = Ending { handler: env.store.apply(|_, _| Outcome::DELIVERED), called: called.clone() };
-        let relay = env.builder(env.subscription(), fast()).apply(Arc::new(apply)).build().expect("built");
-        if !ends_with(&relay, called.notified()).await {
+        if !ends_with(&ending(&env, &called), called.notified()).await {
             break;
         }
     }
@@ -322,14 +369,10 @@ async fn assert_only_4_is_dead(env: &TestEnv, code: &str) {
 async fn a_handler_that_hangs_alone_fails_by_its_attempts() {
     let env = TestEnv::with((0..30).map(|n| event(n % 3, n))).await;
     let called = Arc::new(Notify::new());
-    let relay = || {
-        let apply = Ending { handler: env.store.apply(|_, _| Outcome::DELIVERED), called: called.clone() };
-        env.builder(env.subscription(), fast()).apply(Arc::new(apply)).build().expect("built")
-    };
     for _ in 0..3 {
-        assert!(ends_with(&relay(), called.notified()).await);
+        assert!(ends_with(&ending(&env, &called), called.notified()).await);
     }
-    assert!(!ends_with(&relay(), std::future::pending()).await);
+    assert!(!ends_with(&ending(&env, &called), std::future::pending()).await);
     assert_only_4_is_dead(&env, "timeout").await;
     assert_eq!(env.list(State::Dead).await[0].attempts, fast().retry.attempts_max);
 }
@@ -355,28 +398,6 @@ async fn an_event_whose_handler_blocks_until_the_lease_has_ended_is_retried_alon
     assert_eq!(env.stats().await.dispatched, 2);
 }
 
-/// Takes a second for each event.
-struct Slow {
-    handler: Arc<dyn Apply>,
-    busy: Arc<AtomicBool>,
-}
-
-#[async_trait]
-impl Apply for Slow {
-    async fn apply(
-        &self,
-        lease: &Lease,
-        deliveries: &[&Delivery],
-        settlement: Settlement<'_>,
-        decide: &Decide<'_>,
-    ) -> Result<Vec<Option<Outcome>>> {
-        self.busy.store(true, Ordering::SeqCst);
-        tokio::time::sleep(S * deliveries.len() as u32).await;
-        self.busy.store(false, Ordering::SeqCst);
-        self.handler.apply(lease, deliveries, settlement, decide).await
-    }
-}
-
 /// Nothing renews the lease while they run, e.g. because they hold the connections of the pool. The
 /// same events would be handled and rolled back without end.
 #[tokio::test(start_paused = true)]
@@ -389,32 +410,120 @@ async fn transactions_that_outlast_their_lease_get_fewer_events() {
         renewing.load(Ordering::SeqCst).then(error)
     };
     let store = Arc::new(env.store.client(Some(Arc::new(FailsAt("renew", no_renewal)))));
-    let apply = Arc::new(Slow { handler: store.apply(|_, _| Outcome::DELIVERED), busy });
+    let a_second_each = move |deliveries: &[&Delivery], _: &Decide<'_>| {
+        let (busy, count) = (busy.clone(), deliveries.len() as u32);
+        async move {
+            busy.store(true, Ordering::SeqCst);
+            tokio::time::sleep(S * count).await;
+            busy.store(false, Ordering::SeqCst);
+            Ok(())
+        }
+    };
+    let apply = Arc::new(After { before: a_second_each, handler: store.apply(|_, _| Outcome::DELIVERED) });
     let relay = env.builder_on(store, env.subscription(), fast()).apply(apply).build().expect("built");
     env.run_for(&relay, 300 * S).await;
     assert_eq!(env.stats().await.dispatched, 30);
 }
 
-/// Its handler of event 4 commits by itself, which also keeps what ran before it.
-struct Committing {
-    handler: Arc<dyn Apply>,
-    ran: Arc<Mutex<Vec<i64>>>,
+/// Handlers of two lanes that lock the same rows: each deadlock costs a second, and almost every
+/// transaction had one.
+#[tokio::test(start_paused = true)]
+async fn transactions_whose_handlers_fail_slowly_get_fewer_events() {
+    let env = TestEnv::with((0..2_000).map(|n| event(n, n))).await;
+    let (victim, slow) = (Arc::new(AtomicI64::new(-1)), Arc::new(AtomicUsize::new(0)));
+    let (fails, slow_ones) = (victim.clone(), slow.clone());
+    let deadlock = move |deliveries: &[&Delivery], _: &Decide<'_>| {
+        let (victim, slow) = (victim.clone(), slow.clone());
+        let first = (deliveries.len() > 1).then(|| version(deliveries[0]));
+        async move {
+            if first.is_some() {
+                slow.fetch_add(1, Ordering::SeqCst);
+                tokio::time::sleep(S).await;
+            }
+            victim.store(first.unwrap_or(-1), Ordering::SeqCst);
+            Ok(())
+        }
+    };
+    let handler = env.store.apply(move |_, delivery| match version(delivery) == fails.load(Ordering::SeqCst) {
+        true => Outcome::retry("handler_error", "deadlock detected"),
+        false => Outcome::DELIVERED,
+    });
+    let apply = Arc::new(After { before: deadlock, handler });
+    let relay = env.builder(env.subscription(), fast()).apply(apply).build().expect("built");
+    env.run_for(&relay, 300 * S).await;
+    assert_eq!(env.stats().await.dispatched, 2_000);
+    let slow_ones = slow_ones.load(Ordering::SeqCst);
+    assert!(slow_ones <= 16, "{slow_ones} transactions failed slowly");
 }
 
-#[async_trait]
-impl Apply for Committing {
-    async fn apply(
-        &self,
-        lease: &Lease,
-        deliveries: &[&Delivery],
-        settlement: Settlement<'_>,
-        decide: &Decide<'_>,
-    ) -> Result<Vec<Option<Outcome>>> {
+/// At the commit it can only concern what they did, e.g. a deferred key whose parent is gone. It
+/// once stopped the subscription.
+#[tokio::test(start_paused = true)]
+async fn an_effect_that_is_refused_for_good_at_the_commit_fails_its_event_only() {
+    let refused = |deliveries: &[&Delivery], decide: &Decide<'_>| {
+        if !deliveries.iter().any(|delivery| version(delivery) == 4) {
+            return ready(Ok(()));
+        }
+        deliveries.iter().for_each(|delivery| _ = decide(delivery, &Outcome::DELIVERED));
+        ready(Err(Error::new(ErrorKind::NotFound, "apply", "reference_missing", "its parent is gone")))
+    };
+    let run = async |env: &TestEnv, time: Duration| {
+        let apply = Arc::new(After { before: refused, handler: env.store.apply(|_, _| Outcome::DELIVERED) });
+        let relay = env.builder(env.subscription(), fast()).apply(apply).build().expect("built");
+        env.run_for(&relay, time).await;
+        relay
+    };
+    let env = TestEnv::with((0..30).map(|n| event(n % 3, n))).await;
+    run(&env, 300 * S).await;
+    assert_only_4_is_dead(&env, "reference_missing").await;
+    assert_eq!(env.list(State::Dead).await[0].attempts, fast().retry.attempts_max);
+    // No event after it commits, and its lane does not look failed.
+    let env = TestEnv::with([event(1, 4)]).await;
+    let relay = run(&env, 50 * S).await;
+    assert_eq!((env.list(State::Dead).await.len(), relay.failing_lanes()), (1, vec![]));
+}
+
+/// A right that is missing, or a schema that is being migrated: no event is at fault.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_refuses_everything_for_a_while_costs_no_attempt() {
+    let env = TestEnv::with([event(1, 1)]).await;
+    let refuses = Arc::new(AtomicBool::new(true));
+    let denied = || Error::new(ErrorKind::Unauthorized, "simulate", "permission_denied", "a right is missing");
+    let (settling, applying) = (refuses.clone(), refuses.clone());
+    let no_settlement = move || settling.load(Ordering::SeqCst).then(denied);
+    let store = Arc::new(env.store.client(Some(Arc::new(FailsAt("settle", no_settlement)))));
+    let no_commit = move |deliveries: &[&Delivery], decide: &Decide<'_>| {
+        if !applying.load(Ordering::SeqCst) {
+            return ready(Ok(()));
+        }
+        deliveries.iter().for_each(|delivery| _ = decide(delivery, &Outcome::DELIVERED));
+        ready(Err(denied()))
+    };
+    let apply = Arc::new(After { before: no_commit, handler: store.apply(|_, _| Outcome::DELIVERED) });
+    let mut settings = fast();
+    settings.retry.attempts_max = 1;
+    let relay = env.builder_on(store, env.subscription(), settings).apply(apply).build().expect("built");
+    let error = relay.run(CancellationToken::new()).await.expect_err("refused");
+    assert_eq!(error.code(), "permission_denied");
+    refuses.store(false, Ordering::SeqCst);
+    env.run_for(&relay, 30 * S).await;
+    let stats = env.stats().await;
+    assert_eq!((stats.dispatched, stats.dead), (1, 0));
+}
+
+/// Only this relay knows their outcomes: another one that gets the lane would run them again.
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_commits_does_not_cost_its_relay_the_lane() {
+    let env = TestEnv::with((0..30).map(|n| event(n % 3, n))).await;
+    let ran = Arc::new(Mutex::new(Vec::new()));
+    let all = ran.clone();
+    // The handler of event 4 commits by itself, which also keeps what ran before it.
+    let before = move |deliveries: &[&Delivery], decide: &Decide<'_>| {
         let at = deliveries.iter().position(|delivery| version(delivery) == 4);
         let run = &deliveries[..at.map_or(deliveries.len(), |at| at + 1)];
-        self.ran.lock().unwrap().extend(run.iter().map(|delivery| version(delivery)));
+        all.lock().unwrap().extend(run.iter().map(|delivery| version(delivery)));
         if at.is_none() {
-            return self.handler.apply(lease, deliveries, settlement, decide).await;
+            return ready(Ok(()));
         }
         let ended = Error::transaction_ended("apply");
         for delivery in run {
@@ -423,16 +532,9 @@ impl Apply for Committing {
                 _ => decide(delivery, &Outcome::DELIVERED),
             };
         }
-        Err(ended)
-    }
-}
-
-/// Only this relay knows their outcomes: another one that gets the lane would run them again.
-#[tokio::test(start_paused = true)]
-async fn a_handler_that_commits_does_not_cost_its_relay_the_lane() {
-    let env = TestEnv::with((0..30).map(|n| event(n % 3, n))).await;
-    let ran = Arc::new(Mutex::new(Vec::new()));
-    let apply = Committing { handler: env.store.apply(|_, _| Outcome::DELIVERED), ran: ran.clone() };
+        ready(Err(ended))
+    };
+    let apply = After { before, handler: env.store.apply(|_, _| Outcome::DELIVERED) };
     let relay = env.builder(env.subscription(), fast()).apply(Arc::new(apply)).build().expect("built");
     env.run_for(&relay, 10 * S).await;
     assert_eq!(*ran.lock().unwrap(), (0..30).collect::<Vec<i64>>(), "each once");

@@ -61,6 +61,26 @@ async fn a_scheduled_relay_makes_nothing_anew_either() {
     env.store.subscribe(&env.subscription()).await.expect("made anew");
 }
 
+/// The next call begins with the run that a failure ended; a stop leaves none.
+#[tokio::test(start_paused = true)]
+async fn a_schedule_that_was_stopped_begins_at_its_next_time() {
+    let env = TestEnv::with([event(1, 1)]).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.down(true);
+    let (every, mut calls) = (Every(3_600 * S), Vec::new());
+    for time in [3_900 * S, 300 * S] {
+        let stop = CancellationToken::new();
+        let stopping = async {
+            tokio::time::sleep(time).await;
+            stop.cancel();
+        };
+        let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), stopping);
+        ended.expect("ran");
+        calls.push(sink.calls());
+    }
+    assert!(calls[0] > 0 && calls[0] == calls[1], "{calls:?}");
+}
+
 /// Two replicas go from one lane to four and back to two while events arrive.
 #[tokio::test(start_paused = true)]
 async fn lanes_change_while_replicas_run() {

@@ -13,4 +13,5 @@ mod lost;
 mod outages;
 mod rate;
 mod relay;
+mod scheduled;
 mod settling;

@@ -1,14 +1,15 @@
 //! A subscription with a rate limit.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::future::join_all;
-use postbox_core::{Admin as _, Capabilities, Log, Outcome, Pause, RetryPolicy, Subscription};
+use postbox_core::{Admin as _, Capabilities, Error, ErrorKind, Log, Outcome, Pause, RetryPolicy, Subscription};
 use postbox_engine::{Relay, RelaySettings, SharedRate};
 use tokio_util::sync::CancellationToken;
 
-use postbox_testkit::memory::{self, Cable, Recorder, TestEnv, event, fast};
+use postbox_testkit::memory::{self, Cable, FailsAt, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
@@ -204,6 +205,40 @@ async fn who_cannot_reach_its_store_keeps_its_part_of_a_shared_rate() {
     };
     let took = run_all(&relays, operate).await;
     assert!((18 * S..25 * S).contains(&took), "{took:?} at half of the rate");
+}
+
+/// The next try may be long after.
+#[tokio::test(start_paused = true)]
+async fn who_ends_with_an_error_keeps_its_part_of_a_shared_rate() {
+    for is_bounded in [false, true] {
+        let env = TestEnv::with_lanes(2).await;
+        let (sink, rate) = (Recorder::new(Capabilities::default()), Arc::new(SharedRate::new("50/s".parse().unwrap())));
+        let relay = |log: Arc<dyn Log>, name: &str| {
+            let subscription = Subscription { name: name.parse().expect("a name"), ..env.subscription() };
+            let builder = env.builder_on(log, subscription, fast()).sink(sink.clone());
+            builder.shared_rate(rate.clone()).build().expect("built")
+        };
+        let has_one = AtomicBool::default();
+        let no_second = move || {
+            let error = || Error::new(ErrorKind::Conflict, "simulate", "table_missing", "it has another name");
+            has_one.swap(true, Ordering::SeqCst).then(error)
+        };
+        let ends = relay(Arc::new(env.store.client(Some(Arc::new(FailsAt("acquire", no_second))))), "ends");
+        let ended = match is_bounded {
+            false => ends.run(CancellationToken::new()).await,
+            true => ends.drain(None).await.map(drop),
+        };
+        assert_eq!(ended.expect_err("its second lane is missing").code(), "table_missing");
+        let operate = async {
+            tokio::time::sleep(10 * S).await;
+            let began = tokio::time::Instant::now();
+            env.append((0..500).map(|n| event(n % 50, n))).await;
+            sink.wait_for(500).await;
+            began.elapsed()
+        };
+        let took = env.run_while(&relay(env.store.clone(), "goes-on"), operate).await;
+        assert!((18 * S..25 * S).contains(&took), "{took:?} at half of the rate, bounded {is_bounded}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,15 +1,16 @@
 //! What may be sent while something is being settled.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{BatchLimit, Capabilities, Outcome, Result};
+use postbox_core::{BatchLimit, Capabilities, Error, ErrorKind, Outcome, Result};
 use postbox_engine::RelaySettings;
 use postbox_memory::{Call, Wire};
 use tokio::sync::watch;
 
-use postbox_testkit::memory::{Recorder, TestEnv, event, fast, version};
+use postbox_testkit::memory::{FailsAt, Recorder, TestEnv, event, fast, version};
 
 /// A store whose settlements wait until the gate opens.
 struct Gate(watch::Receiver<bool>);
@@ -63,6 +64,26 @@ async fn one_batch_goes_out_while_the_one_before_is_settled() {
 async fn nothing_goes_out_before_a_failure_is_written() {
     assert_eq!(arrive_meanwhile(|version| fails(version, 3)).await, 9, "the rest of its batch");
     assert_eq!(arrive_meanwhile(|version| fails(version, 13)).await, 19, "the rest of its batch");
+}
+
+/// Otherwise it would arrive again, although nothing abrupt happened.
+#[tokio::test(start_paused = true)]
+async fn what_arrived_is_settled_though_the_read_beside_it_fails_for_good() {
+    let env = TestEnv::with((0..100).map(|n| event(n, n))).await;
+    let pages = AtomicUsize::new(0);
+    // The first page is that of an empty window, and the second one is read ahead.
+    let refused = move || {
+        let error = || Error::new(ErrorKind::Unauthorized, "simulate", "permission_denied", "it may not read");
+        (pages.fetch_add(1, Ordering::SeqCst) == 1).then(error)
+    };
+    let log = Arc::new(env.store.client(Some(Arc::new(FailsAt("page", refused)))));
+    let sink = Recorder::new(Capabilities { batch_max: 10, concurrency: 1, prefix: true, system: None });
+    let batch = BatchLimit { events: 10, ..BatchLimit::default() };
+    let relay = env.relay_on(log, sink.clone(), RelaySettings { batch, ..fast() });
+    let error = relay.drain(None).await.expect_err("it may not read");
+    assert_eq!((error.code(), sink.arrivals().len()), ("permission_denied", 10));
+    env.relay(sink.clone(), fast()).drain(None).await.expect("drained");
+    assert_eq!(sink.versions(), (0..100).collect::<Vec<i64>>(), "each once");
 }
 
 fn fails(version: i64, failing: i64) -> Outcome {
