@@ -181,7 +181,7 @@ fn choose(
     let mut is_meant = |(row, updated_at): &(DeliveryRow, i64)| -> Work<bool> {
         let created_at = timestamp(row.created_at);
         let tenant: Option<String> = match selection.which.tenant {
-            Some(_) => tenant_of.query_row([row.seq], |found| found.get(0)).optional()?.flatten(),
+            Some(_) => tenant_of.query_row([row.seq], |found| lossy(found, 0)).optional()?.flatten(),
             None => None,
         };
         Ok(selection.which.mean(&row.topic, row.key.as_deref(), tenant.as_deref(), created_at)

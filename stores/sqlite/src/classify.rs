@@ -35,7 +35,7 @@ impl Fault {
         }
     }
 
-    /// As [`Self::into_error`], where the file is known: the cure of a missing table names it.
+    /// As [`Self::into_error`], where the file is known: the error of a missing table names it.
     pub(crate) fn into_error_of_file(self, operation: &'static str, path: &Path) -> Error {
         match self {
             Self::Sqlite(error) if is_own_table_missing(&error.to_string()) => schema_missing(operation, Some(path)),
@@ -80,7 +80,9 @@ pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> E
         (ffi::SQLITE_BUSY | ffi::SQLITE_LOCKED, _) => (
             ErrorKind::Unavailable,
             "store_busy",
-            "another process held the database's write lock for too long; find the long transaction and end it".into(),
+            "the database's write lock was not free in time: another process has a long transaction, or many one after \
+             another without a pause; end it, or let it pause between them"
+                .into(),
         ),
         (ffi::SQLITE_READONLY | ffi::SQLITE_PERM | ffi::SQLITE_AUTH, _) => return read_only(operation),
         (ffi::SQLITE_NOTADB, _) => (
@@ -161,7 +163,7 @@ pub(crate) fn read_only(operation: &'static str) -> Error {
 /// The error of a missing schema; `path` if we know the file.
 pub(crate) fn schema_missing(operation: &'static str, path: Option<&Path>) -> Error {
     let store = path.map_or_else(|| "sqlite:FILE".into(), |path| format!("sqlite:{}", path.display()));
-    let message = format!("{store} has no Postbox tables; run: postbox migrate up --store {store}");
+    let message = format!("{store} has no Postbox tables; run: postbox migrate up, with the same store");
     Error::new(ErrorKind::Mismatch, operation, "schema_missing", message)
 }
 
@@ -169,8 +171,8 @@ pub(crate) fn schema_missing(operation: &'static str, path: Option<&Path>) -> Er
 pub(crate) fn file_missing(operation: &'static str, path: &Path) -> Error {
     let path = path.display();
     let message = format!(
-        "there is no file {path}; correct the path or the working folder, or create it: postbox migrate up --store \
-         sqlite:{path}"
+        "there is no file {path}; correct the path or the working folder, or create it: postbox migrate up, with the \
+         same store"
     );
     Error::new(ErrorKind::Mismatch, operation, "schema_missing", message)
 }

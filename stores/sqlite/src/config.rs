@@ -76,7 +76,7 @@ impl SqliteConfig {
                 format!("the folder {} does not exist; create it or correct the store's path", folder.display()),
             );
         }
-        let wal = PathBuf::from(format!("{}-wal", path.display()));
+        let wal = wal_of(&path);
         // In this order: while another process creates the store, its file is there before its WAL.
         if wal.metadata().is_ok_and(|wal| wal.len() > 0) && !path.exists() {
             return refuse(
@@ -94,6 +94,11 @@ impl SqliteConfig {
         }
         Ok(path)
     }
+}
+
+/// The write-ahead log of a database file.
+pub(crate) fn wal_of(path: &Path) -> PathBuf {
+    PathBuf::from(format!("{}-wal", path.display()))
 }
 
 /// Why a URL with a `?` or a URI of SQLite is refused.

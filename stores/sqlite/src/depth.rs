@@ -20,9 +20,9 @@ const LANES_DELIVERED: &str = "SELECT coalesce(sum(delivered), 0) FROM postbox_l
 /// How many rows are in a state, by `postbox_delivery_state`; no lock.
 const DELIVERY_COUNT: &str =
     "SELECT count(*) FROM (SELECT 1 FROM postbox_delivery WHERE subscription = ?1 AND state = ?2 LIMIT ?3)";
-/// Whether a row waits, by `postbox_delivery_state`; no lock.
+/// Whether a row waits or is dead, by `postbox_delivery_state`; no lock.
 const DELIVERY_WAITS: &str = "SELECT EXISTS (SELECT 1 FROM postbox_delivery WHERE subscription = ?1 \
-AND state IN ('retrying', 'blocked', 'scheduled'))";
+AND state IN ('retrying', 'blocked', 'scheduled', 'dead'))";
 
 pub(crate) fn stats(tx: &Transaction<'_>, reader: &Reader, share: Share, now: i64) -> Work<Stats> {
     let name = reader.name.as_str();
@@ -55,11 +55,17 @@ pub(crate) fn count_events(tx: &Transaction<'_>, table: &str) -> Work<Count> {
     Ok(Count { events: events.unsigned_abs(), is_estimate })
 }
 
-/// Whether any event has still to be delivered. Stops at the first one; without one, it walks the
-/// log from the slowest lane on.
+/// Whether any event has still to be delivered, is dead, or was found unrouted. Stops at the first
+/// one; without one, it walks the log from the slowest lane on.
 pub(crate) fn is_undelivered(tx: &Transaction<'_>, reader: &Reader) -> Work<bool> {
     let name = reader.name.as_str();
     if tx.prepare_cached(DELIVERY_WAITS)?.query_row([name], |row| row.get(0))? {
+        return Ok(true);
+    }
+    // By primary keys up to the first event that is still in the log; no lock.
+    let unrouted_any =
+        format!("SELECT 1 FROM postbox_unrouted u CROSS JOIN {} l ON l.seq = u.seq WHERE u.log = ?1", reader.table);
+    if tx.prepare(&unrouted_any)?.exists([reader.stored.log.as_str()])? {
         return Ok(true);
     }
     // Walks the primary key; no lock. What has a delivery row does not wait, as was just seen.

@@ -13,8 +13,8 @@ use rusqlite::{Row, Transaction, params};
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
 use crate::decode::{
-    DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer,
-    is_meant, seq,
+    DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, WALK_COLUMNS,
+    integer, is_meant, is_payload_left_out, seq,
 };
 use crate::depth;
 use crate::lease::{self, SubscriptionRow, crashes_in_a_row};
@@ -23,6 +23,9 @@ use crate::schema::log_table;
 use crate::store::SqliteStore;
 use crate::thread::Session;
 use crate::unrouted::{count_unrouted, is_unrouted};
+
+/// How many rows one step of a list looks at: bounds how long its snapshot lasts, not its result.
+const LIST_LOOK_MAX: usize = 20_000;
 
 /// By primary key; no lock.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name";
@@ -66,8 +69,12 @@ impl Inspect for SqliteStore {
     }
 
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
-        let query = query.clone();
-        self.inspector().call("list", move |session| list(session, &query)).await
+        let mut listing = Listing::new(query.clone());
+        // Each step is a job of its own, so that the other readers get their turn.
+        while !listing.is_over {
+            listing = self.inspector().call("list", move |session| listing.step(&session.read()?)).await?;
+        }
+        Ok(listing.records)
     }
 
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
@@ -270,6 +277,8 @@ impl Reader {
                 State::Dispatched
             }
             State::Skipped if is_unrouted(tx, &self.stored.log, seq)? => State::Unrouted,
+            // A former version skipped it.
+            State::Dispatched if head.is_unparsable() && is_unrouted(tx, &self.stored.log, seq)? => State::Unrouted,
             state => state,
         })
     }
@@ -346,123 +355,119 @@ fn conflicts(session: &mut Session, limit: i64) -> Work<Vec<Conflict>> {
     Ok(conflicts)
 }
 
-fn list(session: &mut Session, query: &ListQuery) -> Work<Vec<Record>> {
-    let tx = session.read()?;
-    let reader = Reader::find("list", &tx, &query.subscription)?;
-    match query.state {
-        None => list_newest(&tx, &reader, query),
-        Some(state) if state.has_row() => list_rows(&tx, &reader, query, state),
-        Some(state) => list_stream(&tx, &reader, query, state),
-    }
+/// A list that is read in steps. A snapshot that lasts keeps every checkpoint from the rows that
+/// were written after it, so that the write-ahead log grows.
+struct Listing {
+    /// What to list, after the place that was looked at last.
+    query: ListQuery,
+    limiter: BatchLimiter,
+    records: Vec<Record>,
+    is_over: bool,
 }
 
-/// Records with a delivery row.
-fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery, state: State) -> Work<Vec<Record>> {
-    // By `postbox_delivery_state`, then the log's primary key; no lock.
-    let delivery_list = format!(
-        "SELECT {LOG_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts FROM postbox_delivery d INDEXED BY postbox_delivery_state \
-         LEFT JOIN {} l ON l.seq = d.seq WHERE d.subscription = ?1 AND d.state = ?2 AND d.seq > ?3 ORDER BY d.seq",
-        reader.table
-    );
-    let mut statement = tx.prepare_cached(&delivery_list)?;
-    let after = query.after.map_or(0, |seq| seq.0);
-    let mut rows = statement.query(params![query.subscription.as_str(), state.as_str(), after])?;
-    let (mut records, mut limiter) = (Vec::new(), BatchLimiter::new(query.page()));
-    while !limiter.is_full()
-        && let Some(row) = rows.next()?
-    {
-        let delivery = DeliveryRow::read(row, LOG_COLUMNS_COUNT)?;
-        if query.code.is_some() && delivery.code != query.code {
-            continue;
+impl Listing {
+    fn new(query: ListQuery) -> Self {
+        // Only a delivery row has a code.
+        let is_over = query.code.is_some() && query.state.is_some_and(|state| !state.has_row());
+        Self { limiter: BatchLimiter::new(query.page()), query, records: Vec::new(), is_over }
+    }
+
+    /// Looks at the next rows, in one snapshot.
+    fn step(mut self, tx: &Transaction<'_>) -> Work<Self> {
+        let reader = Reader::find("list", tx, &self.query.subscription)?;
+        let (walk, [after, before]) = self.walk(&reader);
+        // By primary key; no lock.
+        let log_find = format!("SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq = ?1", reader.table);
+        let (mut statement, mut find) = (tx.prepare_cached(&walk)?, tx.prepare_cached(&log_find)?);
+        let mut rows = statement.query(params![reader.name.as_str(), after, before])?;
+        let asked = Filter { headers: self.query.headers.clone(), ..Filter::default() };
+        let mut looked = 0;
+        while !self.limiter.is_full()
+            && let Some(row) = rows.next()?
+        {
+            let has_row = row.get::<_, Option<i64>>(LOG_COLUMNS_COUNT)?.is_some();
+            let delivery = has_row.then(|| DeliveryRow::read(row, LOG_COLUMNS_COUNT)).transpose()?;
+            let place = delivery.as_ref().map_or_else(|| seq(row), |delivery| Ok(delivery.seq))?;
+            let (head, is_gone) = (Head::read(row)?, integer(row, 0)?.is_none());
+            let code = delivery.as_ref().and_then(|delivery| delivery.code.as_ref());
+            let is_asked = (self.query.code.is_none() || code == self.query.code.as_ref())
+                && (is_gone || (is_meant(&self.query.which, row, &head)? && head.is_wanted_by(&asked)));
+            if is_asked {
+                let state = match &delivery {
+                    Some(delivery) => delivery.state,
+                    None => reader.state_found(tx, &head, place)?,
+                };
+                if self.query.state.is_none_or(|wanted| wanted == state) {
+                    let mut found = find.query([place])?;
+                    let event = if is_payload_left_out(row)? { found.next()? } else { Some(row) };
+                    if !self.take(event, state, delivery, row)? {
+                        break;
+                    }
+                }
+            }
+            (self.query.after, looked) = (Some(Seq(place)), looked + 1);
+            if looked == LIST_LOOK_MAX {
+                return Ok(self);
+            }
         }
-        let decoded = match integer(row, 0)? {
-            Some(_) => Decoded::read(row)?,
-            None => Decoded::missing(&delivery),
+        self.is_over = true;
+        Ok(self)
+    }
+
+    /// The statement that walks what may be listed, and the two places between which it walks. It
+    /// selects [`WALK_COLUMNS`], then those of [`record_of`].
+    fn walk(&self, reader: &Reader) -> (String, [i64; 2]) {
+        let (log, after) = (&reader.table, self.query.after.map(|seq| seq.0));
+        let columns = format!("{WALK_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts");
+        // Walks the log's primary key, then that of `postbox_delivery`; no lock.
+        let log_list = format!(
+            "SELECT {columns} FROM {log} l LEFT JOIN postbox_delivery d ON d.subscription = ?1 AND d.seq = l.seq \
+             WHERE l.seq > ?2 AND l.seq < ?3 ORDER BY l.seq"
+        );
+        let from = after.unwrap_or(0);
+        match self.query.state {
+            None => (format!("{log_list} DESC"), [i64::MIN, after.unwrap_or(i64::MAX)]),
+            // By `postbox_delivery_state`, then the log's primary key; no lock.
+            Some(state) if state.has_row() => {
+                let delivery_list = format!(
+                    "SELECT {columns} FROM postbox_delivery d INDEXED BY postbox_delivery_state LEFT JOIN {log} l ON l.seq = d.seq \
+                     WHERE d.subscription = ?1 AND d.state = '{state}' AND d.seq > ?2 AND d.seq < ?3 ORDER BY d.seq"
+                );
+                (delivery_list, [from, i64::MAX])
+            }
+            Some(State::Pending) => (log_list, [from.max(reader.position_min()), i64::MAX]),
+            Some(State::Dispatched) => (log_list, [from, reader.position_max().saturating_add(1)]),
+            Some(_) => (log_list, [from, i64::MAX]),
+        }
+    }
+
+    /// Takes an event, if it fits. `event` is its row of [`LOG_COLUMNS`], `row` the one of the
+    /// walk.
+    fn take(
+        &mut self,
+        event: Option<&Row<'_>>,
+        state: State,
+        delivery: Option<DeliveryRow>,
+        row: &Row<'_>,
+    ) -> rusqlite::Result<bool> {
+        let decoded = match (event, &delivery) {
+            (Some(event), _) => Decoded::read(event)?,
+            (None, Some(delivery)) => Decoded::missing(delivery),
+            // One snapshot shows both rows of a log, or none.
+            (None, None) => return Ok(true),
         };
-        if query.which.mean_event(Some(&decoded.event)) && query.has_headers(&decoded.event) {
-            if !limiter.take(decoded.event.payload.len()) {
-                break;
-            }
-            records.push(record_of(decoded, delivery, row, LOG_COLUMNS_COUNT + DELIVERY_COLUMNS_COUNT)?);
+        if !self.query.which.mean_event(Some(&decoded.event)) || !self.query.has_headers(&decoded.event) {
+            return Ok(true);
         }
-    }
-    Ok(records)
-}
-
-/// Records without a delivery row, whose state follows from the cursor and the filters.
-fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery, state: State) -> Work<Vec<Record>> {
-    if query.code.is_some() {
-        return Ok(Vec::new());
-    }
-    let (from, to) = match state {
-        State::Pending => (reader.position_min(), i64::MAX),
-        State::Dispatched => (0, reader.position_max()),
-        _ => (0, i64::MAX),
-    };
-    let from = query.after.map_or(0, |seq| seq.0).max(from);
-    // Walks the log's primary key; no lock.
-    let log_list = format!(
-        "SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq > ?2 AND l.seq <= ?3 \
-         AND NOT EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq) ORDER BY l.seq",
-        reader.table
-    );
-    let mut statement = tx.prepare_cached(&log_list)?;
-    let mut rows = statement.query(params![query.subscription.as_str(), from, to])?;
-    let (mut records, mut limiter) = (Vec::new(), BatchLimiter::new(query.page()));
-    while !limiter.is_full()
-        && let Some(row) = rows.next()?
-    {
-        let head = Head::read(row)?;
-        if is_meant(&query.which, row, &head)? && reader.state_found(tx, &head, seq(row)?)? == state {
-            let decoded = Decoded::read(row)?;
-            if query.has_headers(&decoded.event) {
-                if !limiter.take(decoded.event.payload.len()) {
-                    break;
-                }
-                records.push(record(decoded, state));
-            }
-        }
-    }
-    Ok(records)
-}
-
-/// Records in any state, the newest first.
-fn list_newest(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
-    // Walks the log's primary key down, then that of `postbox_delivery`; no lock.
-    let log_list = format!(
-        "SELECT {LOG_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts FROM {} l \
-         LEFT JOIN postbox_delivery d ON d.subscription = ?1 AND d.seq = l.seq WHERE l.seq < ?2 ORDER BY l.seq DESC",
-        reader.table
-    );
-    let mut statement = tx.prepare_cached(&log_list)?;
-    let before = query.after.map_or(i64::MAX, |seq| seq.0);
-    let mut rows = statement.query(params![query.subscription.as_str(), before])?;
-    let (mut records, mut limiter) = (Vec::new(), BatchLimiter::new(query.page()));
-    while !limiter.is_full()
-        && let Some(row) = rows.next()?
-    {
-        let head = Head::read(row)?;
-        let has_row = row.get::<_, Option<i64>>(LOG_COLUMNS_COUNT)?.is_some();
-        let delivery = has_row.then(|| DeliveryRow::read(row, LOG_COLUMNS_COUNT)).transpose()?;
-        let code = delivery.as_ref().and_then(|delivery| delivery.code.as_ref());
-        if !is_meant(&query.which, row, &head)? || (query.code.is_some() && code != query.code.as_ref()) {
-            continue;
-        }
-        let decoded = Decoded::read(row)?;
-        if query.has_headers(&decoded.event) {
-            if !limiter.take(decoded.event.payload.len()) {
-                break;
-            }
-            records.push(match delivery {
+        let fits = self.limiter.take(decoded.event.payload.len());
+        if fits {
+            self.records.push(match delivery {
                 Some(delivery) => record_of(decoded, delivery, row, LOG_COLUMNS_COUNT + DELIVERY_COLUMNS_COUNT)?,
-                None => {
-                    let state = reader.state_found(tx, &head, decoded.seq)?;
-                    record(decoded, state)
-                }
+                None => record(decoded, state),
             });
         }
+        Ok(fits)
     }
-    Ok(records)
 }
 
 fn get(session: &mut Session, name: &SubscriptionName, id: EventId) -> Work<Option<Record>> {
@@ -487,4 +492,32 @@ fn get(session: &mut Session, name: &SubscriptionName, id: EventId) -> Work<Opti
             record(decoded, state)
         }
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_core::{Criteria, Headers};
+
+    use super::*;
+    use crate::plans::database;
+
+    #[test]
+    fn a_step_of_a_list_looks_at_a_bounded_part_of_the_log() {
+        let mut database = database();
+        let fill = format!(
+            "INSERT INTO postbox_subscription (name, log, topics, ordering, lanes, generation, created_at) \
+             VALUES ('s', 'outbox', '[]', 'key', 1, 0, 0); \
+             INSERT INTO postbox_outbox (topic, payload) \
+             WITH RECURSIVE n(n) AS (VALUES (1) UNION ALL SELECT n + 1 FROM n WHERE n < {LIST_LOOK_MAX} + 5) SELECT 't', '' FROM n"
+        );
+        database.execute_batch(&fill).expect("filled");
+        let tx = database.transaction().expect("begun");
+        let which = Criteria { topic: Some("rare".parse().expect("a pattern")), ..Criteria::default() };
+        let (subscription, headers) = ("s".parse().expect("a name"), Headers::new());
+        let query = ListQuery { subscription, state: None, which, code: None, headers, after: None, limit: 10 };
+        let listing = Listing::new(query).step(&tx).expect("looked");
+        assert_eq!((listing.is_over, listing.query.after), (false, Some(Seq(6))), "the newest first");
+        let listing = listing.step(&tx).expect("looked");
+        assert_eq!((listing.is_over, listing.records.len()), (true, 0));
+    }
 }

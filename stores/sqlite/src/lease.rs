@@ -38,11 +38,16 @@ const EPOCH_NEXT: &str =
 const SUBSCRIPTION_UPDATE: &str = "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4, \
 kinds = ?5, aggregates = ?6, headers = ?7, on_dead = ?8, \
 revision = revision + ((topics, kinds, aggregates, headers) <> (?2, ?5, ?6, ?7) OR tenant IS NOT ?3) WHERE name = ?1";
-/// Without order no row holds its key, and no row waits for a turn. By the index of keys; takes the
-/// write lock.
-const DELIVERY_UNBLOCK: &str = "UPDATE postbox_delivery INDEXED BY postbox_delivery_key SET holds = 0, updated_at = ?2, \
+/// Without order no row holds its key, and no row waits for a turn. What was unblocked has left the
+/// index, so each step begins anew. By the index of keys, then by primary key; takes the write
+/// lock.
+const DELIVERY_UNBLOCK: &str = "UPDATE postbox_delivery SET holds = 0, updated_at = ?2, \
 due_at = iif(state = 'blocked', ?2, due_at), state = iif(state = 'blocked', 'retrying', state) \
-WHERE subscription = ?1 AND holds = 1";
+WHERE subscription = ?1 AND seq IN (SELECT h.seq FROM postbox_delivery h INDEXED BY postbox_delivery_key \
+WHERE h.subscription = ?1 AND h.holds = 1 AND EXISTS (SELECT 1 FROM postbox_subscription s WHERE s.name = ?1 AND s.ordering = 'none') \
+ORDER BY h.key, h.seq LIMIT ?3)";
+/// How many rows one step unblocks: some tens of milliseconds of the write lock.
+const UNBLOCK_MAX: usize = 5_000;
 /// Every filter is kept. By primary key; takes the write lock.
 pub(crate) const FILTER_KEEP: &str = "INSERT OR IGNORE INTO postbox_filter (subscription, revision, topics, tenant, kinds, aggregates, headers) \
 SELECT name, revision, topics, tenant, kinds, aggregates, headers FROM postbox_subscription WHERE name = ?1";
@@ -230,6 +235,15 @@ pub(crate) fn require(operation: &'static str, tx: &Transaction<'_>, name: &Subs
     Err(subscription_unknown(operation, name, &known).into())
 }
 
+/// Unblocks the next rows of a subscription without order. Returns whether there may be more: there
+/// may be millions, and each step is a transaction of its own. If the steps are interrupted, the
+/// next `subscribe` unblocks the rest. Until then, the rest is sent in the order of its keys, but a
+/// key waits if its dead row that halts it was unblocked already.
+pub(crate) fn unblock(tx: &Transaction<'_>, name: &SubscriptionName, now: i64) -> Work<bool> {
+    let step = params![name.as_str(), now, UNBLOCK_MAX as i64];
+    Ok(tx.prepare_cached(DELIVERY_UNBLOCK)?.execute(step)? == UNBLOCK_MAX)
+}
+
 /// Creates or checks a subscription. Writes only if something differs.
 pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> Work<()> {
     let now = session.settings.now();
@@ -269,9 +283,6 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
                     headers,
                     on_dead.as_str()
                 ])?;
-            }
-            if subscription.ordering == Ordering::None {
-                tx.prepare_cached(DELIVERY_UNBLOCK)?.execute(params![name, now])?;
             }
             if is_changed {
                 tx.prepare_cached(LOG_ROUTE_AGAIN)?.execute(params![log.as_str(), name, took_everything])?;
@@ -509,6 +520,11 @@ mod tests {
             ("LANE_HELD", LANE_HELD, &["postbox_lane USING PRIMARY KEY (subscription=? AND lane=?)"]),
             ("DELIVERIES_MAKE_DUE", DELIVERIES_MAKE_DUE, &[in_flight]),
             ("DELIVERY_COUNT_CRASH", DELIVERY_COUNT_CRASH, &[in_flight]),
+            (
+                "DELIVERY_UNBLOCK",
+                DELIVERY_UNBLOCK,
+                &["PRIMARY KEY (subscription=? AND seq=?)", "postbox_delivery_key (subscription=?)"],
+            ),
         ]);
     }
 }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Error, Lease, Log, OwnerId, Result, Settlement, Subscription, SubscriptionName,
+    Acquired, Batch, BatchLimit, Error, Lease, Log, Ordering, OwnerId, Result, Settlement, Subscription,
+    SubscriptionName,
 };
 
 use crate::lease::AcquireRequest;
@@ -20,8 +21,21 @@ const PAGES_MAX: usize = 20;
 impl Log for SqliteStore {
     async fn subscribe(&self, subscription: &Subscription) -> Result<()> {
         subscription.validate()?;
-        let subscription = subscription.clone();
-        self.writer().call("subscribe", move |session| lease::subscribe(session, &subscription)).await
+        let wanted = subscription.clone();
+        self.writer().call("subscribe", move |session| lease::subscribe(session, &wanted)).await?;
+        let name = subscription.name.clone();
+        // Asked of the reader, so that no start takes the write lock for nothing.
+        let mut more = subscription.ordering == Ordering::None
+            && self.reader().call("subscribe", move |session| window::holds_any(session.connection()?, &name)).await?;
+        while more {
+            let (name, began) = (subscription.name.clone(), self.clock().monotonic());
+            more = self.write("subscribe", move |tx, now| lease::unblock(tx, &name, now)).await?;
+            if more {
+                // Others poll for the write lock, so they hardly get it without a pause.
+                self.clock().sleep(self.clock().monotonic().saturating_sub(began)).await;
+            }
+        }
+        Ok(())
     }
 
     async fn acquire(

@@ -116,7 +116,9 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> W
                 && was_taken_out(tx, &readers, prune.code.as_deref(), seq)?
                 && prune.unrouted == is_unrouted(tx, &log, seq)?
                 // An unrouted event that a subscription wants by now is about to be handed over.
-                && !(prune.unrouted && readers.iter().any(|reader| reader.is_given(&head, seq)))
+                && !(prune.unrouted
+                    && !head.is_unparsable()
+                    && readers.iter().any(|reader| reader.is_given(&head, seq)))
             {
                 gone.push(seq);
             }

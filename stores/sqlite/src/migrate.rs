@@ -53,7 +53,7 @@ impl Migrate for SqliteStore {
     }
 
     async fn validate(&self) -> Result<Timestamp> {
-        self.reader().call("validate", |session| created_at(session.connection()?)).await
+        self.inspector().call("validate", |session| created_at(session.connection()?)).await
     }
 
     fn script(&self) -> String {
@@ -170,7 +170,9 @@ pub(crate) fn validate(connection: &Connection) -> Work<()> {
         None | Some(0) => Err(schema_missing("validate", connection.path().map(std::path::Path::new)).into()),
         Some(VERSION) => Ok(()),
         Some(older) if older < VERSION => {
-            let message = format!("the schema is at {older}, this program needs {VERSION}; run: postbox migrate up");
+            let message = format!(
+                "the schema is at {older}, this program needs {VERSION}; run: postbox migrate up, with the same store"
+            );
             Err(Error::new(ErrorKind::Mismatch, "validate", "schema_old", message).into())
         }
         newer => refuse_newer(newer),

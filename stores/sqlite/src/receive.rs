@@ -67,10 +67,9 @@ impl Receive for SqliteStore {
                     let step = params![oldest_kept, STEP_ROWS_MAX as i64];
                     let receipts = tx.prepare_cached(RECEIPT_FORGET)?.execute(step)?;
                     let onces = tx.prepare_cached(ONCE_FORGET)?.execute(step)?;
-                    // Records of conflicts expire like the ids they belong to. They are not ids, so
-                    // they are not counted.
-                    tx.prepare_cached(CONFLICT_FORGET)?.execute(step)?;
-                    Ok((receipts + onces) as u64)
+                    // Records of conflicts expire like the ids they belong to.
+                    let conflicts = tx.prepare_cached(CONFLICT_FORGET)?.execute(step)?;
+                    Ok((receipts + onces + conflicts) as u64)
                 })
             })
             .await

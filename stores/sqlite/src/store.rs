@@ -120,6 +120,10 @@ impl SqliteStore {
         self.shared.settings.now()
     }
 
+    pub(crate) fn clock(&self) -> &dyn Clock {
+        &*self.shared.settings.clock
+    }
+
     pub(crate) fn wakeups(&self) -> &watch::Sender<u64> {
         &self.shared.wakeups
     }

@@ -5,12 +5,13 @@
 //! read while the last one is flushed. One reads for operators, so that counting a long log delays
 //! no delivery.
 
+use std::cell::Cell;
 use std::os::unix::fs::MetadataExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use postbox_core::{Clock, Error, ErrorKind, Result};
 use rusqlite::{Connection, OpenFlags, Transaction, TransactionBehavior};
@@ -24,11 +25,33 @@ use crate::config::Synchronous;
 const QUEUE_JOBS_MAX: usize = 64;
 /// A job is never refused for a shorter wait than this, however small the busy timeout is.
 const PATIENCE_MIN: Duration = Duration::from_secs(1);
+/// The wait between two tries to get the write lock. SQLite's own waits grow to 100 ms, and rarely
+/// meet the short moments in which a program that commits in a loop leaves the lock free.
+const LOCK_TRY_EVERY: Duration = Duration::from_millis(1);
 /// How many prepared statements a connection keeps: more than this crate has.
 const STATEMENTS_MAX: usize = 128;
-/// A write-ahead log that grew beyond this size in bytes, because of a long reader, is truncated at
-/// the next checkpoint.
-const WAL_BYTES_KEPT: i64 = 64 * 1024 * 1024;
+/// A write-ahead log that grew beyond this size in bytes, because of a long reader or a large
+/// commit, is cut to it by the first write after a checkpoint, if this program makes that write.
+pub(crate) const WAL_BYTES_KEPT: i64 = 64 * 1024 * 1024;
+
+thread_local! {
+    /// How long this thread's connection waits for the write lock before it gives up, and since
+    /// when it waits. SQLite passes no state to [`wait_for_lock`].
+    static LOCK_WAIT: Cell<(Duration, Option<Instant>)> = const { Cell::new((Duration::ZERO, None)) };
+}
+
+/// SQLite's busy handler: waits once, if it has not waited for too long. It looks at the machine's
+/// time, because under load each wait takes longer than asked for.
+fn wait_for_lock(waited: i32) -> bool {
+    let (patience, since) = LOCK_WAIT.get();
+    let since = since.filter(|_| waited > 0).unwrap_or_else(Instant::now);
+    LOCK_WAIT.set((patience, Some(since)));
+    let waits = since.elapsed() < patience;
+    if waits {
+        std::thread::sleep(LOCK_TRY_EVERY);
+    }
+    waits
+}
 
 /// What a thread's connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +138,7 @@ impl Thread {
                 return;
             }
             if clock.monotonic().saturating_sub(queued) > patience {
-                _ = answer.send(Err(overloaded(operation)));
+                _ = answer.send(Err(overloaded(operation, session.role)));
                 return;
             }
             let done = catch_unwind(AssertUnwindSafe(|| work(session)))
@@ -131,8 +154,13 @@ impl Thread {
     }
 }
 
-fn overloaded(operation: &'static str) -> Error {
-    let message = "the store's queue is not served in time; another process may hold the write lock";
+fn overloaded(operation: &'static str, role: Role) -> Error {
+    let message = match role {
+        Role::Writer => "the store's queue is not served in time; another process may hold the write lock",
+        Role::Reader => {
+            "the store's queue is not served in time, because earlier reads took too long; look at the load of its disk"
+        }
+    };
     Error::new(ErrorKind::Unavailable, operation, "store_busy", message)
 }
 
@@ -253,7 +281,13 @@ impl Session {
         if let Some(file) = file_id(&self.settings.path) {
             _ = self.settings.file.set(file);
         }
-        connection.busy_timeout(self.settings.busy_timeout)?;
+        match self.role {
+            Role::Writer => {
+                LOCK_WAIT.set((self.settings.busy_timeout, None));
+                connection.busy_handler(Some(wait_for_lock))?;
+            }
+            Role::Reader => connection.busy_timeout(self.settings.busy_timeout)?,
+        }
         connection.set_prepared_statement_cache_capacity(STATEMENTS_MAX);
         if connection.is_readonly("main")? {
             return Err(read_only("open").into());
@@ -282,13 +316,14 @@ mod tests {
     use super::*;
     use crate::clock::MachineClock;
 
+    const PATIENCE: Duration = Duration::from_secs(60);
+
     fn thread(synchronous: Synchronous) -> (tempfile::TempDir, Thread) {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("shop.db");
         Connection::open(&path).expect("opened").execute_batch("PRAGMA journal_mode = WAL").expect("set");
-        let busy_timeout = Duration::from_secs(1);
         let clock = Arc::new(MachineClock::new());
-        let settings = Settings { path, busy_timeout, synchronous, file: OnceLock::new(), clock };
+        let settings = Settings { path, busy_timeout: PATIENCE, synchronous, file: OnceLock::new(), clock };
         (folder, Thread::start("test", Role::Writer, Arc::new(settings)).expect("started"))
     }
 
@@ -307,6 +342,39 @@ mod tests {
         assert_eq!(synchronous_in(&thread, Flush::Configured).await, NORMAL);
         assert_eq!(synchronous_in(&thread, Flush::Always).await, FULL);
         assert_eq!(synchronous_in(&thread, Flush::Configured).await, NORMAL, "and back");
+    }
+
+    #[tokio::test]
+    async fn the_writer_tries_for_the_lock_each_millisecond_until_the_busy_timeout_is_over() {
+        let (folder, thread) = thread(Synchronous::Full);
+        let other = Connection::open(folder.path().join("shop.db")).expect("opened");
+        other.execute_batch("BEGIN IMMEDIATE").expect("locked");
+        let (began, short) = (Instant::now(), Duration::from_millis(20));
+        let waited = move |session: &mut Session| {
+            session.connection()?;
+            // SQLite's own handler would wait for a minute here.
+            let (patience, _) = LOCK_WAIT.replace((short, None));
+            let code = session.transact(Flush::Configured, |_| Ok(())).err().map(|it| it.into_error("test"));
+            Ok((patience, code.map(|it| it.code().to_owned())))
+        };
+        let (patience, code) = thread.call("test", waited).await.expect("asked");
+        assert_eq!((patience, code.as_deref()), (PATIENCE, Some("store_busy")));
+        assert!((short..PATIENCE).contains(&began.elapsed()), "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn waits_that_take_long_do_not_prolong_the_busy_timeout() {
+        LOCK_WAIT.set((PATIENCE, Some(Instant::now() - PATIENCE)));
+        assert!(!wait_for_lock(1), "the one wait took the whole time");
+        assert!(wait_for_lock(0), "the next call waits anew");
+        assert!(wait_for_lock(1));
+    }
+
+    #[test]
+    fn who_waits_for_the_reader_does_not_hear_of_a_write_lock() {
+        for (role, of_lock) in [(Role::Writer, true), (Role::Reader, false)] {
+            assert_eq!(overloaded("test", role).message().contains("write lock"), of_lock, "{role:?}");
+        }
     }
 
     #[tokio::test]

@@ -83,8 +83,8 @@ pub(crate) fn note_unrouted(tx: &Transaction<'_>, log: &LogName, now: i64) -> Wo
 }
 
 /// Hands unrouted events to a subscription that wants them now. Events that its lanes have passed
-/// with a former filter are sent; the others they are about to read. Events before its start stay
-/// unrouted.
+/// with a former filter are sent; the others they have read with this one, or are about to read.
+/// Events before its start stay unrouted.
 fn reroute(tx: &Transaction<'_>, log: &LogName, name: &SubscriptionName, after: i64, now: i64) -> Work<()> {
     let reader = Reader::find("note_unrouted", tx, name)?;
     let again = SendAgain::new(tx, &reader, now)?;
@@ -105,6 +105,8 @@ fn reroute(tx: &Transaction<'_>, log: &LogName, name: &SubscriptionName, after: 
         }
         match reader.state(&head, seq) {
             State::Skipped => again.send(row, integer(row, LOOK_DELIVER_AT)?)?,
+            // If it was read, it has its row already, which stays.
+            State::Dispatched if head.is_unparsable() => again.send(row, integer(row, LOOK_DELIVER_AT)?)?,
             _ => _ = tx.prepare_cached(UNROUTED_FORGET)?.execute(params![log.as_str(), seq])?,
         }
     }

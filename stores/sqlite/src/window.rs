@@ -14,12 +14,12 @@
 use std::collections::HashMap;
 
 use postbox_core::kit::{BatchLimiter, window_undone};
-use postbox_core::{Batch, BatchLimit, Delivery, Error, Key, Lease, Seq};
-use rusqlite::{OptionalExtension, Transaction, params};
+use postbox_core::{Batch, BatchLimit, Delivery, Error, Filter, Key, Lease, Seq, SubscriptionName};
+use rusqlite::{Connection, OptionalExtension, Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
-use crate::decode::{Decoded, Head, LOG_COLUMNS, payload_len, row_lane, seq};
+use crate::decode::{Decoded, Head, LOG_COLUMNS, WALK_COLUMNS, is_payload_left_out, payload_len, row_lane, seq};
 use crate::lease::{self, LOG_LAST, LaneRow, SubscriptionRow, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
@@ -238,9 +238,14 @@ impl Page {
         if end <= from {
             return Ok(page);
         }
+        // A lane that wants every row reads whole ones.
+        let takes_all = stored.lanes == 1 && stored.filter == Filter::default();
+        let columns = if takes_all { LOG_COLUMNS } else { WALK_COLUMNS };
         // Walks the primary key; no lock, and in WAL mode no wait.
-        let log_read = format!("SELECT {LOG_COLUMNS} FROM {table} l WHERE l.seq > ?1 ORDER BY l.seq");
-        let mut statement = tx.prepare_cached(&log_read)?;
+        let log_read = format!("SELECT {columns} FROM {table} l WHERE l.seq > ?1 ORDER BY l.seq");
+        // By primary key; no lock.
+        let log_find = format!("SELECT {LOG_COLUMNS} FROM {table} l WHERE l.seq = ?1");
+        let (mut statement, mut find) = (tx.prepare_cached(&log_read)?, tx.prepare_cached(&log_find)?);
         let mut rows = statement.query([from])?;
         let mut limiter = BatchLimiter::new(BatchLimit { events: limit.events.min(PAGE_EVENTS_MAX), ..limit });
         let mut scanned = 0;
@@ -252,16 +257,32 @@ impl Page {
             // First the lane alone: half of the rows belong to the other one of two.
             let is_ours = stored.lanes == 1 || row_lane(row, stored.lanes)? == lane;
             if is_ours && Head::read(row)?.is_wanted_by(&stored.filter) {
-                if !limiter.take(payload_len(row)?) {
+                let mut take = |row: &Row<'_>| page.take(row, stored, &mut limiter, now);
+                let fits = if is_payload_left_out(row)? { find.query_row([seq(row)?], take)? } else { take(row)? };
+                if !fits {
                     break;
                 }
-                let decoded = Decoded::read(row)?;
-                let replay = stored.replay_of(decoded.seq);
-                push(&mut page.batch, decoded, (1, replay), now);
             }
             page.last = seq(row)?;
         }
         Ok(page)
+    }
+
+    /// Takes an event of [`LOG_COLUMNS`], if it fits.
+    fn take(
+        &mut self,
+        row: &Row<'_>,
+        stored: &SubscriptionRow,
+        limiter: &mut BatchLimiter,
+        now: i64,
+    ) -> rusqlite::Result<bool> {
+        let fits = limiter.take(payload_len(row)?);
+        if fits {
+            let decoded = Decoded::read(row)?;
+            let replay = stored.replay_of(decoded.seq);
+            push(&mut self.batch, decoded, (1, replay), now);
+        }
+        Ok(fits)
     }
 }
 
@@ -292,13 +313,17 @@ fn leave_out(tx: &Transaction<'_>, lease: &Lease, from: i64, last: i64, batch: &
     Ok(())
 }
 
+/// Whether any row of a subscription holds its key.
+pub(crate) fn holds_any(connection: &Connection, name: &SubscriptionName) -> Work<bool> {
+    Ok(connection.prepare_cached(DELIVERY_ANY_HELD)?.exists([name.as_str()])?)
+}
+
 /// Records the keys that an earlier unfinished event holds.
 fn hold(tx: &Transaction<'_>, lease: &Lease, batch: &mut Batch) -> Work<()> {
-    let name = lease.subscription.as_str();
-    let any = tx.prepare_cached(DELIVERY_ANY_HELD)?.query_row([name], |_| Ok(())).optional()?;
-    if batch.deliveries.is_empty() || any.is_none() {
+    if batch.deliveries.is_empty() || !holds_any(tx, &lease.subscription)? {
         return Ok(());
     }
+    let name = lease.subscription.as_str();
     // Before the last event of each key: the row may be of an event between them, which was marked
     // dead before it was read.
     let mut last: HashMap<&Key, Seq> = HashMap::new();

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Appended, Apply, Batch, BatchLimit, Delivery, Lease, Log, LogName, Migrate, NewEvent, Outcome, OwnerId, Postbox,
-    Settlement, SourceName, Store, Subscription, SubscriptionName,
+    Appended, Apply, Batch, BatchLimit, Delivery, Filter, Lease, Log, LogName, Migrate, NewEvent, Outcome, OwnerId,
+    Postbox, Settlement, SourceName, Store, Subscription, SubscriptionName,
 };
 use postbox_engine::RelayBuilder;
 use postbox_router::{Event, Router, State, Tx};
@@ -93,11 +93,15 @@ impl Fixture {
 
     /// Subscribes `reader` to the outbox and takes its lane.
     pub(crate) async fn lane(&self) -> Lease {
+        self.lane_for(Filter::default()).await
+    }
+
+    /// [`Self::lane`] of a subscription with a filter.
+    pub(crate) async fn lane_for(&self, filter: Filter) -> Lease {
         let name = SubscriptionName::new("reader").expect("valid");
-        self.store
-            .subscribe(&Subscription { lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) })
-            .await
-            .expect("subscribed");
+        let subscription =
+            Subscription { filter, lanes: Some(1), ..Subscription::new(name.clone(), LogName::outbox()) };
+        self.store.subscribe(&subscription).await.expect("subscribed");
         let owner = OwnerId::new("test").expect("valid");
         self.store.acquire(&name, &owner, &[], LONG).await.expect("asked").lease.expect("free")
     }

@@ -82,8 +82,9 @@ async fn only_up_makes_the_file() {
     ] {
         if let Err(error) = result {
             assert_eq!(error.code(), "schema_missing");
-            let cure = format!("postbox migrate up --store sqlite:{}", path.display());
-            assert!(error.message().contains("there is no file") && error.message().contains(&cure), "{error}");
+            let said = format!("there is no file {}; ", path.display());
+            let cure = "postbox migrate up, with the same store";
+            assert!(error.message().starts_with(&said) && error.message().ends_with(cure), "{error}");
         }
     }
     assert_eq!(fs::read_dir(folder.path()).expect("listed").count(), 0, "nothing was made");
@@ -117,7 +118,7 @@ async fn a_database_without_our_tables_is_left_as_it_is() {
     let store = SqliteStore::open(SqliteConfig::new(&path)).await.expect("opened");
     let error = store.subscriptions().await.expect_err("no tables");
     let store = format!("sqlite:{}", path.display());
-    let said = format!("{store} has no Postbox tables; run: postbox migrate up --store {store}");
+    let said = format!("{store} has no Postbox tables; run: postbox migrate up, with the same store");
     assert_eq!((error.code(), error.message()), ("schema_missing", said.as_str()));
     assert!(std::error::Error::source(&error).is_none(), "the driver's text says no more");
     assert_eq!(fs::read(&path).expect("read"), before, "nothing was changed");

@@ -2,8 +2,8 @@
 //! check.
 
 use postbox_core::{
-    Admin as _, Batch, BatchLimit, Change, Criteria, Disposition, Entry, Headers, Inspect, Lease, ListQuery, Log,
-    NewEvent, Selection, Settlement, State, Store as _, SubscriptionName,
+    Admin as _, Batch, BatchLimit, Change, Criteria, Disposition, Entry, Filter, Headers, Inspect, Lease, ListQuery,
+    Log, LogName, Maintain as _, NewEvent, Selection, Settlement, State, Store as _, Subscription, SubscriptionName,
 };
 use rusqlite::types::Value;
 use rusqlite::{Connection, params};
@@ -275,6 +275,50 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
     settle_unreadable(&fixture, &lease, &due).await;
     let stats = fixture.store.stats(&name).await.expect("counted");
     assert_eq!((stats.pending, stats.dead, stats.dispatched), (0, 6, 2));
+}
+
+/// SQLite accepts them as JSON.
+#[tokio::test]
+async fn headers_that_cannot_be_parsed_are_not_skipped_by_a_filter_for_headers() {
+    let fixture = fixture().await;
+    let connection = fixture.connect();
+    let nested = format!("{{\"a\":{}{}}}", "[".repeat(200), "]".repeat(200));
+    let texts = ["{\"region\":\"\\ud83d\"}", "{\"a\":1e999}", nested.as_str()];
+    for headers in texts.into_iter().chain(["{\"region\":\"us\"}", "{\"region\":\"eu\"}"]) {
+        insert(&connection, "headers", headers.to_owned()).expect("accepted");
+    }
+    let headers = Headers::from([("region".to_owned(), "eu".to_owned())]);
+    let lease = fixture.lane_for(Filter { headers, ..Filter::default() }).await;
+    let batch = fixture.next(&lease).await;
+    let places: Vec<i64> = batch.deliveries.iter().map(|delivery| delivery.seq.0).collect();
+    assert_eq!(places, [1, 2, 3, 5]);
+    let codes: Vec<&str> = batch.unreadable.values().map(|why| &*why.code).collect();
+    assert_eq!(codes, ["headers_invalid"; 3]);
+}
+
+/// An earlier version passed such an event without reading it, and kept it as unrouted.
+#[tokio::test]
+async fn headers_that_an_earlier_version_skipped_are_read_when_the_filter_changes() {
+    let fixture = fixture().await;
+    let connection = fixture.connect();
+    insert(&connection, "headers", "{\"a\":1e999}".to_owned()).expect("accepted");
+    let of_region =
+        |region: &str| Filter { headers: Headers::from([("region".into(), region.into())]), ..Filter::default() };
+    let lease = fixture.lane_for(of_region("eu")).await;
+    let batch = fixture.next(&lease).await;
+    fixture.settle(&lease, &batch).await;
+    connection.execute("INSERT INTO postbox_unrouted (log, seq) VALUES ('outbox', 1)", []).expect("kept");
+    let changed = Subscription {
+        filter: of_region("us"),
+        lanes: Some(1),
+        ..Subscription::new(lease.subscription.clone(), LogName::outbox())
+    };
+    fixture.store.subscribe(&changed).await.expect("subscribed");
+    // The lane takes the filter over.
+    fixture.next(&lease).await;
+    while fixture.store.note_unrouted(&LogName::outbox()).await.expect("noted").more {}
+    let due = fixture.store.due(&lease, BatchLimit::default()).await.expect("read");
+    assert_eq!(due.unreadable.values().map(|why| &*why.code).collect::<Vec<_>>(), ["headers_invalid"]);
 }
 
 /// Settles a batch as a relay does: events that cannot be read are dead, the others delivered.

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use postbox_core::kit::{PRUNE_YOUNG_MAX, ROWS_MOVED_MAX};
 use postbox_core::{
-    Admin as _, Append as _, Change, Disposition, Entry, ErrorKind, Filter, Log as _, LogName, Maintain as _, NewEvent,
-    Prune, Replay, ResetTo, Selection, Seq, Settlement, Subscription, SubscriptionName,
+    Admin as _, Append as _, Change, Criteria, Disposition, Entry, ErrorKind, Filter, Headers, Inspect as _, ListQuery,
+    Log as _, LogName, Maintain as _, NewEvent, Ordering, Prune, Replay, ResetTo, Selection, Seq, Settlement, State,
+    Subscription, SubscriptionName,
 };
 use rusqlite::types::FromSql;
 
@@ -83,6 +84,28 @@ async fn a_step_of_a_replay_passes_a_bounded_part_of_the_log() {
     }
 }
 
+/// A test next to the list checks how long a step is.
+#[tokio::test]
+async fn a_list_finds_what_is_steps_away() {
+    let fixture = fixture().await;
+    let subscription = fixture.lane().await.subscription;
+    fill_log(&fixture, 21_000);
+    fixture.store.append(&LogName::outbox(), &[NewEvent::json("rare", "1")]).await.expect("appended");
+    fill_log(&fixture, 21_000);
+    let which = Criteria { topic: Some("rare".parse().expect("a pattern")), ..Criteria::default() };
+    let headers = Headers::new();
+    let mut query = ListQuery { subscription, state: None, which, code: None, headers, after: None, limit: 10 };
+    for state in [None, Some(State::Pending), Some(State::Discarded)] {
+        if state == Some(State::Discarded) {
+            fill(&fixture, 42_001);
+        }
+        query.state = state;
+        let found = fixture.store.list(&query).await.expect("listed");
+        let places: Vec<i64> = found.iter().map(|record| record.seq.0).collect();
+        assert_eq!(places, [21_001], "{state:?}");
+    }
+}
+
 #[tokio::test]
 async fn the_plan_of_a_reset_looks_at_a_bounded_part_of_the_log() {
     let fixture = fixture().await;
@@ -104,10 +127,48 @@ async fn more_rows_than_one_transaction_may_move_are_refused() {
     fill(&fixture, ROWS_MOVED_MAX + 1);
     let error = fixture.store.set_lanes(&lease.subscription, 2).await.expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Conflict, "rows_many"));
+    assert!(!error.message().contains("skipped"), "those that were sent later do not count: {error}");
     let to = SubscriptionName::new("writer").expect("valid");
     let error = fixture.store.rename(&lease.subscription, 0, &to).await.expect_err("refused");
     assert_eq!((error.kind(), error.code(), error.operation()), (ErrorKind::Conflict, "rows_many", "rename"));
     fixture.store.renew(&lease, LONG).await.expect("nothing was changed");
+}
+
+/// A replay of what was skipped leaves rows of another table, which have the name too.
+#[tokio::test]
+async fn what_was_sent_later_counts_for_a_rename() {
+    let fixture = fixture().await;
+    let name = fixture.lane().await.subscription;
+    let sent = format!(
+        "INSERT INTO postbox_sent (subscription, seq) \
+         WITH RECURSIVE n(n) AS (VALUES (1) UNION ALL SELECT n + 1 FROM n WHERE n <= {ROWS_MOVED_MAX}) SELECT 'reader', n FROM n"
+    );
+    fixture.connect().execute_batch(&sent).expect("filled");
+    let to = SubscriptionName::new("writer").expect("valid");
+    let error = fixture.store.rename(&name, 0, &to).await.expect_err("refused");
+    assert_eq!((error.kind(), error.code(), error.operation()), (ErrorKind::Conflict, "rows_many", "rename"));
+    assert!(error.message().contains("let the others go out, and prune the log"), "{error}");
+    fixture.store.set_lanes(&name, 2).await.expect("these rows stay as they are");
+}
+
+/// However many rows wait for a turn, no transaction takes long.
+#[tokio::test]
+async fn once_there_is_no_order_rows_are_unblocked_in_steps() {
+    let fixture = fixture().await;
+    let name = fixture.lane().await.subscription;
+    fill(&fixture, 12_000);
+    let block = "UPDATE postbox_delivery SET key = 'k' || (seq % 7), state = 'blocked', holds = 1";
+    fixture.connect().execute_batch(&format!("DROP TRIGGER check_update; {block}")).expect("blocked");
+    let unordered = Subscription { ordering: Ordering::None, ..Subscription::new(name, LogName::outbox()) };
+    fixture.store.subscribe(&unordered).await.expect("subscribed");
+    let left = "SELECT count(*) FROM postbox_delivery WHERE holds OR state <> 'retrying' OR due_at IS NULL";
+    assert_eq!(ask::<i64>(&fixture, left), 0, "rows that wait");
+    let steps = "SELECT count(DISTINCT updated_at) FROM postbox_delivery";
+    assert_eq!(ask::<i64>(&fixture, steps), 3, "transactions");
+    // From now on, each UPDATE of these rows is an error, even one that finds none.
+    let guard = "CREATE TRIGGER guard BEFORE UPDATE ON postbox_delivery BEGIN SELECT * FROM missing; END";
+    fixture.connect().execute_batch(guard).expect("guarded");
+    fixture.store.subscribe(&unordered).await.expect("no row holds, so none is looked for with the write lock");
 }
 
 /// SQLite refuses the two with different codes.

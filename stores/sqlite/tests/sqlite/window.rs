@@ -4,7 +4,10 @@
 use std::time::Duration;
 
 use futures::FutureExt as _;
-use postbox_core::{Append, BatchLimit, Lease, Log, LogName, NewEvent, Settlement};
+use postbox_core::{
+    Append, BatchLimit, Criteria, Filter, Headers, Inspect, Lease, ListQuery, Log, LogName, NewEvent, Settlement, Tail,
+    TopicPattern,
+};
 use postbox_sqlite::{SqliteConfig, SqliteStore, Synchronous};
 
 use crate::common::{self, Fixture, fixture};
@@ -64,4 +67,39 @@ async fn a_read_that_was_dropped_has_read_nothing() {
     waiting.await.expect_err("the window cannot be opened");
     other.execute_batch("ROLLBACK").expect("unlocked");
     assert_eq!(read(&fixture.store, &lease, 100).await.deliveries.len(), 10);
+}
+
+/// SQLite would load every page of it, on the one thread that all subscriptions share. What is
+/// wanted is whole, however large it is.
+#[tokio::test]
+async fn a_large_payload_of_a_row_that_is_passed_is_not_read() {
+    const LARGE: usize = 100_000;
+    let fixture = fixture().await;
+    let topic = TopicPattern::new("rare").expect("a valid pattern");
+    let lease = fixture.lane_for(Filter { topics: vec![topic.clone()], ..Filter::default() }).await;
+    let events = [("big", "1", LARGE), ("rare", "2", 1), ("rare", "2", LARGE), ("big", "1", LARGE)]
+        .map(|(topic, digit, count)| NewEvent::json(topic, digit.repeat(count)));
+    fixture.store.append(&LogName::outbox(), &events).await.expect("appended");
+    let fold = "PRAGMA wal_checkpoint(TRUNCATE)";
+    fixture.connect().query_row(fold, [], |_| Ok(())).expect("everything is in the file");
+    // From now on, who reads a payload of the topic `big` gets an error: each of its pages names a
+    // next one that the file does not have.
+    let mut file = std::fs::read(fixture.path()).expect("read");
+    for page in file.chunks_mut(4_096).filter(|page| page[4..].iter().all(|byte| *byte == b'1')) {
+        page[..4].fill(0xff);
+    }
+    std::fs::write(fixture.path(), file).expect("damaged");
+    let store = SqliteStore::open(common::config(fixture.path())).await.expect("opened");
+    let tail = async |which: Criteria| store.tail(&LogName::outbox(), &which, Some("0"), BatchLimit::default()).await;
+    tail(Criteria::default()).await.expect_err("damaged");
+    let wanted = vec![1, LARGE];
+    let batch = read(&store, &lease, 10).await;
+    assert_eq!(batch.deliveries.iter().map(|it| it.event.payload.len()).collect::<Vec<_>>(), wanted);
+    let which = Criteria { topic: Some(topic), ..Criteria::default() };
+    let tailed = tail(which.clone()).await.expect("read");
+    assert_eq!(tailed.events.iter().map(|(_, event)| event.payload.len()).collect::<Vec<_>>(), wanted);
+    let (subscription, headers) = (lease.subscription, Headers::new());
+    let query = ListQuery { subscription, state: None, which, code: None, headers, after: None, limit: 10 };
+    let listed = store.list(&query).await.expect("listed");
+    assert_eq!(listed.iter().rev().map(|record| record.event.payload.len()).collect::<Vec<_>>(), wanted);
 }
