@@ -17,8 +17,8 @@ const LISTED_BYTES_MAX: usize = 64 * 1024;
 
 /// The JSON Schemas of topics, each for one schema version.
 ///
-/// Supports drafts 4 to 2020-12, by `$schema`; the default is 2020-12. `format` is not checked, as
-/// the standard says.
+/// Supports drafts 4 to 2020-12, by `$schema`; the default is 2020-12. `format` is not checked in
+/// any of them: use `pattern`.
 #[derive(Default)]
 pub struct JsonSchemas {
     validators: BTreeMap<String, BTreeMap<u32, Validator>>,
@@ -47,7 +47,8 @@ impl JsonSchemas {
 
     fn insert(mut self, topic: &str, schema_version: u32, schema: &Value) -> Result<Self> {
         Topic::new(topic)?;
-        let options = jsonschema::options().with_retriever(NoOtherDocuments);
+        // By default drafts 4, 6 and 7 check formats; the later ones do not.
+        let options = jsonschema::options().with_retriever(NoOtherDocuments).should_validate_formats(false);
         let validator = options.build(schema).map_err(|error| invalid(topic, schema_version, &error))?;
         let versions = self.validators.entry(topic.to_owned()).or_default();
         if versions.insert(schema_version, validator).is_some() {
@@ -192,6 +193,16 @@ mod tests {
         schemas.check("order.lost", 2, b"no JSON").expect("another topic");
         schemas.check("order.paid", 2, b"{}").expect_err("refused");
         assert_eq!(format!("{schemas:?}"), r#"{"order.paid": [2]}"#);
+    }
+
+    #[test]
+    fn no_draft_checks_formats() {
+        for draft in ["", r#""$schema": "http://json-schema.org/draft-07/schema#","#] {
+            let schema = format!(r#"{{{draft} "properties": {{"at": {{"type": "string", "format": "date-time"}}}}}}"#);
+            let schemas = JsonSchemas::new().add("t", 1, &schema).expect("a schema");
+            schemas.check("t", 1, br#"{"at": "yesterday"}"#).expect("not checked");
+            schemas.check("t", 1, br#"{"at": 1}"#).expect_err("its type is");
+        }
     }
 
     #[test]

@@ -17,7 +17,7 @@ use postbox_core::{
     Apply, Database, Decide, Delivery, Error, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use postbox_postgres::PostgresStore;
-use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, in_time, pool_exhausted};
+use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, in_time, no_connection};
 use postbox_postgres_sql::unreachable;
 
 /// `diesel-async`: lends handlers a transaction of your pool, in which their event is settled.
@@ -154,11 +154,14 @@ const SIZE: &str = "max_size";
 /// Borrows a connection of the pool. If it is dropped with a transaction open, it is closed: the
 /// pool would only notice when it lends the connection again.
 async fn borrow(pool: &Pool<AsyncPgConnection>) -> Result<Borrowed<Object<AsyncPgConnection>>> {
-    match in_time(pool.get(), SIZE).await? {
-        Ok(object) => Ok(Borrowed::new(object, |object| drop(Object::take(object)))),
-        Err(PoolError::Timeout(_)) => Err(pool_exhausted(SIZE)),
-        Err(PoolError::Backend(NotConnected::QueryError(error))) => Err(failed(error)),
-        Err(error) => Err(unreachable("apply", error)),
+    match in_time(pool.get()).await {
+        Some(Ok(object)) => Ok(Borrowed::new(object, |object| drop(Object::take(object)))),
+        None | Some(Err(PoolError::Timeout(_))) => {
+            let status = pool.status();
+            Err(no_connection(status.size >= status.max_size, SIZE))
+        }
+        Some(Err(PoolError::Backend(NotConnected::QueryError(error)))) => Err(failed(error)),
+        Some(Err(error)) => Err(unreachable("apply", error)),
     }
 }
 

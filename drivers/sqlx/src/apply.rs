@@ -8,7 +8,7 @@ use postbox_core::{
 };
 use postbox_postgres::PostgresStore;
 use postbox_postgres::driver::{
-    BEGIN, Borrowed, Rows, Settles, Statement, apply_in, commit_failed, in_time, pool_exhausted,
+    BEGIN, Borrowed, Rows, Settles, Statement, apply_in, commit_failed, in_time, no_connection,
 };
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, PgRow};
@@ -122,10 +122,14 @@ const SIZE: &str = "max_connections";
 /// Borrows a connection of the pool. If it is dropped before its end, it is closed: `sqlx` would
 /// lend a connection whose BEGIN is still in flight to the next caller.
 async fn borrow(pool: &PgPool) -> Result<Borrowed<PoolConnection<Postgres>>> {
-    match in_time(pool.acquire(), SIZE).await? {
-        Ok(connection) => Ok(Borrowed::new(connection, |connection| drop(connection.detach()))),
-        Err(sqlx::Error::PoolTimedOut) => Err(pool_exhausted(SIZE)),
-        Err(error) => Err(failed(error)),
+    match in_time(pool.acquire()).await {
+        Some(Ok(connection)) => Ok(Borrowed::new(connection, |connection| drop(connection.detach()))),
+        // Also if the database is down: `sqlx` tries to connect again until it is out of time. It
+        // counts what it is opening as part of the pool.
+        None | Some(Err(sqlx::Error::PoolTimedOut)) => {
+            Err(no_connection(pool.size() >= pool.options().get_max_connections(), SIZE))
+        }
+        Some(Err(error)) => Err(failed(error)),
     }
 }
 

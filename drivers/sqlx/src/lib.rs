@@ -62,7 +62,7 @@ pub async fn once_in(
 /// Classifies a failure of `sqlx`; also for drivers built on it. `appended_to` is the log of an
 /// append, which may be missing.
 pub fn classify(operation: &'static str, error: &sqlx::Error, appended_to: Option<&LogName>) -> Error {
-    let classified = match error.as_database_error().and_then(|it| it.try_downcast_ref::<PgDatabaseError>()) {
+    match error.as_database_error().and_then(|it| it.try_downcast_ref::<PgDatabaseError>()) {
         Some(error) => {
             let refusal = Refusal {
                 state: error.code(),
@@ -71,9 +71,10 @@ pub fn classify(operation: &'static str, error: &sqlx::Error, appended_to: Optio
                 message: error.message(),
                 hint: error.hint(),
             };
-            appended_to.map_or_else(|| refusal.of(operation), |log| refusal.of_append(log))
+            let classified = appended_to.map_or_else(|| refusal.of(operation), |log| refusal.of_append(log));
+            // The driver's own text has a line number of the server's code.
+            classified.with_source(error.message().to_owned())
         }
-        None => unreachable(operation, error),
-    };
-    classified.with_source(error.to_string())
+        None => unreachable(operation, error).with_source(error.to_string()),
+    }
 }

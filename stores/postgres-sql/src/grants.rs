@@ -6,6 +6,13 @@ use crate::append::APPEND_COLUMNS;
 use crate::row_security::policies;
 use crate::schema::SchemaName;
 
+/// The tables of which every relay has these rights on all columns.
+pub const RELAY_TABLES: [(&str, &[&str]); 3] = [
+    ("SELECT, INSERT, UPDATE", &["sleeper", "passage"]),
+    ("SELECT, INSERT, DELETE", &["unrouted", "sent"]),
+    ("SELECT, INSERT, UPDATE, DELETE", &["delivery", "replica", "receipt", "once", "conflict"]),
+];
+
 /// Database roles by what they do. A role may be named in several.
 #[derive(Debug, Clone, Default)]
 pub struct Roles {
@@ -75,15 +82,12 @@ impl Roles {
         }
         grant("SELECT", "{s}.migration, {s}.log, {s}.stats", relays);
         grant("UPDATE (routed_xid, routed_seq, taken_snap, epoch_next)", "{s}.log", relays);
-        grant("SELECT, INSERT, UPDATE", "{s}.sleeper, {s}.passage", relays);
         grant("SELECT", "{s}.filter", relays);
         grant("INSERT", "{s}.filter", &relays_for_all);
-        grant("SELECT, INSERT, DELETE", "{s}.unrouted, {s}.sent", relays);
-        grant(
-            "SELECT, INSERT, UPDATE, DELETE",
-            "{s}.delivery, {s}.replica, {s}.receipt, {s}.once, {s}.conflict",
-            relays,
-        );
+        for (rights, tables) in RELAY_TABLES {
+            let tables: Vec<String> = tables.iter().map(|table| format!("{{s}}.{table}")).collect();
+            grant(rights, &tables.join(", "), relays);
+        }
         grant("SELECT, INSERT, UPDATE, DELETE", "{s}.subscription, {s}.lane", &relays_for_all);
         // Nobody makes, renames or changes a subscription for one tenant: its name could be one
         // that another tenant is about to use. Of a lane, a column that nothing depends on, for row

@@ -10,7 +10,7 @@ mod schema;
 mod text;
 
 pub use append::{AppendStatement, Columns, Postgres, no_transaction, once_statement};
-pub use grants::Roles;
+pub use grants::{RELAY_TABLES, Roles};
 pub use migration::ToolScripts;
 pub use params::{Bound, Param, Typed, param};
 pub use refusal::{

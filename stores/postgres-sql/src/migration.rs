@@ -89,11 +89,14 @@ pub const DOWN_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '5s';";
 /// and relays.
 pub const DOWN_LOCK_TABLES: &str =
     "LOCK TABLE {s}.subscription, {s}.lane, {s}.delivery, {s}.receipt IN ACCESS EXCLUSIVE MODE";
-/// Whether a log holds an event that a subscription has still to deliver, or events and no
-/// subscription. Indexes: `delivery_state`, then `(xid, seq)` of the log from the oldest window on.
+/// Whether a log holds an event that a subscription has still to deliver, that is dead, or that was
+/// found unrouted; or events and no subscription. Indexes: `delivery_state`, the primary keys of
+/// `unrouted` and the log up to the first event, then `(xid, seq)` of the log from the oldest
+/// window on.
 pub const LOG_UNDELIVERED: &str = "
 SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id
-    WHERE s.log = $1 AND d.state IN ('retrying', 'blocked', 'scheduled'))
+    WHERE s.log = $1 AND d.state IN ('retrying', 'blocked', 'scheduled', 'dead'))
+  OR EXISTS (SELECT FROM {s}.unrouted AS u WHERE u.log = $1 AND EXISTS (SELECT FROM {log} AS l WHERE l.seq = u.seq OFFSET 0))
   OR (NOT EXISTS (SELECT FROM {s}.subscription WHERE log = $1) AND EXISTS (SELECT FROM {log}))
   OR EXISTS (SELECT FROM {s}.subscription AS s
     JOIN {s}.lane AS n ON n.subscription = s.id
@@ -190,7 +193,7 @@ BEGIN
     EXECUTE replace(${tag}_look$ {look} ${tag}_look$, '{name}', of_log) INTO is_undelivered USING of_log;
     IF is_undelivered THEN
       RAISE EXCEPTION 'log % holds events that are not delivered', of_log
-        USING HINT = 'deliver or discard them first (see: postbox stats), or throw them away with: postbox migrate down --yes --discard-events';
+        USING HINT = 'deliver, discard or prune them first, also dead and unrouted ones (see: postbox stats), or throw them away with: postbox migrate down --yes --discard-events';
     END IF;
   END LOOP;
 END

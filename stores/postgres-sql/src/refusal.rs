@@ -76,6 +76,9 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
     let make = |kind: ErrorKind, code: &str, message: String| Error::new(kind, operation, code.to_owned(), message);
     let text = || fields.message.to_owned();
     match fields.state {
+        // The constraint is of the application: its handler wrote the row. An internal error counts
+        // as a failure of the event.
+        "23514" | "23502" | "23505" if operation == "apply" => make(Internal, "store_error", text()),
         // check_violation: our constraints carry the stable codes of `postbox_core::limits`.
         "23514" => {
             let code = fields.constraint.unwrap_or("refused");
@@ -347,5 +350,10 @@ mod tests {
         assert_eq!(of_database("append", &missing).code(), "topic_missing");
         let taken = Refusal { constraint: Some("outbox_id_key"), ..fields("23505") };
         assert_eq!(of_database("append", &taken).code(), "event_id_taken");
+        for state in ["23514", "23502", "23505"] {
+            let theirs = Refusal { constraint: Some("account_user_id_key"), column: Some("id"), ..fields(state) };
+            let error = of_database("apply", &theirs);
+            assert_eq!((error.kind(), error.message()), (ErrorKind::Internal, "text"), "a handler's own: {state}");
+        }
     }
 }

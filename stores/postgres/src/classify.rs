@@ -40,6 +40,10 @@ fn not_connected(operation: &'static str, cause: &str) -> Error {
              the certificate, and sslrootcert=FILE must name the authority if the system does not know it"
         );
         (ErrorKind::Unavailable, "store_certificate_invalid", message)
+    } else if cause.contains("does not allow writes") {
+        let message = "no server of the store's URL accepts writes, which its target_session_attrs requires; promote the standby, or, where \
+                       transactions start read-only, set default_transaction_read_only = off by ALTER ROLE or ALTER DATABASE";
+        (ErrorKind::Unavailable, "store_read_only", message.to_owned())
     } else {
         let message = format!("the database cannot be reached ({cause}); is it running, and is the store's URL right?");
         (ErrorKind::Unavailable, "store_unreachable", message)
@@ -90,6 +94,7 @@ mod tests {
                 "store_certificate_invalid",
                 "sslrootcert=FILE",
             ),
+            ("database does not allow writes", ErrorKind::Unavailable, "store_read_only", "promote the standby"),
             ("Connection refused (os error 111)", ErrorKind::Unavailable, "store_unreachable", "is it running"),
         ] {
             let error = not_connected("test", cause);

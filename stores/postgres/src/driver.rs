@@ -4,12 +4,13 @@
 //! Such a crate implements [`Settles`] for a driver. It binds and executes. Statements, parameters
 //! and errors are made here and in `postbox-postgres-sql`, so that all drivers behave alike.
 
+use std::error::Error as _;
 use std::time::Duration;
 
 use postbox_core::{
     Database, Decide, Delivery, Error, ErrorKind, HandledFuture, Handlers, Lease, Outcome, Result, Settlement,
 };
-use postbox_postgres_sql::Bound;
+use postbox_postgres_sql::{Bound, unreachable};
 use tokio::sync::Mutex;
 
 use crate::PostgresStore;
@@ -205,16 +206,20 @@ impl<C> Drop for Borrowed<C> {
 const WAIT: Duration = Duration::from_secs(10);
 
 /// Waits for a connection of the handlers' pool, for 10 seconds at most: the pool may wait longer
-/// than an event may take, or for ever. `setting` is the pool's name for its size.
-pub async fn in_time<T>(connection: impl Future<Output = T>, setting: &str) -> Result<T> {
-    tokio::time::timeout(WAIT, connection).await.map_err(|_| pool_exhausted(setting))
+/// than an event may take, or for ever.
+pub async fn in_time<T>(connection: impl Future<Output = T>) -> Option<T> {
+    tokio::time::timeout(WAIT, connection).await.ok()
 }
 
-/// The error if the handlers' pool had no free connection in time. `setting` is the pool's name for
-/// its size.
-pub fn pool_exhausted(setting: &str) -> Error {
-    let message =
-        format!("no free connection of the handlers' pool in time; raise its {setting} or look for long calls");
+/// The error if the handlers' pool had no connection in time. Unless it is full, it could not open
+/// one. `setting` is the pool's name for its size.
+pub fn no_connection(is_full: bool, setting: &str) -> Error {
+    if !is_full {
+        return unreachable("apply", "the handlers' pool could not open a connection in time");
+    }
+    let message = format!(
+        "no free connection of the handlers' pool in time; raise its {setting}, or look for long calls and a database that does not answer"
+    );
     Error::new(ErrorKind::Unavailable, "apply", "pool_exhausted", message)
 }
 
@@ -250,7 +255,11 @@ where
                 Ok(()) => return Ok(outcome),
                 Err(error) => match apply::after_handler(error) {
                     lost if lost.is_transaction_lost() => return Err(lost),
-                    refused => outcome = apply::effect_refused(refused.message()),
+                    // The source is the server's text. The message may name a cure of the store.
+                    refused => {
+                        let said = refused.source().map_or_else(|| refused.message().to_owned(), ToString::to_string);
+                        outcome = apply::effect_refused(&said);
+                    }
                 },
             }
         }

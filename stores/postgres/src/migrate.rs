@@ -7,7 +7,7 @@ use postbox_postgres_sql::migration::{
     DOWN_LOCK_TABLES, DOWN_LOCK_TIMEOUT, LOG_UNDELIVERED, MIGRATION_DOWN, MIGRATION_LOCK, MIGRATION_TABLE, MIGRATIONS,
     Migration, Part, record, script,
 };
-use postbox_postgres_sql::{LOG_NAMES, MIGRATE, Roles, SCHEMA_DAMAGED, SchemaName, ToolScripts, params};
+use postbox_postgres_sql::{LOG_NAMES, MIGRATE, RELAY_TABLES, Roles, SCHEMA_DAMAGED, SchemaName, ToolScripts, params};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
@@ -38,6 +38,14 @@ FROM pg_class AS c WHERE c.relnamespace = {schema_literal}::regnamespace AND c.r
 /// See [`DOWN_LOCK_TABLES`].
 const DOWN_LOCK_LOG: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
+/// A table of `$1`, and a right of its list in `$2` that this role lacks; of a right for columns,
+/// whether it has any. Reads the catalog; no lock.
+const RELAY_LACKS: &str = "
+SELECT t.name, r.needed FROM ROWS FROM (pg_catalog.unnest($1::text[]), pg_catalog.unnest($2::text[])) AS t(name, rights),
+  pg_catalog.regexp_split_to_table(t.rights, ', ') AS r(needed)
+WHERE NOT CASE t.rights WHEN 'UPDATE' THEN pg_catalog.has_any_column_privilege(t.name, t.rights)
+  ELSE pg_catalog.has_table_privilege(t.name, r.needed) END LIMIT 1";
+
 /// The applied migrations, with all columns of our table, by which we know it. Reads the whole
 /// (tiny) table.
 const MIGRATION_LIST: &str = "SELECT version, name, applied_at FROM {s}.migration ORDER BY version";
@@ -53,12 +61,23 @@ WHERE NOT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.
       WHERE i.indrelid = c.oid AND i.indisvalid AND x.relname = p.name)))
 ORDER BY p.nth";
 
-/// The quoted name that the schema had when its functions were made, if that is not `$2`. Their
-/// bodies hold it. Reads the catalog; no lock.
+/// The quoted name of a schema, and the other one that it had when its functions were made, whose
+/// bodies hold it. The schema is ours, or, where ours has no functions, one that was called `$1`.
+/// Others can make such functions too, so that one is believed only if its owner is the database's,
+/// a superuser, or a role that this one is a member of; a superuser counts as a member of all, so
+/// not for one.
+/// Index: `pg_proc_proname_args_nsp_index`; no lock.
 const SCHEMA_RENAMED: &str = "
-SELECT made.name FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
-CROSS JOIN LATERAL (SELECT substring(p.prosrc FROM 'UPDATE (\"(?:[^\"]|\"\")*\")[.]lane AS l ') AS name) AS made
-WHERE n.nspname = $1 AND p.proname = 'settle_lane' AND made.name <> $2";
+SELECT s.now, s.made FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
+CROSS JOIN LATERAL (SELECT format('\"%s\"', replace(n.nspname, '\"', '\"\"')), substring(p.prosrc FROM 'UPDATE (\"(?:[^\"]|\"\")*\")[.]lane AS l ')) AS s(now, made)
+WHERE p.proname = 'settle_lane' AND CASE WHEN n.oid = to_regnamespace($1) OR n.nspname !~ '^pg_'
+  AND NOT EXISTS (SELECT FROM pg_proc AS ours WHERE ours.proname = 'settle_lane' AND ours.pronamespace = to_regnamespace($1))
+  AND EXISTS (SELECT FROM pg_class AS c WHERE c.relname = 'migration' AND c.relnamespace = n.oid)
+  AND EXISTS (SELECT FROM pg_roles AS r WHERE r.oid = p.proowner AND (r.rolsuper
+    OR r.oid = (SELECT d.datdba FROM pg_database AS d WHERE d.datname = current_database())
+    OR current_setting('is_superuser') = 'off' AND pg_has_role(r.oid, 'USAGE')))
+  THEN s.now <> s.made AND $1 IN (s.now, s.made) END
+ORDER BY s.now LIMIT 1";
 
 /// The encoding in which the database stores text.
 const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text";
@@ -93,10 +112,12 @@ impl Migrate for PostgresStore {
 
     async fn validate(&self) -> Result<Timestamp> {
         let look = async |session: &Session| {
-            let (known, encoding, named) =
-                futures::join!(known_migrations(session), check_encoding(session), check_name(session));
+            // The last one ends the transaction if the schema is missing.
+            let (named, encoding, known) =
+                futures::join!(check_name(session), check_encoding(session), known_migrations(session));
+            named?;
             let created_at = check_versions(session.schema(), &known?)?;
-            encoding.and(named).map(|()| created_at)
+            encoding.map(|()| created_at)
         };
         self.look("validate", look).await
     }
@@ -119,6 +140,31 @@ impl PostgresStore {
         roles.grants(self.schema(), &self.logs().await?)
     }
 
+    /// Checks that the store's role has what [`Self::grants`] gives a relay: the tables that every
+    /// relay writes, and these logs. Changes nothing.
+    pub async fn check_relay_rights(&self, logs: &[LogName]) -> Result<()> {
+        let schema = self.schema().quoted();
+        let (mut tables, mut rights) = (Vec::new(), Vec::new());
+        for (needed, of) in RELAY_TABLES {
+            tables.extend(of.iter().map(|table| format!("{schema}.{table}")));
+            rights.resize(tables.len(), needed);
+        }
+        tables.extend(logs.iter().map(|log| format!("{schema}.\"{log}\"")));
+        rights.resize(tables.len(), "SELECT");
+        tables.extend(["lane", "log", "subscription"].map(|table| format!("{schema}.{table}")));
+        rights.resize(tables.len(), "UPDATE");
+        let params = params![tables, rights];
+        let ask = async |session: &Session| session.rows(RELAY_LACKS, &params).await;
+        let lacked = self.call("check_relay_rights", ask).await?;
+        let Some(row) = lacked.first() else { return Ok(()) };
+        let (table, right): (&str, &str) = (row.get(0), row.get(1));
+        let text = format!(
+            "the role lacks {right} on {table}, which each relay needs; `postbox migrate grants --relay ROLE` prints \
+             the rights that the role needs"
+        );
+        Err(Error::new(ErrorKind::Unauthorized, "check_relay_rights", "permission_denied", text))
+    }
+
     /// Applies one migration unless it was applied before. Returns whether it did.
     async fn apply_migration(&self, migration: &Migration) -> Result<bool> {
         let session = self.session("migrate").await?;
@@ -130,6 +176,7 @@ impl PostgresStore {
             return Ok(false);
         }
         let apply = async |session: &Session| {
+            check_name(session).await?;
             session.run(&session.schema().migration_sql(MIGRATION_TABLE)).await?;
             if is_applied(session).await? {
                 return Ok(false);
@@ -200,15 +247,16 @@ fn migrations_foreign(session: &Session) -> Error {
     Error::new(ErrorKind::Mismatch, session.operation(), "schema_foreign", message)
 }
 
-/// Checks that the schema was not renamed: every call of its functions would fail.
+/// Checks that the schema was not renamed: every call of its functions would fail, and a second
+/// one, made under its old name, would lack its events.
 async fn check_name(session: &Session) -> Result<()> {
-    let (name, quoted) = (session.schema().as_str(), session.schema().quoted());
-    let rows = session.rows(SCHEMA_RENAMED, &params![name, quoted]).await?;
+    let quoted = session.schema().quoted();
+    let rows = session.rows(SCHEMA_RENAMED, &params![quoted]).await?;
     let Some(row) = rows.first() else { return Ok(()) };
-    let old: &str = row.get(0);
+    let (now, old): (&str, &str) = (row.get(0), row.get(1));
     let message = format!(
-        "schema {quoted} was called {old} when it was made, and its functions still use that name; \
-         as its owner, run: ALTER SCHEMA {quoted} RENAME TO {old}; then use that name: `schema` in [store]"
+        "schema {now} was called {old} when it was made, and its functions still use that name; \
+         as its owner, run: ALTER SCHEMA {now} RENAME TO {old}; then use that name: `schema` in [store]"
     );
     Err(Error::new(ErrorKind::Mismatch, session.operation(), "schema_renamed", message))
 }

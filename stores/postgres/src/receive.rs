@@ -74,15 +74,14 @@ impl Receive for PostgresStore {
             let [receipts, onces, conflicts] =
                 [RECEIPT_FORGET, ONCE_FORGET, CONFLICT_FORGET].map(|template| session.sql(template));
             let forget = async |session: &Session| {
-                // Records of conflicts expire like the ids they belong to. They are not ids, so
-                // they are not counted.
+                // Records of conflicts expire like the ids they belong to.
                 let (receipts, onces, conflicts) = futures::join!(
                     session.execute(&receipts, &params),
                     session.execute(&onces, &params),
                     session.execute(&conflicts, &params)
                 );
                 let forgotten = receipts? + onces?;
-                conflicts.map(|_| forgotten)
+                conflicts.map(|conflicts| forgotten + conflicts)
             };
             session.at_once(&self.inner.modes.write, forget).await
         })

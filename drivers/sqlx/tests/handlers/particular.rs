@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use postbox_core::{
     Append as _, Criteria, Delivery, Disposition, Event, Headers, Inspect as _, Lease, ListQuery, Log as _, LogName,
-    NewEvent, Outcome, RetryPolicy, State, Subscription, SubscriptionName, Tx,
+    NewEvent, Outcome, Record, RetryPolicy, State, Subscription, SubscriptionName, Tx,
 };
 use postbox_engine::{Relay, RelaySettings};
 use postbox_router::Router;
@@ -13,7 +13,7 @@ use postbox_testkit::servers::Version;
 
 use crate::suites::{Fixture, direct};
 use crate::support;
-use crate::{Driver, Failure, execute, nested, size, taken_up, write};
+use crate::{Driver, Failure, execute, nested, pool, size, taken_up, write};
 
 /// Far longer than any test takes.
 const NOT_NOW: Duration = Duration::from_secs(3600);
@@ -39,8 +39,13 @@ pub(crate) async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec
     for _ in 0..5 {
         relay.drain(None).await.expect("drained");
     }
+    let text = |event: &Event| String::from_utf8_lossy(&event.payload).into_owned();
+    retrying(fixture, name).await.into_iter().map(|it| (text(&it.event), it.code.unwrap_or_default())).collect()
+}
+
+async fn retrying(fixture: &Fixture, subscription: SubscriptionName) -> Vec<Record> {
     let query = ListQuery {
-        subscription: name,
+        subscription,
         state: Some(State::Retrying),
         which: Criteria::default(),
         code: None,
@@ -48,9 +53,7 @@ pub(crate) async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec
         limit: 100,
         headers: Headers::new(),
     };
-    let text = |event: &Event| String::from_utf8_lossy(&event.payload).into_owned();
-    let records = fixture.store.store.list(&query).await.expect("listed");
-    records.into_iter().map(|it| (text(&it.event), it.code.unwrap_or_default())).collect()
+    fixture.store.store.list(&query).await.expect("listed")
 }
 
 /// As a timeout of the server does, e.g. `idle_in_transaction_session_timeout`.
@@ -138,11 +141,16 @@ async fn a_handler_that_gives_up_on_a_statement_that_then_fails_is_retried_alone
 #[tokio::test]
 async fn a_deferred_constraint_fails_its_own_handler_only() {
     let fixture = direct().await;
-    let unique = "ALTER TABLE effect ADD UNIQUE (payload) DEFERRABLE INITIALLY DEFERRED;
+    // Its name ends like that of a constraint of ours.
+    let unique = "ALTER TABLE effect ADD CONSTRAINT account_user_id_key UNIQUE (payload) DEFERRABLE INITIALLY DEFERRED;
                   INSERT INTO effect (payload) VALUES ('taken')";
     fixture.store.client().await.batch_execute(unique).await.expect("a deferred constraint");
     assert_eq!(drained(&fixture, &["1", "taken", "2"]).await, codes(&[("taken", "handler_sql")]));
     assert_eq!(fixture.effects().await, ["taken", "1", "2"]);
+    let records = retrying(&fixture, SubscriptionName::new("s").expect("a name")).await;
+    let error = records[0].error.as_deref().unwrap_or_default();
+    let said = r#"duplicate key value violates unique constraint "account_user_id_key""#;
+    assert!(error.ends_with(said), "{error}");
 }
 
 #[tokio::test]
@@ -206,4 +214,15 @@ async fn a_pool_without_a_free_connection_says_so() {
     assert!(begun.elapsed() < limit, "the event would have to answer for it");
     drop(taken);
     fixture.apply().apply(&lease, &[], Default::default(), &DELIVERED).await.expect("applied");
+}
+
+/// The pool may go on trying, and time out like one that is too small.
+#[tokio::test]
+async fn a_pool_that_cannot_reach_its_database_says_so() {
+    let (store, lease) = leased().await;
+    let fixture = Fixture::of(store, pool("postgres://postgres@127.0.0.1:1/postgres"));
+    tokio::time::pause();
+    let applied = fixture.apply().apply(&lease, &[], Default::default(), &DELIVERED).await;
+    tokio::time::resume();
+    assert_eq!(applied.expect_err("nobody listens").code(), "store_unreachable");
 }

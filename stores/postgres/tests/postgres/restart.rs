@@ -67,6 +67,15 @@ async fn what_was_given_out_survives_an_immediate_stop() {
     assert_eq!(kept.len(), 2, "the event nobody read was lost in the crash, as its producer accepted");
 }
 
+/// As during a failover: the server that is left refuses writes, so no connection is made.
+#[tokio::test]
+async fn a_url_that_requires_writes_says_that_no_server_accepts_them() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let url = format!("{url}?target_session_attrs=read-write&options=-c%20default_transaction_read_only%3Don");
+    let error = PostgresStore::connect(PostgresConfig::new(&url)).await.expect_err("refused");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "store_read_only"), "{error}");
+}
+
 /// A restart of the database causes one `Unavailable`. The first call after it succeeds on a new
 /// connection.
 #[tokio::test]

@@ -292,7 +292,9 @@ async fn the_scripts_for_tools_are_the_migration_and_the_way_back() {
     }
 }
 
-/// Functions hold the name of their schema, so each would fail. The cure is named.
+/// Functions hold the name of their schema, so each would fail. The cure is named, under either
+/// name: with the old one, nothing is made beside it. Other schemas in the database are not
+/// concerned.
 #[tokio::test]
 async fn a_schema_that_was_renamed_is_named_with_its_cure() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -303,14 +305,42 @@ async fn a_schema_that_was_renamed_is_named_with_its_cure() {
         let quoted = format!("\"{}\"", old.replace('"', "\"\""));
         client.batch_execute(&format!("ALTER SCHEMA {quoted} RENAME TO {new}")).await.expect("renamed");
         let store = PostgresStore::connect(config(new)).await.expect("a store");
-        for checked in [store.validate().await.map(drop), store.check_integrity().await, store.up().await.map(drop)] {
-            let error = checked.expect_err("renamed");
-            assert_eq!(error.code(), "schema_renamed", "{error}");
-            assert!(error.message().contains(&format!("run: ALTER SCHEMA \"{new}\" RENAME TO {quoted};")), "{error}");
+        for store in [&store, &made] {
+            for checked in [store.validate().await.map(drop), store.check_integrity().await, store.up().await.map(drop)]
+            {
+                let error = checked.expect_err("renamed");
+                assert_eq!(error.code(), "schema_renamed", "{error}");
+                let cure = format!("run: ALTER SCHEMA \"{new}\" RENAME TO {quoted};");
+                assert!(error.message().contains(&cure), "{error}");
+            }
         }
+        support::migrated(config(&format!("beside {new}"))).await.validate().await.expect("another one");
         client.batch_execute(&format!("ALTER SCHEMA {new} RENAME TO {quoted}")).await.expect("renamed back");
         made.validate().await.expect("it has its name again");
     }
+}
+
+/// Everybody may make functions for a session, and some roles may make schemas.
+#[tokio::test]
+async fn the_function_of_a_stranger_is_not_a_schema_that_was_renamed() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let (stranger, owner) = (format!("stranger_{}", std::process::id()), support::client(&url).await);
+    let made = format!("CREATE ROLE {stranger} LOGIN; CREATE SCHEMA trap AUTHORIZATION {stranger}");
+    owner.batch_execute(&made).await.expect("a role");
+    let client = support::client(&support::url_as(&url, &stranger)).await;
+    client.batch_execute("SET check_function_bodies = off").await.expect("set");
+    for schema in ["pg_temp", "trap"] {
+        let trap = format!(
+            "CREATE TABLE {schema}.migration (version int); CREATE FUNCTION {schema}.settle_lane() RETURNS void \
+             LANGUAGE sql AS 'UPDATE \"postbox\".lane AS l SET lane = 0'"
+        );
+        client.batch_execute(&trap).await.expect(schema);
+    }
+    let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
+    assert_eq!(store.validate().await.expect_err("nothing was made").code(), "schema_missing");
+    store.up().await.expect("made");
+    client.batch_execute("DISCARD TEMP").await.expect("discarded");
+    owner.batch_execute(&format!("DROP OWNED BY {stranger}; DROP ROLE {stranger}")).await.expect("cleaned up");
 }
 
 /// What somebody drops or moves is named, and the named statements bring it back. No relay is

@@ -63,6 +63,16 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
         let client = support::client(&url_as(&fixture.url, &writer)).await;
         everything(&store(&writer).await, &client, &store(&relay).await).await;
         by_hand(&support::client(&url_as(&fixture.url, &relay)).await, "postbox").await;
+        let relaying = store(&relay).await;
+        relaying.check_relay_rights(&[LogName::outbox()]).await.expect("sufficient");
+        let revoked = [("UPDATE", "passage"), ("DELETE", "unrouted"), ("SELECT", "outbox"), ("UPDATE", "lane")];
+        for (right, table) in revoked {
+            owner.batch_execute(&format!("REVOKE {right} ON postbox.{table} FROM {relay}")).await.expect("revoked");
+            let error = relaying.check_relay_rights(&[LogName::outbox()]).await.expect_err(table);
+            assert!(error.message().contains(&format!("lacks {right} on \"postbox\".")), "{error}");
+            assert!(error.message().contains(table), "{error}");
+            owner.batch_execute(&grants).await.expect("granted again");
+        }
 
         // A reader sees, and changes nothing.
         let looking = store(&reader).await;
