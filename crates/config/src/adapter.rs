@@ -169,7 +169,10 @@ fn row<C: ?Sized>(
 ) -> Option<&'static Adapter<C>> {
     let names: Vec<_> = rows.iter().map(|row| row.name).collect();
     let Some(place) = section.place("type") else {
-        section.fault("type", format!("{} has no type; write type = {:?}", section.path, names[0]));
+        // The first of those that have the most of the written keys.
+        let written = |row: &&Adapter<C>| (row.keys)().iter().filter(|key| section.has(key.name)).count();
+        let meant = rows.iter().rev().max_by_key(written).map_or(names[0], |row| row.name);
+        section.fault("type", format!("{} has no type; write type = {meant:?}", section.path));
         return None;
     };
     let word = place.text()?;

@@ -53,7 +53,7 @@ pub use kind::{
     Kind, Shape, Variant, boolean, duration, entries, envelope, event_source, fraction, from_core, integer, list,
     nested, path, size, text, words,
 };
-pub use reader::{Place, ReadOptions, Reader, Section, read};
+pub use reader::{LISTEN_DEFAULT, Place, ReadOptions, Reader, Section, read};
 pub use secret::{LiveSecret, Secret, all_secrets, has_stray_end, secret, secret_always, signing_secret};
 pub use table::{Key, Start, Table, doc};
 pub use units::{duration_text, parse_duration, parse_size};

@@ -1,7 +1,7 @@
 //! Reads a file to its end: every fault is reported with its line, none stops the reader.
 
 use std::cell::{Cell, RefCell};
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -9,6 +9,9 @@ use toml::de::{DeTable, DeValue};
 use crate::Kind;
 use crate::faults::{Fault, Faults, may_be_secret, unknown};
 use crate::table::Table;
+
+/// Where the service listens if the file does not say.
+pub const LISTEN_DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8600);
 
 /// How a configuration is read.
 #[derive(Clone, Copy)]
@@ -59,8 +62,8 @@ pub fn read<T: Table>(text: &str, options: ReadOptions<'_>) -> Result<(T, Vec<Fa
 pub struct Reader<'a> {
     /// The options.
     pub options: ReadOptions<'a>,
-    /// The service's own address, once it was read: no sink may call it.
-    pub listening: Cell<Option<SocketAddr>>,
+    /// The service's own address, which no sink may call; the default until another one was read.
+    pub listening: Cell<SocketAddr>,
     lines: Lines,
     faults: RefCell<Vec<Fault>>,
     warnings: RefCell<Vec<Fault>>,
@@ -70,7 +73,7 @@ impl<'a> Reader<'a> {
     /// Creates a reader of this text, without faults.
     pub fn new(text: &str, options: ReadOptions<'a>) -> Self {
         let (faults, warnings) = Default::default();
-        Self { options, listening: Cell::default(), lines: Lines::of(text), faults, warnings }
+        Self { options, listening: Cell::new(LISTEN_DEFAULT), lines: Lines::of(text), faults, warnings }
     }
 
     /// Reports a fault.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::event::{Event, NewEvent, header};
 use crate::names::Tenant;
-use crate::trace;
+use crate::trace::{self, TraceContext};
 
 thread_local! {
     /// The context of the work on this thread. Set only while that work runs: a future's context is
@@ -56,7 +56,8 @@ pub struct Context {
     pub actor: Option<String>,
     /// Whose data it is.
     pub tenant: Option<String>,
-    /// W3C trace context: the parent span.
+    /// W3C trace context: the parent span. Ignored if it is invalid, because it may come from a
+    /// stranger.
     pub traceparent: Option<String>,
     /// W3C trace context: vendor state. Used only together with its `traceparent`.
     pub tracestate: Option<String>,
@@ -73,13 +74,15 @@ impl Context {
     pub fn of(event: &Event) -> Self {
         let id = event.id.to_string();
         let header = |name: &str| header::find(&event.headers, name).map(str::to_owned);
+        let trace = TraceContext::of(&event.headers).map(|it| (it.traceparent, it.tracestate));
+        let (traceparent, tracestate) = trace.unzip();
         Self {
             correlation_id: header(header::CORRELATION_ID).or_else(|| Some(id.clone())),
             causation_id: Some(id),
             actor: header(header::ACTOR),
             tenant: event.tenant.as_ref().map(Tenant::to_string),
-            traceparent: header(header::TRACEPARENT),
-            tracestate: header(header::TRACESTATE),
+            traceparent,
+            tracestate: tracestate.flatten(),
         }
     }
 
@@ -160,12 +163,16 @@ impl Context {
 
     fn fill_trace(&self, event: &mut NewEvent) {
         // Vendor state belongs to its parent span and never goes with another one.
-        if self.traceparent.is_some() && header::find(&event.headers, header::TRACEPARENT).is_none() {
-            event.headers.retain(|name, _| !name.eq_ignore_ascii_case(header::TRACESTATE));
-            for (name, value) in [(header::TRACEPARENT, &self.traceparent), (header::TRACESTATE, &self.tracestate)] {
-                event.headers.extend(value.clone().map(|value| (name.to_owned(), value)));
-            }
+        if header::find(&event.headers, header::TRACEPARENT).is_none()
+            && let Some(trace) = self.trace()
+        {
+            trace.carry(&mut event.headers);
         }
+    }
+
+    /// The parent span, if it is valid.
+    pub(crate) fn trace(&self) -> Option<TraceContext> {
+        TraceContext::checked(self.traceparent.as_deref()?, self.tracestate.as_deref())
     }
 }
 
@@ -228,9 +235,11 @@ mod tests {
     use super::*;
     use crate::event::EventId;
 
+    const PARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+
     fn full() -> Context {
         let context = Context::new().correlation_id("c").causation_id("e").actor("a").tenant("t");
-        context.traceparent("00-1-2-01").tracestate("x=1")
+        context.traceparent(PARENT).tracestate("x=1")
     }
 
     fn filled(event: NewEvent) -> NewEvent {
@@ -245,7 +254,7 @@ mod tests {
     fn an_event_gets_what_it_does_not_say_itself() {
         let event = || NewEvent::json("t", "{}");
         let expected = event().correlation_id("c").causation_id("e").actor("a").tenant("t");
-        let expected = expected.header("traceparent", "00-1-2-01").header("tracestate", "x=1");
+        let expected = expected.header("traceparent", PARENT).header("tracestate", "x=1");
         assert_eq!(filled(event()), expected);
         let own = event().correlation_id("own").causation_id("own").actor("own").tenant("own");
         let own = own.header("traceparent", "own");
@@ -273,6 +282,20 @@ mod tests {
         let cased = NewEvent::json("t", "{}").header("Correlation-Id", "c").header("CAUSATION-ID", "d");
         let cased = cased.header("Postbox-Actor", "a").into_event(id, Timestamp::UNIX_EPOCH);
         assert_eq!((cased.correlation_id(), cased.causation_id(), cased.actor()), (Some("c"), Some("d"), Some("a")));
+    }
+
+    #[test]
+    fn a_trace_that_is_none_or_too_long_is_not_carried_on() {
+        let long = "0".repeat(9_000);
+        for (parent, state) in [("00-1-2-01", "x=1"), (&*long, ""), (PARENT, &*long)] {
+            let event = NewEvent::json("t", "{}").header("traceparent", parent).header("tracestate", state);
+            let context = Context::of(&event.into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH));
+            let trace = (context.traceparent.as_deref(), context.tracestate.as_deref());
+            assert_eq!(trace, ((parent == PARENT).then_some(PARENT), None));
+        }
+        let own = Context::new().traceparent("00-1-2-01").tracestate("x=1");
+        let event = own.scope_sync(|| in_context(vec![NewEvent::json("t", "{}")]).into_owned().remove(0));
+        assert_eq!(event, NewEvent::json("t", "{}"));
     }
 
     #[test]

@@ -52,7 +52,7 @@ pub struct Blocker {
     /// The longest of these waits. Of [`Hold::Horizon`]: how long it has been open, zero if that is
     /// not known.
     pub waited: Duration,
-    /// The command with which a person can end it.
+    /// The command with which a person can end it; empty if there is none.
     pub end: String,
     /// How it is in the way.
     pub hold: Hold,
@@ -71,6 +71,12 @@ pub enum Hold {
         /// unrouted.
         has_written: bool,
     },
+    /// An unknown program keeps a read transaction open. Meanwhile the write-ahead log (SQLite),
+    /// which [`Blocker::holder`] names, grows with each write.
+    Wal {
+        /// Its size.
+        bytes: u64,
+    },
 }
 
 /// Explains why events are late. Only reads, at the same cost for any size of the log.
@@ -82,7 +88,7 @@ pub enum Hold {
 /// - `blockers` returns sessions and prepared transactions that make others wait for a second or
 ///   longer, or whose own commit waits so long for a standby, the longest wait first. The last one
 ///   may be what holds the database's horizon; there is one at most. It waits for no lock. It
-///   returns nothing if the database cannot tell.
+///   returns nothing if the database cannot tell. Of a SQLite file only [`Hold::Wal`] is known.
 #[async_trait]
 pub trait Diagnose: Send + Sync + 'static {
     /// Returns the newest events of a log, at most `limit`.

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
+use serde::{Serialize, Serializer};
 
 use crate::batch::BatchLimit;
 use crate::criteria::Criteria;
@@ -44,7 +45,9 @@ impl Pause {
 /// [`LOOK_EVENTS_MIN`](crate::kit::LOOK_EVENTS_MIN). Up to its share of each kind is counted one by
 /// one. Beyond that `is_estimate` is set: unread events are estimated from samples, and the count
 /// of a state with rows is a lower bound.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+///
+/// As JSON it is part of `postbox stats --json`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Stats {
     /// Everything still to be delivered: unread + retrying + blocked + scheduled.
     pub pending: u64,
@@ -66,29 +69,38 @@ pub struct Stats {
     /// `dispatched + pending + dead + discarded`.
     pub total: u64,
     /// Whether there were too many events to count exactly.
+    #[serde(rename = "estimated")]
     pub is_estimate: bool,
     /// Whether `skipped` is estimated from samples, because more was passed than is counted.
     /// Separate from `is_estimate`, because the pending counts are usually still exact.
+    #[serde(rename = "skipped_estimated")]
     pub skipped_is_estimate: bool,
     /// Its share: up to this many of each kind were counted one by one.
+    #[serde(skip)]
     pub share: u64,
     /// Age of the oldest pending event by the store's clock, from when it may be delivered: a
     /// delayed event does not age before its time. `None` if nothing is pending, or if it is not
     /// known because none of the first pending events looked at is wanted.
+    #[serde(rename = "oldest_pending_seconds", serialize_with = "seconds")]
     pub oldest_pending: Option<Duration>,
     /// Pending depth and age per topic, deepest first, at most 100.
     pub topics: Vec<TopicStats>,
 }
 
 /// Pending events of one topic.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TopicStats {
     /// The topic.
     pub topic: String,
     /// How many are pending.
     pub pending: u64,
     /// Age of the oldest, if known.
+    #[serde(rename = "oldest_pending_seconds", serialize_with = "seconds")]
     pub oldest_pending: Option<Duration>,
+}
+
+fn seconds<S: Serializer>(age: &Option<Duration>, to: S) -> Result<S::Ok, S::Error> {
+    age.map(|age| age.as_secs_f64()).serialize(to)
 }
 
 /// The number of events in a log.
@@ -231,7 +243,8 @@ impl ListQuery {
     }
 }
 
-/// What an operator can see. Each call reads one snapshot.
+/// What an operator can see. Each call reads one snapshot; only a long `list` may read several, so
+/// that none lasts.
 ///
 /// Behaviour:
 /// - If the subscription does not exist: `NotFound`, code `subscription_unknown`, with the known

@@ -21,9 +21,9 @@ use crate::{Admin, Append, DeadLetters, Diagnose, Find, Inspect, Log, Maintain, 
 ///   the store is reached, until `down`.
 /// - `down` removes everything Postbox created, including events. It refuses a newer schema. Unless
 ///   `discard_events` is set, it also refuses (`Conflict`, code `events_undelivered`) while a log
-///   holds an event that a subscription has still to deliver, or that no subscription reads. A call
-///   that was refused, dropped or cut off has changed nothing. A call that cannot lock the tables
-///   within seconds is refused.
+///   holds an event that a subscription has still to deliver, that is dead, that was found
+///   unrouted, or that no subscription reads. A call that was refused, dropped or cut off has
+///   changed nothing. A call that cannot lock the tables within seconds is refused.
 #[async_trait]
 pub trait Migrate: Send + Sync + 'static {
     /// Applies missing migrations. Returns their names, in order.
@@ -41,8 +41,8 @@ pub trait Migrate: Send + Sync + 'static {
 /// The error of [`Migrate::down`] if `log` holds events that are still waited for.
 pub fn events_undelivered(log: &str) -> Error {
     let message = format!(
-        "log {log} holds events that are not delivered (see: postbox stats); deliver or discard them first, or throw them away with: \
-         postbox migrate down --yes --discard-events"
+        "log {log} holds events that are not delivered (see: postbox stats); deliver, discard or prune them first, also dead and \
+         unrouted ones, or throw them away with: postbox migrate down --yes --discard-events"
     );
     Error::new(ErrorKind::Conflict, "migrate", "events_undelivered", message)
 }

@@ -145,7 +145,11 @@ impl Outcome {
 const TEXT_CHARS_MAX: usize = 400;
 
 /// Turns text of another program into one harmless line: its first characters, with unprintable
-/// ones escaped.
+/// ones escaped. Quotes and backslashes stay as they are: some texts come here twice.
 pub fn excerpt(text: &str) -> String {
-    text.chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect()
+    let shown = |c: char| match c {
+        '"' | '\'' | '\\' => c.to_string(),
+        c => c.escape_debug().to_string(),
+    };
+    text.chars().take(TEXT_CHARS_MAX).map(shown).collect()
 }

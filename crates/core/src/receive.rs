@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
+use serde::{Serialize, Serializer};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::{EventId, NewEvent};
+use crate::hex::hex;
 use crate::kit;
 use crate::names::{LogName, SourceName};
 
@@ -44,8 +46,9 @@ pub enum Received {
     Conflict,
 }
 
-/// The record of a refused message whose id was known with another body.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The record of a refused message whose id was known with another body. As JSON it is what
+/// `postbox list --state conflict --json` prints.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Conflict {
     /// Where it came from.
     pub source: SourceName,
@@ -54,15 +57,27 @@ pub struct Conflict {
     /// The id.
     pub message_id: String,
     /// SHA-256 of the body that was stored first.
+    #[serde(serialize_with = "digits")]
     pub digest_stored: Vec<u8>,
     /// SHA-256 of the body that came later.
+    #[serde(serialize_with = "digits")]
     pub digest_refused: Vec<u8>,
     /// How often that body came.
     pub times: u64,
     /// When it came first.
+    #[serde(serialize_with = "text")]
     pub first_at: Timestamp,
     /// When it came last.
+    #[serde(serialize_with = "text")]
     pub last_at: Timestamp,
+}
+
+fn digits<S: Serializer>(digest: &[u8], to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&hex(digest))
+}
+
+fn text<S: Serializer>(at: &Timestamp, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(at)
 }
 
 /// Stores messages from outside once.
@@ -98,8 +113,9 @@ pub trait Receive: Send + Sync + 'static {
             .ok_or_else(|| Error::new(ErrorKind::Internal, "receive", "store_protocol", "the store gave no answer"))
     }
 
-    /// Forgets ids older than `older_than`, a bounded number per call, and returns how many. Ids
-    /// must be remembered for longer than the sender keeps retrying, and no shorter than
+    /// Forgets ids and records of conflicts older than `older_than`, a bounded number per call, and
+    /// returns how many of both: none are left once it returns 0. Ids must be remembered for longer
+    /// than the sender keeps retrying, and no shorter than
     /// [`MESSAGE_IDS_AGE_MIN`](crate::limits::MESSAGE_IDS_AGE_MIN).
     async fn forget(&self, older_than: Duration) -> Result<u64>;
 }

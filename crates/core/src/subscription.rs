@@ -52,7 +52,7 @@ pub enum StartAt {
 }
 
 /// Which events of the log a subscription wants. Other events are passed and never counted.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize)]
 pub struct Filter {
     /// Any of these; empty means all topics.
     pub topics: Vec<TopicPattern>,

@@ -123,9 +123,7 @@ pub(crate) fn created(event: &mut NewEvent, context: Option<&Context>) {
         messaging.message.id = event.id.map(tracing::field::display),
     );
     if current().is_none()
-        && let Some(context) = context
-        && let Some(traceparent) = &context.traceparent
-        && let Some(parent) = TraceContext::checked(traceparent, context.tracestate.as_deref())
+        && let Some(parent) = context.and_then(Context::trace)
     {
         follow(&span, &parent);
     }

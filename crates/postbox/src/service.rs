@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use postbox_core::kit::check_logs;
-use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription, SubscriptionName};
+use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription, SubscriptionInfo, SubscriptionName};
 use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder, wait_for_store};
 #[cfg(feature = "http")]
 use postbox_ingress::{Ingress, WebhookSource};
@@ -21,6 +21,10 @@ use tracing::{info, warn};
 /// Longest wait of [`Service::ready`] for the store. Its callers have deadlines too, often of
 /// seconds.
 const READY_WAIT: Duration = Duration::from_secs(2);
+
+/// What to do about a subscription that is new, if it is not meant to be.
+const RENAMED: &str = "with start Beginning its handlers get every event still in the log; \
+    if it is a new name of another: stop, remove it, and run postbox subscription rename OLD NEW";
 
 /// Everything a program does with events: subscriptions with their handlers, sources of webhooks,
 /// retention. Clones are the same service.
@@ -242,8 +246,18 @@ impl Inner {
             self.store.check_receiving().await?;
         }
         let known = self.store.subscriptions().await?;
-        for wanted in self.relays.iter().map(|relay| relay.relay().subscription()) {
-            let Some(info) = known.iter().find(|info| info.name == wanted.name) else { continue };
+        let ours: Vec<&Subscription> = self.relays.iter().map(|relay| relay.relay().subscription()).collect();
+        for wanted in &ours {
+            let Some(info) = known.iter().find(|info| info.name == wanted.name) else {
+                let is_other = |info: &&SubscriptionInfo| ours.iter().all(|it| it.name != info.name);
+                let others = known.iter().filter(|info| info.log == wanted.log).filter(is_other);
+                let others: Vec<&str> = others.map(|info| info.name.as_str()).collect();
+                if !others.is_empty() {
+                    let (start, cure) = (wanted.start, RENAMED);
+                    warn!(subscription = %wanted.name, ?start, ?others, cure, "subscription is new");
+                }
+                continue;
+            };
             // Another service that uses the name would lose its events to this one.
             if info.filter != wanted.filter {
                 warn!(subscription = %wanted.name, from = %info.filter, to = %wanted.filter, "filter changed");
@@ -269,7 +283,9 @@ pub struct ServiceBuilder {
 }
 
 impl ServiceBuilder {
-    /// Adds a subscription of this name to the log `outbox`. Its events go to the router.
+    /// Adds a subscription of this name to the log `outbox`. Its events go to the router. If the
+    /// name is new, it begins with the oldest event in the log; to begin with those from now on,
+    /// pass [a relay](Self::relay) whose subscription has [`StartAt::Now`](postbox_core::StartAt).
     pub fn outbox<D: Place>(self, name: &str, router: Router<(), D>) -> Self {
         self.subscription(LogName::outbox().as_str(), name, router)
     }

@@ -13,6 +13,7 @@ use postbox::{
     Append as _, Error, ErrorKind, LogName, MemoryStore, Migrate as _, NewEvent, Postbox, Relay, Service, Subscription,
     SubscriptionName, TypedEvent as _, test::store,
 };
+use postbox_testkit::warnings::Warnings;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
@@ -213,6 +214,32 @@ async fn what_is_wrong_for_good_ends_the_start() {
     let service = Service::builder(store).build().expect("built");
     assert_eq!(code(soon(running(&service)).await.expect("no panic")), "schema_missing");
     assert_eq!(code(soon(service.started()).await), "schema_missing");
+}
+
+/// Starts and stops a service with this subscription, and returns the warnings.
+async fn warned(store: &MemoryStore, name: &str) -> Vec<String> {
+    let (warnings, _hears) = Warnings::hear();
+    let (router, _saw) = reporting();
+    let service = Service::builder(store.clone()).outbox(name, router).build().expect("built");
+    let serving = running(&service);
+    soon(service.started()).await.expect("ready");
+    service.stop();
+    soon(serving).await.expect("no panic").expect("stopped");
+    warnings.all()
+}
+
+/// Its handlers would get the whole log, and the former name would hold retention back.
+#[tokio::test(start_paused = true)]
+async fn a_new_name_beside_others_is_named_at_the_start() {
+    let store = store();
+    for (name, is_new) in [("mails", false), ("letters", true), ("letters", false)] {
+        let lines = warned(&store, name).await;
+        assert_eq!(lines.len(), usize::from(is_new), "{lines:?}");
+        for line in lines {
+            assert!(line.contains("subscription is new") && line.contains("subscription=letters "), "{line}");
+            assert!(line.contains("mails"), "{line}");
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]

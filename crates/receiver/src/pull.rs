@@ -2,11 +2,12 @@
 
 use std::ops::SubAssign;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt as _;
 use futures::stream::FuturesUnordered;
-use postbox_core::{AckToken, Error, ErrorKind, Inbound, Outage, RawMessage, Result, Source, SourceMessage};
+use postbox_core::{AckToken, Error, ErrorKind, Inbound, Outage, RawMessage, Result, Source, SourceMessage, lock};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
@@ -113,9 +114,11 @@ impl Receiver {
     /// - A message that cannot be decoded or stored is kept as poison
     ///   ([`RawMessage::into_poison`]).
     ///
-    /// Cancel-safety: if dropped, messages that are not acknowledged come again.
+    /// Cancel-safety: if dropped, messages that are not acknowledged stay with the source, which
+    /// waits for them. [`renew`](Self::renew) gives them back.
     pub async fn run(&self, stop: CancellationToken) {
-        let Some(source) = self.pulled.as_deref() else { return stop.cancelled().await };
+        let pulled = lock(&self.pulled).clone();
+        let Some(source) = pulled.as_deref() else { return stop.cancelled().await };
         let in_flight_max = source.capabilities().in_flight_max.min(self.settings.in_flight_max);
         let (ordered, batches_max) = if self.group.ordered { (true, 1) } else { (false, COMMITS_MAX) };
         // One share for each batch being stored, one being read and one being acknowledged.
@@ -215,6 +218,25 @@ impl Receiver {
             () = self.clock.sleep(self.settings.drain_timeout) => {}
         }
         source.close().await;
+    }
+
+    /// Closes the source that [`run`](Self::run) has left when it ended or was dropped, and pulls
+    /// from `built` at the next run: no source works again once it was closed. It is the same kind
+    /// of source with the same settings.
+    ///
+    /// Cancel-safety: if dropped, or if it fails, there may be no source. It may be called again.
+    pub async fn renew(&self, built: impl Future<Output = Result<Arc<dyn Source>>>) -> Result<()> {
+        let left = lock(&self.pulled).take();
+        if let Some(left) = left {
+            // After a panic it may never be closed.
+            tokio::select! {
+                () = left.close() => {}
+                () = self.clock.sleep(self.settings.drain_timeout) => {}
+            }
+        }
+        let source = built.await.inspect_err(|failure| self.observe_source(failure))?;
+        *lock(&self.pulled) = Some(source);
+        Ok(())
     }
 
     /// Stores messages. Returns how they are to be settled.
@@ -329,7 +351,7 @@ impl Receiver {
     fn poison(&self, message_id: &str, failure: &Error) -> (String, String) {
         if let Some(messages) = self.watch().poison.observe(self.clock.monotonic()) {
             let (message_id, code) = (log_excerpt(message_id), failure.code());
-            warn!(source = %self.source, message_id, code, messages, "poison message kept: {}", log_excerpt(failure.message()));
+            warn!(source = %self.source, message_id, code, messages, "message is poison: {}", log_excerpt(failure.message()));
         }
         (failure.code().to_owned(), failure.message().to_owned())
     }

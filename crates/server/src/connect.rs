@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use futures::stream::{StreamExt as _, iter};
 use postbox_core::kit::{check_log, check_logs};
-use postbox_core::{Clock, Error, ErrorKind, Result};
+use postbox_core::{Clock, Error, ErrorKind, LogName, Result};
 use postbox_engine::TokioClock;
 use tokio::time::timeout;
 
 use crate::config::Config;
 use crate::status::is_unreachable;
-use crate::stores::{check_standby, open_store, validate_schema};
+use crate::stores::{check_rights, check_standby, open_store, validate_schema};
 use crate::wiring;
 
 /// Time limit of one check: a person waits for the answer.
@@ -77,15 +77,17 @@ fn with_cure(error: Error) -> Error {
 }
 
 /// Opens the store, validates its schema, and checks its cursors, that it has every log that is
-/// named, that its subscriptions read those logs, and that it is no standby; with sources, also
-/// checks that it can receive.
+/// named, that its subscriptions read those logs, that it is no standby, and that its role may do
+/// what a relay does; with sources, also checks that it can receive.
 async fn store(config: &Config) -> Result<String> {
     let store = open_store(&config.store).await?;
     validate_schema(store.as_ref()).await?;
     store.check_integrity().await?;
     let has = store.logs().await?;
     let of_subscriptions = config.subscriptions.iter().map(|it| &it.subscription.log);
-    check_logs("connect", of_subscriptions.chain(config.sources.iter().map(|it| &it.log)), &has)?;
+    let of_sources = config.sources.iter().map(|it| &it.log);
+    let named: Vec<LogName> = of_subscriptions.chain(of_sources).cloned().collect();
+    check_logs("connect", &named, &has)?;
     for info in store.subscriptions().await? {
         let wanted = config.subscriptions.iter().find(|it| it.subscription.name == info.name);
         wanted.map_or(Ok(()), |wanted| check_log(&wanted.subscription, &info.log))?;
@@ -93,6 +95,9 @@ async fn store(config: &Config) -> Result<String> {
     match config.sources.is_empty() {
         true => check_standby(store.as_ref()).await?,
         false => store.check_receiving().await?,
+    }
+    if !named.is_empty() {
+        check_rights(&config.store, &named).await?;
     }
     Ok(format!("{} is reached, its schema is valid", config.store.describe()))
 }

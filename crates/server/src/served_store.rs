@@ -7,6 +7,7 @@ use async_trait::async_trait;
 use axum::Router;
 use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
+use futures::future::BoxFuture;
 use jiff::Timestamp;
 use postbox_core::kit::check_logs;
 use postbox_core::{
@@ -70,6 +71,9 @@ pub(crate) struct ServedStore {
 struct TakenUp(OnceLock<(Arc<dyn Store>, Relays)>);
 
 type Relays = Vec<Arc<SupervisedRelay>>;
+
+/// A try to take the store up that still runs.
+type Opening = BoxFuture<'static, Result<()>>;
 
 impl ServedStore {
     /// Builds it without touching the store. `connections` is how many requests may wait for the
@@ -163,22 +167,39 @@ impl ServedStore {
         }
     }
 
-    /// Tries to take the store up. Fails with what waiting cannot mend.
-    pub(crate) async fn try_once(&self) -> Result<()> {
-        match self.open().await {
-            Err(error) if self.is_waited_for(&error) => Ok(()),
-            tried => tried,
+    /// Tries to take the store up. Fails with what waiting cannot mend. A try that takes longer
+    /// than [`ANSWER_WAIT`] is returned, for [`Self::run`]: dropped, it would be done twice.
+    pub(crate) async fn try_once(self: &Arc<Self>) -> Result<Option<Opening>> {
+        let this = Arc::clone(self);
+        let mut opening: Opening = Box::pin(async move {
+            match this.open().await {
+                Err(error) if this.is_waited_for(&error) => Ok(()),
+                tried => tried,
+            }
+        });
+        if let Ok(tried) = timeout(ANSWER_WAIT, &mut opening).await {
+            return tried.map(|()| None);
         }
+        let why = "the store is still being taken up: it answers slowly, or waits for a lock (postbox doctor names it)";
+        warn!(code = "store_timeout", why, "store away");
+        self.note_missing(Some(Fault::of_store("store_timeout", why.to_owned())));
+        Ok(Some(opening))
     }
 
     /// Works until `stop`, as soon as the store can be taken up.
-    pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken) -> Result<()> {
-        if self.taken_up.0.get().is_none() {
-            let opened = wait_for_store(&*self.clock, |error| self.is_waited_for(error), || self.open());
-            match stop.run_until_cancelled(opened).await {
-                None => return Ok(()),
-                Some(opened) => opened?,
+    pub(crate) async fn run(self: Arc<Self>, opening: Option<Opening>, stop: CancellationToken) -> Result<()> {
+        let opened = async {
+            if let Some(opening) = opening {
+                opening.await?;
             }
+            match self.taken_up.0.get() {
+                Some(_) => Ok(()),
+                None => wait_for_store(&*self.clock, |error| self.is_waited_for(error), || self.open()).await,
+            }
+        };
+        match stop.run_until_cancelled(opened).await {
+            None => return Ok(()),
+            Some(opened) => opened?,
         }
         let Some(store) = self.store().cloned() else { return Ok(()) };
         let mut tasks: JoinSet<Result<()>> = JoinSet::new();

@@ -36,8 +36,8 @@ pub struct Service {
 
 impl Service {
     /// Starts on the configured store or stores. What is wrong with a single store is an error. If
-    /// it is only unreachable, it is waited for while probes and scrapers are answered; what is
-    /// found wrong later ends the service.
+    /// it is only unreachable or slow, it is waited for while probes and scrapers are answered;
+    /// what is found wrong later ends the service.
     ///
     /// Several stores are taken up independently: each as soon as it is reachable and valid,
     /// whatever the state of the others.
@@ -73,11 +73,10 @@ impl Service {
             stores.push(ServedStore::new(share, store.clone(), built, (connections, drain_timeout), &clock).await?);
         }
         // Several are taken up while the service runs.
-        if let [only] = &stores[..]
-            && only.name.is_none()
-        {
-            only.try_once().await?;
-        }
+        let mut opening = match &stores[..] {
+            [only] if only.name.is_none() => only.try_once().await?,
+            _ => None,
+        };
         let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
         info!(%address, store = of_one.as_deref(), stores = stores.len(), subscriptions, sources, "postbox serves");
         if subscriptions + sources == 0 {
@@ -89,7 +88,7 @@ impl Service {
         let mut tasks: JoinSet<Result<()>> = JoinSet::new();
         for served in stores.iter().map(Arc::clone) {
             let span = served.span();
-            tasks.spawn(served.run(stop.clone()).instrument(span));
+            tasks.spawn(served.run(opening.take(), stop.clone()).instrument(span));
         }
         let ingress = stores.iter().fold(Router::new(), |all, served| all.merge(served.router()));
         let api = Api::new(stores, address, config.server.status_token.clone(), Arc::clone(&clock));

@@ -258,7 +258,7 @@ impl Sources {
                             move |message: &RawMessage| table.decode(&name, message)
                         })
                         .build()?;
-                    receivers.push(SupervisedReceiver::new(name.clone(), receiver));
+                    receivers.push(SupervisedReceiver::new(name.clone(), receiver, Arc::clone(table)));
                 }
             }
         }

@@ -9,7 +9,7 @@ use postbox_config::{
     Adapter, Key, Kind, Secret, Section, StoreOptions, Table, entries, from_core, has_stray_end, nested, secret_always,
     table,
 };
-use postbox_core::{Error, Result, Store, StoreName};
+use postbox_core::{Error, LogName, Result, Store, StoreName};
 use postbox_engine::TokioClock;
 use postbox_memory::MemoryStore;
 use postbox_postgres::{PostgresStore, PostgresTable, Roles, ToolScripts};
@@ -265,13 +265,19 @@ pub async fn grants(config: &StoreConfig, roles: &Roles) -> Result<String> {
     }
 }
 
+/// Checks that the role of a Postgres store may deliver from these logs, and receive.
+pub(crate) async fn check_rights(config: &StoreConfig, logs: &[LogName]) -> Result<()> {
+    let Some(postgres) = (config.checked()? as &dyn Any).downcast_ref::<PostgresTable>() else { return Ok(()) };
+    PostgresStore::connect(postgres.config(config.url.expose())).await?.check_relay_rights(logs).await
+}
+
 /// The schema of a Postgres store, for tools that migrate a database.
 pub fn tool_scripts(config: &StoreConfig) -> Result<ToolScripts> {
     match (config.checked()? as &dyn Any).downcast_ref::<PostgresTable>() {
         Some(postgres) => Ok(PostgresStore::new(postgres.config(config.url.expose()))?.tool_scripts()),
         None => {
             let text = "files for other tools are made for a Postgres store only; an SQLite store gets its schema from `postbox migrate up`, \
-                 or from `store.up()` in your program";
+                 or from `store.up()` in your program; for a Postgres store, name it: --store postgres://…";
             Err(Error::invalid("migrate", "tools_unsupported", text))
         }
     }

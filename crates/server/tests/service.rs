@@ -294,14 +294,14 @@ async fn a_source_whose_log_does_not_exist_ends_the_start() -> Result<()> {
     Ok(())
 }
 
-/// Receives nothing until it may.
-struct Shut(CancellationToken);
+/// Does not execute one operation until it may.
+struct Shut(&'static str, CancellationToken);
 
 #[async_trait]
 impl Wire for Shut {
     async fn carry(&self, call: Arc<Call>) -> postbox_core::Result<()> {
-        if call.operation == "receive" {
-            self.0.cancelled().await;
+        if call.operation == self.0 {
+            self.1.cancelled().await;
         }
         call.execute();
         Ok(())
@@ -311,7 +311,7 @@ impl Wire for Shut {
 #[tokio::test]
 async fn one_source_may_use_all_that_the_connections_leave_and_no_more() -> Result<()> {
     let open = CancellationToken::new();
-    let store = memory().client(Some(Arc::new(Shut(open.clone()))));
+    let store = memory().client(Some(Arc::new(Shut("receive", open.clone()))));
     let mut config = config(&["a", "b", "c"].map(webhook).concat())?;
     config.server.connections = 4;
     let service = Service::start_on(config, Arc::new(store)).await?;
@@ -326,6 +326,20 @@ async fn one_source_may_use_all_that_the_connections_leave_and_no_more() -> Resu
     while let Some(answer) = posts.join_next().await {
         ensure!(answer??.0 == 202);
     }
+    stop(service).await
+}
+
+#[tokio::test]
+async fn a_store_that_is_slow_to_be_taken_up_keeps_no_probe_waiting() -> Result<()> {
+    let (folder, open) = (tempfile::tempdir()?, CancellationToken::new());
+    let store = memory().client(Some(Arc::new(Shut("subscribe", open.clone()))));
+    let config = config(&file_subscription(&folder.path().join("events.jsonl")))?;
+    let service = timeout(DEADLINE, Service::start_on(config, Arc::new(store))).await??;
+    ensure!(get(service.address(), "/healthz").await? == (200, "ok\n".into()));
+    let (status, reasons) = get(service.address(), "/readyz").await?;
+    ensure!(status == 503 && reasons.contains("the store is still being taken up"), "{reasons}");
+    open.cancel();
+    until("ready", async || Ok(get(service.address(), "/readyz").await?.0 == 200)).await?;
     stop(service).await
 }
 

@@ -34,8 +34,9 @@ fn base64(event: &Event) -> String {
     STANDARD.encode(&event.payload)
 }
 
-#[derive(Serialize)]
-struct EveryField<'a> {
+/// The event's own fields, as [`Envelope::Json`](super::Envelope::Json) and the CLI name them.
+#[derive(Debug, Serialize)]
+pub struct EveryField<'a> {
     id: String,
     topic: &'a str,
     key: Option<&'a str>,
@@ -53,23 +54,29 @@ struct EveryField<'a> {
     payload_base64: Option<String>,
 }
 
+impl<'a> From<&'a Event> for EveryField<'a> {
+    fn from(event: &'a Event) -> Self {
+        let payload = payload(event);
+        Self {
+            id: event.id.to_string(),
+            topic: event.topic.as_str(),
+            key: event.key.as_ref().map(AsRef::as_ref),
+            aggregate: event.aggregate.as_deref(),
+            version: event.version,
+            kind: event.kind(),
+            source: event.source.as_deref(),
+            tenant: event.tenant.as_ref().map(AsRef::as_ref),
+            headers: &event.headers,
+            occurred_at: event.occurred_at.to_string(),
+            content_type: event.content_type(),
+            payload,
+            payload_base64: payload.is_none().then(|| base64(event)),
+        }
+    }
+}
+
 pub(super) fn every_field(event: &Event) -> Result<Vec<u8>> {
-    let payload = payload(event);
-    to_vec(&EveryField {
-        id: event.id.to_string(),
-        topic: event.topic.as_str(),
-        key: event.key.as_ref().map(AsRef::as_ref),
-        aggregate: event.aggregate.as_deref(),
-        version: event.version,
-        kind: event.kind(),
-        source: event.source.as_deref(),
-        tenant: event.tenant.as_ref().map(AsRef::as_ref),
-        headers: &event.headers,
-        occurred_at: event.occurred_at.to_string(),
-        content_type: event.content_type(),
-        payload,
-        payload_base64: payload.is_none().then(|| base64(event)),
-    })
+    to_vec(&EveryField::from(event))
 }
 
 /// The JSON format of CloudEvents. The trace is inside, because a receiver that stores the object

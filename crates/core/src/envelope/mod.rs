@@ -19,6 +19,7 @@ use crate::event::Event;
 use crate::outcome::Outcome;
 
 pub use binding::{Binding, decode};
+pub use json::EveryField;
 
 /// The media type of a CloudEvent in structured mode, with everything in the body.
 const STRUCTURED: &str = "application/cloudevents+json; charset=UTF-8";

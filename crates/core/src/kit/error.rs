@@ -112,14 +112,19 @@ pub fn lanes_apart(name: &SubscriptionName) -> Error {
     Error::new(ErrorKind::Conflict, "set_lanes", "lanes_apart", message)
 }
 
-/// The most delivery rows that change in one transaction, because they move to other lanes or get
-/// another name: some seconds, in which the lanes are locked, or in SQLite all writers wait.
+/// The most rows of a subscription that change in one transaction, because they move to other lanes
+/// or get another name: some seconds, in which the lanes are locked, or in SQLite all writers wait.
 pub const ROWS_MOVED_MAX: i64 = 200_000;
 
 /// Too many rows would have to change in one transaction.
 pub fn rows_many(operation: &'static str, name: &SubscriptionName) -> Error {
+    let (which, cure) = match operation {
+        // It also changes the rows of events that were sent later.
+        "rename" => ("wait for a retry or a time, or were sent after they had been skipped", ", and prune the log"),
+        _ => ("or wait for a retry or a time", ""),
+    };
     let message = format!(
-        "{name} has more than {ROWS_MOVED_MAX} events that are dead, discarded, or wait for a retry or a time; let them go out, or prune them, and try again"
+        "{name} has more than {ROWS_MOVED_MAX} events that are dead, discarded, {which}; retry or discard the dead ones, let the others go out{cure}, and try again"
     );
     Error::new(ErrorKind::Conflict, operation, "rows_many", message)
 }

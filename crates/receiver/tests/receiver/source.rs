@@ -209,6 +209,7 @@ async fn settle(way: &Way, id: &str, body: &str) {
 #[tokio::test]
 async fn each_end_of_a_message_is_counted() {
     let way = way(false);
+    let (warnings, _guard) = Warnings::hear();
     way.start().await;
     let huge = "x".repeat(postbox_core::limits::PAYLOAD_BYTES_MAX + 1);
     for (id, body) in
@@ -222,6 +223,25 @@ async fn each_end_of_a_message_is_counted() {
     assert_eq!((counted.poison, counted.ignored, counted.rejected), (2, 1, 1), "{counted:?}");
     let rejected = way.source.rejected();
     assert_eq!((rejected.len(), rejected[0].id.as_deref()), (1, Some("5")), "what nobody can keep is the broker's");
+    let poison: Vec<_> = warnings.all().into_iter().filter(|line| line.contains("poison: ")).collect();
+    let says_no_more = |line: &String| line.contains("message is poison: ");
+    assert!(!poison.is_empty() && poison.iter().all(says_no_more), "before the store has answered: {poison:?}");
+}
+
+/// A panic drops `run`, too.
+#[tokio::test(start_paused = true)]
+async fn what_a_dropped_run_has_left_comes_again_from_a_new_source() {
+    let way = way(true);
+    way.inbox.set(Mode::Hangs);
+    way.publish("1", "a");
+    let dropped = tokio::time::timeout(Duration::from_secs(1), way.receiver.run(CancellationToken::new())).await;
+    dropped.expect_err("the store hangs");
+    way.inbox.set(Mode::Works);
+    way.receiver.renew(async { Ok(way.source.clone() as Arc<dyn Source>) }).await.expect("a source");
+    way.start().await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    way.stop().await;
+    assert_eq!(way.source.acked().len(), 1);
 }
 
 /// After the decoder is fixed, a message that was poison is stored when it is sent again.

@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 use std::str::FromStr as _;
 use std::time::Duration;
 
-use postbox_config::{Secret, Section, duration, from_core, integer, secret, suggestion, table, text, words};
+use postbox_config::{
+    LISTEN_DEFAULT, Secret, Section, duration, from_core, integer, secret, suggestion, table, text, words,
+};
 use postbox_core::OwnerId;
 use postbox_core::limits::{DEAD_AGE_MIN, NAME_BYTES_MAX};
 use postbox_listen::ServeLimits;
@@ -33,7 +35,7 @@ table! {
         ///
         /// HTTP/1.1; a proxy in front ends TLS. `0.0.0.0` and `[::]` without a `status_token` give
         /// a warning.
-        listen: SocketAddr = text(address), default("127.0.0.1:8600");
+        listen: SocketAddr = text(address), default(LISTEN_DEFAULT.to_string());
         /// Most connections at once.
         ///
         /// When the limit is reached, the longest idle connection is closed. Requests being stored
@@ -67,7 +69,9 @@ table! {
 
 impl ServerConfig {
     fn check(&self, section: &Section<'_>) {
-        section.reader.listening.set(Some(self.listen));
+        // A wrong address has its own fault: no sink calls port 0.
+        let is_right = section.is_right(&["listen"]);
+        section.reader.listening.set(if is_right { self.listen } else { SocketAddr::new(self.listen.ip(), 0) });
         if let Some(risk) = self.risk() {
             section.warning("listen", format!("{}: {risk}", section.name("listen")));
         }

@@ -110,15 +110,17 @@ table! {
         ///
         /// For a destination of several subscriptions. One with nothing to send leaves everything
         /// to the others in its process; but what belongs to its lanes that another replica drives
-        /// stays there. Each process counts only the stores and subscriptions that it runs itself:
-        /// run them in one process, or divide the rate.
+        /// stays there, and so does the part of one that failed, until it works again. Each process
+        /// counts only the stores and subscriptions that it runs itself: run them in one process,
+        /// or divide the rate.
         rate_of: Option<SubscriptionName> = text(from_core::<SubscriptionName>), unset("its own rate", r#""orders-out""#);
         /// The longest wait between two polls of an idle log.
         poll_interval: Duration = duration(MS), default("100ms");
         /// Another replica takes over a lane that was not renewed for this long.
         lease: Duration = duration(LEASE_MIN), default("10s");
         /// Deliver everything pending at these times only: second minute hour day month weekday, in
-        /// UTC.
+        /// UTC. A run that was cut short or failed goes on as soon as it can. A time may come twice
+        /// if the clock is set back.
         schedule: Option<Cron> = text(Cron::from_str), unset("always", r#""0 */5 * * * *""#);
         /// Where the events go.
         sink: SinkChoice = sink().for_delivery(), unset("`{ type = \"none\" }`", SINKS[0].example);
@@ -150,7 +152,14 @@ table! {
 
 impl RetryTable {
     fn check(&self, section: &Section<'_>) {
-        if self.base > self.max {
+        let delays = section.name("delays");
+        if section.has("delays") && self.delays.is_empty() && section.is_right(&["delays"]) {
+            section.fault("delays", format!("{delays} is empty; name a wait, or leave it out for waits that double"));
+        }
+        if section.has("delays") && section.has("base") {
+            let name = section.name("base");
+            section.fault("base", format!("{name} cannot be used together with {delays}; remove one of them"));
+        } else if self.base > self.max {
             let (base, max) = (duration_text(self.base), duration_text(self.max));
             let name = section.name("base");
             section.fault("base", format!("{name} is {base}, longer than max = {max}; raise max or lower base"));

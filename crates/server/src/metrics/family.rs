@@ -42,13 +42,13 @@ families! {
     EVENTS: Gauge "postbox_events" ["store" "subscription" "state"]
         "Events by state; dispatched: since the subscription began; skipped: not wanted, of the events that the log still has; large counts are estimated.";
     OLDEST_PENDING: Gauge "postbox_oldest_pending_seconds" ["store" "subscription"]
-        "Age of the oldest event that is not delivered.";
+        "Age of the oldest event that is not delivered; of a replayed one since its append.";
     PAUSED: Gauge "postbox_paused" ["store" "subscription"]
         "Whether the subscription is paused: by a person, or because its endpoint is gone (410).";
     DEPTH: Gauge "postbox_depth" ["store" "subscription" "topic"]
         "Events to be delivered, by topic.";
     LAG: Gauge "postbox_lag_seconds" ["store" "subscription" "topic"]
-        "Age of the oldest event to be delivered, by topic.";
+        "Age of the oldest event to be delivered, by topic; of a replayed one since its append.";
     UNROUTED: Gauge "postbox_unrouted_events" ["store" "log" "topic"]
         "Events that no subscription wants, by topic; of a log that no subscription reads all of them, as topic other.";
 

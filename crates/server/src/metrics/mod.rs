@@ -15,7 +15,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
-use postbox_core::{Clock, HighWaterMark, LogName, Result, SourceName, State, Store, StoreName, SubscriptionName};
+use postbox_core::{
+    Clock, HighWaterMark, LogName, Result, SourceName, State, Store, StoreName, SubscriptionName, TopicStats,
+};
 use postbox_engine::{BreakerState, MetricsSnapshot, SupervisedRelay};
 use postbox_ingress::Count;
 use postbox_receiver::ReceiverSnapshot;
@@ -27,7 +29,7 @@ use tokio::time::{Instant, timeout_at};
 use self::page::Page;
 use crate::cache::Cached;
 use crate::served_store::ServedStore;
-use crate::status::{self, MarksJson, StatsJson, TopicJson, UnroutedLog};
+use crate::status::{self, MarksJson, StatsJson, UnroutedLog};
 
 /// How long high-water marks are cached: scrapers ask every 10 to 60 s, and several share one
 /// answer.
@@ -167,7 +169,7 @@ fn depth(page: &mut Page<'_>, all: &[(String, &Measured)]) -> fmt::Result {
     };
     let counted = each().map(|(store, name, stats)| ([store.clone(), name.to_string()], u64::from(stats.is_some())));
     page.family(&family::STATS_UP, counted)?;
-    page.family(&family::STATS_ESTIMATED, flags(|stats| stats.estimated))?;
+    page.family(&family::STATS_ESTIMATED, flags(|stats| stats.is_estimate))?;
     let events = named().flat_map(|(store, name, stats)| {
         let counts = [
             (State::Pending, stats.pending.saturating_sub(stats.retrying + stats.blocked + stats.scheduled)),
@@ -184,8 +186,8 @@ fn depth(page: &mut Page<'_>, all: &[(String, &Measured)]) -> fmt::Result {
     page.family(&family::EVENTS, events)?;
     // No sample where events are pending and the age of the oldest is unknown.
     let oldest = named().filter_map(|(store, name, stats)| {
-        let age = stats.oldest_pending_seconds.or((stats.pending == 0).then_some(0.0))?;
-        Some(([store.into(), name.into()], age))
+        let age = stats.oldest_pending.or((stats.pending == 0).then_some(Duration::ZERO))?;
+        Some(([store.into(), name.into()], age.as_secs_f64()))
     });
     page.family(&family::OLDEST_PENDING, oldest)?;
     page.family(&family::PAUSED, flags(|stats| stats.paused))?;
@@ -198,7 +200,7 @@ fn depth(page: &mut Page<'_>, all: &[(String, &Measured)]) -> fmt::Result {
     page.family(&family::DEPTH, depth)?;
     let lag = named().flat_map(|(store, name, stats)| {
         own_topics(stats).filter_map(move |topic| {
-            Some(([store.into(), name.into(), topic.topic.clone()], topic.oldest_pending_seconds?))
+            Some(([store.into(), name.into(), topic.topic.clone()], topic.oldest_pending?.as_secs_f64()))
         })
     });
     page.family(&family::LAG, lag)
@@ -218,7 +220,7 @@ fn unrouted_events(page: &mut Page<'_>, all: &[(String, &Measured)]) -> fmt::Res
 }
 
 /// The topics with their own label: the deepest. A topic called `other` counts as part of the rest.
-fn own_topics(stats: &StatsJson) -> impl Iterator<Item = &TopicJson> {
+fn own_topics(stats: &StatsJson) -> impl Iterator<Item = &TopicStats> {
     stats.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER)
 }
 

@@ -1,59 +1,26 @@
 //! An event and its state: `list --json` and `show --json`.
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
-use postbox_core::{
-    Attempt, Event, EventId, Headers, Key, Record, Seq, SubscriptionInfo, SubscriptionName, Tenant, Topic,
-};
+use postbox_core::envelope::EveryField;
+use postbox_core::{Attempt, Event, Record, Seq, SubscriptionInfo, SubscriptionName};
 use serde::Serialize;
-use serde_json::value::RawValue;
 
-/// The event's own fields, named as the `file` and `stdout` sinks name them.
+/// An event as it was appended.
 #[derive(Debug, Serialize)]
 pub struct EventJson<'a> {
-    id: EventId,
-    topic: &'a Topic,
-    key: &'a Option<Key>,
-    aggregate: &'a Option<String>,
-    version: Option<i64>,
-    kind: &'a str,
-    source: &'a Option<String>,
-    tenant: &'a Option<Tenant>,
-    content_type: &'a str,
-    headers: &'a Headers,
-    occurred_at: String,
+    #[serde(flatten)]
+    own: EveryField<'a>,
     created_at: String,
     deliver_at: Option<String>,
     expires_at: Option<String>,
-    /// The payload itself, if it is JSON …
-    #[serde(skip_serializing_if = "Option::is_none")]
-    payload: Option<&'a RawValue>,
-    /// … else its bytes in base64.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    payload_base64: Option<String>,
 }
 
 impl<'a> From<&'a Event> for EventJson<'a> {
     fn from(event: &'a Event) -> Self {
-        // The raw payload, not parsed and written again, so that numbers keep their digits.
-        let payload = event.is_json().then(|| serde_json::from_slice(&event.payload).ok()).flatten();
         Self {
-            id: event.id,
-            topic: &event.topic,
-            key: &event.key,
-            aggregate: &event.aggregate,
-            version: event.version,
-            kind: event.kind(),
-            source: &event.source,
-            tenant: &event.tenant,
-            content_type: event.content_type(),
-            headers: &event.headers,
-            occurred_at: event.occurred_at.to_string(),
+            own: EveryField::from(event),
             created_at: event.created_at.to_string(),
             deliver_at: event.deliver_at.map(|at| at.to_string()),
             expires_at: event.expires_at.map(|at| at.to_string()),
-            payload,
-            payload_base64: payload.is_none().then(|| STANDARD.encode(&event.payload)),
         }
     }
 }

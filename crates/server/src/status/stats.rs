@@ -1,5 +1,6 @@
 //! Counts: `stats --json`, and the depth and lag of `/metrics`.
 
+use std::ops::Deref;
 use std::time::Duration;
 
 use postbox_core::{
@@ -24,88 +25,34 @@ pub struct StatsJson {
     pub subscription: Option<SubscriptionName>,
     /// The log.
     pub log: LogName,
-    /// Everything still to be delivered: unread + retrying + blocked + scheduled.
-    pub pending: u64,
-    /// Part of `pending`: failed, and will be retried.
-    pub retrying: u64,
-    /// Part of `pending`: behind an earlier event of their key.
-    pub blocked: u64,
-    /// Part of `pending`: waiting for their time.
-    pub scheduled: u64,
-    /// Waiting for a person.
-    pub dead: u64,
-    /// Discarded by a person.
-    pub discarded: u64,
-    /// Delivered since the subscription began.
-    pub dispatched: u64,
-    /// Passed without being sent, because the filter did not want them. Counts only events that the
-    /// log still has; not part of `total`.
-    pub skipped: u64,
-    /// `dispatched + pending + dead + discarded`.
-    pub total: u64,
+    /// What the store counted.
+    #[serde(flatten)]
+    pub stats: Stats,
     /// Events of the log that no subscription wants, counted up to a limit; `None`: not counted.
     pub unrouted: Option<u64>,
-    /// Whether there was too much to count. Then unread events are estimated from samples, and the
-    /// counts of states kept as delivery rows are lower bounds.
-    pub estimated: bool,
-    /// Whether `skipped` is estimated from samples.
-    pub skipped_estimated: bool,
-    /// The limit up to which each kind was counted one by one.
-    #[serde(skip)]
-    pub share: u64,
-    /// Age of the oldest pending event, from when it may be delivered; `None` if none is pending or
-    /// the age is unknown.
-    pub oldest_pending_seconds: Option<f64>,
     /// Whether a person or a `410 Gone` paused the subscription.
     pub paused: bool,
-    /// The deepest topics.
-    pub topics: Vec<TopicJson>,
     /// The high-water marks reported by the running service; empty without one.
     pub high_water_marks: Vec<HighWaterMark>,
 }
 
-/// Pending events of one topic.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct TopicJson {
-    /// The topic.
-    pub topic: String,
-    /// How many are pending.
-    pub pending: u64,
-    /// Age of the oldest, if known.
-    pub oldest_pending_seconds: Option<f64>,
+impl Deref for StatsJson {
+    type Target = Stats;
+
+    fn deref(&self) -> &Stats {
+        &self.stats
+    }
 }
 
 impl StatsJson {
     /// The counts of a subscription.
     pub fn of(info: &SubscriptionInfo, stats: Stats) -> Self {
-        Self::new(Some(info.name.clone()), info.log.clone(), info.paused.is_some(), stats)
-    }
-
-    fn new(subscription: Option<SubscriptionName>, log: LogName, paused: bool, stats: Stats) -> Self {
-        let topics = stats.topics.into_iter().map(|topic| TopicJson {
-            topic: topic.topic,
-            pending: topic.pending,
-            oldest_pending_seconds: topic.oldest_pending.map(|age| age.as_secs_f64()),
-        });
         Self {
-            subscription,
-            log,
-            pending: stats.pending,
-            retrying: stats.retrying,
-            blocked: stats.blocked,
-            scheduled: stats.scheduled,
-            dead: stats.dead,
-            discarded: stats.discarded,
-            dispatched: stats.dispatched,
-            skipped: stats.skipped,
-            total: stats.total,
+            subscription: Some(info.name.clone()),
+            log: info.log.clone(),
+            stats,
             unrouted: None,
-            estimated: stats.is_estimate,
-            skipped_estimated: stats.skipped_is_estimate,
-            share: stats.share,
-            oldest_pending_seconds: stats.oldest_pending.map(|age| age.as_secs_f64()),
-            paused,
-            topics: topics.collect(),
+            paused: info.paused.is_some(),
             high_water_marks: Vec::new(),
         }
     }
@@ -119,7 +66,7 @@ impl StatsJson {
     pub fn unread(log: LogName, count: Count) -> Self {
         let Count { events, is_estimate } = count;
         let stats = Stats { pending: events, total: events, is_estimate, ..Stats::default() };
-        Self { unrouted: Some(0), ..Self::new(None, log, false, stats) }
+        Self { subscription: None, log, stats, unrouted: Some(0), paused: false, high_water_marks: Vec::new() }
     }
 }
 

@@ -1,8 +1,6 @@
 //! Subscriptions: `subscription list` and `show`.
 
-use postbox_core::{
-    Filter, Headers, LogName, Ordering, OwnerId, SubscriptionInfo, SubscriptionName, Tenant, TopicPattern,
-};
+use postbox_core::{Filter, LogName, Ordering, OwnerId, SubscriptionInfo, SubscriptionName};
 use serde::Serialize;
 
 use super::stats::StatsJson;
@@ -14,16 +12,9 @@ pub struct SubscriptionJson {
     pub subscription: SubscriptionName,
     /// The log it reads.
     pub log: LogName,
-    /// The topics it wants; empty: all.
-    pub topics: Vec<TopicPattern>,
-    /// The tenant whose events it wants; `None`: all.
-    pub tenant: Option<Tenant>,
-    /// The kinds it wants; empty: all.
-    pub kinds: Vec<String>,
-    /// The aggregates it wants; empty: all.
-    pub aggregates: Vec<String>,
-    /// The headers that its events must have.
-    pub headers: Headers,
+    /// The events it wants.
+    #[serde(flatten)]
+    pub filter: Filter,
     /// The order in which events are delivered.
     pub ordering: Ordering,
     /// Its lanes.
@@ -59,12 +50,6 @@ pub struct PauseJson {
 }
 
 impl SubscriptionJson {
-    /// Returns its filter.
-    pub fn filter(&self) -> Filter {
-        let Self { topics, tenant, kinds, aggregates, headers, .. } = self.clone();
-        Filter { topics, tenant, kinds, aggregates, headers }
-    }
-
     /// Builds it, with its counts if known.
     pub fn new(info: &SubscriptionInfo, counts: Option<StatsJson>) -> Self {
         let lanes = info.lanes.iter().map(|lane| LaneJson {
@@ -81,11 +66,7 @@ impl SubscriptionJson {
         Self {
             subscription: info.name.clone(),
             log: info.log.clone(),
-            topics: info.filter.topics.clone(),
-            tenant: info.filter.tenant.clone(),
-            kinds: info.filter.kinds.clone(),
-            aggregates: info.filter.aggregates.clone(),
-            headers: info.filter.headers.clone(),
+            filter: info.filter.clone(),
             ordering: info.ordering,
             lanes: lanes.collect(),
             paused,

@@ -10,6 +10,8 @@ fn the_store_leases_lanes_unless_the_file_says_otherwise() {
     assert!(fault("[lease]\n").contains("lease has no type; write type = \"store\""));
     assert!(fault("[lease]\ntype = \"store\"\nurl = \"redis://h\"\n").contains("unknown key `url`"));
     assert!(fault("[lease]\ntype = \"rediss\"\n").contains("\"rediss\" is no lease"));
+    let meant = if cfg!(feature = "redis") { "redis" } else { "store" };
+    assert!(fault("[lease]\nurl = \"redis://h\"\n").contains(&format!("write type = {meant:?}")));
     if !cfg!(feature = "redis") {
         let fault = fault("[lease]\ntype = \"redis\"\nurl = \"redis://h\"\n");
         assert!(fault.contains("was built without \"redis\""), "{fault}");

@@ -178,6 +178,10 @@ fn a_list_of_delays_means_as_many_retries() {
     assert_eq!(attempts("max_attempts = \"unlimited\""), u32::MAX);
     let text = fault("[subscriptions.a]\nretry = { max_attempts = \"forever\" }\n");
     assert!(text.ends_with("max_attempts is neither a number nor \"unlimited\""), "{text}");
+    let text = fault("[subscriptions.a]\nretry = { delays = [] }\n");
+    assert!(text.contains(":2: subscriptions.a.retry.delays is empty; "), "{text}");
+    let text = fault("[subscriptions.a]\nretry = { base = \"1s\", delays = [\"1s\"] }\n");
+    assert!(text.contains(":2: subscriptions.a.retry.base cannot be used together with "), "{text}");
 }
 
 #[test]
@@ -235,6 +239,8 @@ fn without_a_file_a_variable_is_a_sink() {
     assert_eq!(of(&[]), Ok(Vec::new()));
     assert_eq!(of(&[("DISPATCHER_URL", "")]), Ok(Vec::new()));
     assert_eq!(of(&[("DISPATCHER_URL", "http://10.0.0.1:8080/in")]), Ok(vec![("dispatcher".into(), "http")]));
+    let ours = of(&[("DISPATCHER_URL", "http://127.0.0.1:8600/in/x")]).expect_err("the service's own address");
+    assert!(ours.starts_with("environment:2: DISPATCHER_URL: ") && ours.contains("Postbox's own"), "{ours}");
     let queue = of(&[("SQS_QUEUE_URL", "https://sqs.eu-west-1.amazonaws.com/1/q")]);
     if cfg!(feature = "sqs") {
         assert_eq!(queue, Ok(vec![("sqs".into(), "sqs")]));
@@ -478,6 +484,9 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
         }
         parse(&own(listen, "http://127.0.0.1:8601/in/a")).expect("another port is somebody else");
     }
+    // The default address, of a file without [server].
+    let unsaid = own("", "http://127.0.0.1:8600/in/a").replace("[server]\nlisten = \"\"\n", "");
+    assert!(fault(&unsaid).starts_with("postbox.toml:2: ") && fault(&unsaid).contains("Postbox's own"));
     assert!(sink("client_cert = \"a.pem\"").contains("no client_key"));
     assert!(sink("client_key = \"a.pem\"").contains("no client_cert"));
     assert!(sink("headers = { webhook-id = \"x\" }").contains("give a `secret`"));

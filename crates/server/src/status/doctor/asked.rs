@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use postbox_core::{
-    Arrival, Criteria, Error, ErrorKind, Filter, Headers, Inspect, LaneInfo, ListQuery, Record, Result, State, Store,
-    SubscriptionInfo, SubscriptionName,
+    Arrival, Criteria, Error, ErrorKind, Filter, Headers, Inspect, LaneInfo, ListQuery, Record, Result, State, Stats,
+    Store, SubscriptionInfo, SubscriptionName,
 };
 use tokio::time::{Instant, timeout_at};
 
@@ -94,12 +94,12 @@ impl<'a> Known<'a> {
 
     /// Whether events are pending, as far as is known: an estimate of zero is no proof.
     pub(super) fn may_be_pending(&self) -> bool {
-        self.stats.pending > 0 || self.stats.estimated
+        self.stats.pending > 0 || self.stats.is_estimate
     }
 
     /// Number of unread events: pending, but neither retrying, blocked nor scheduled.
     pub(super) fn unread(&self) -> u64 {
-        let StatsJson { pending, retrying, blocked, scheduled, .. } = self.stats;
+        let Stats { pending, retrying, blocked, scheduled, .. } = self.stats.stats;
         pending.saturating_sub(retrying + blocked + scheduled)
     }
 }

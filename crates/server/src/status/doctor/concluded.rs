@@ -193,7 +193,8 @@ fn store_fails(known: &Known<'_>) -> Option<Finding> {
     let what = format!("calls to the store have failed since {}; last reason: {}", fails.since, fails.code);
     let cure = match fails.code.as_str() {
         "store_busy" => {
-            "another program holds the write lock of the store's file: find its long transaction and end it"
+            "another program holds the write lock of the store's file: find its long transaction, or many one after \
+             another without a pause, and end it; if the log says that reads took too long, look at the disk's load"
         }
         "store_full" => "free space on the store's disk; delivery then continues by itself",
         "store_read_only" => {
@@ -289,17 +290,16 @@ fn dead_to_fails(known: &Known<'_>) -> Option<Finding> {
 
 fn pending(known: &Known<'_>, service: Option<&ServiceStatus>) -> Finding {
     let stats = known.stats;
-    if stats.pending == 0 && stats.estimated {
+    if stats.pending == 0 && stats.is_estimate {
         let what = "there are too many events to tell whether any is pending here; none was found in a sample";
         return Finding::note("pending_unknown", what);
     }
     if stats.pending == 0 {
         return Finding::fine("nothing_pending", "nothing is pending");
     }
-    let oldest = stats.oldest_pending_seconds.map(std::time::Duration::from_secs_f64);
-    let since = oldest.map_or_else(String::new, |oldest| format!(", the oldest for {}", span(oldest)));
+    let since = stats.oldest_pending.map_or_else(String::new, |oldest| format!(", the oldest for {}", span(oldest)));
     let deepest = stats.topics.first().map_or_else(String::new, |topic| format!(", most of them {}", topic.topic));
-    let what = format!("{} pending{since}{deepest}", estimated(stats.pending, stats.estimated));
+    let what = format!("{} pending{since}{deepest}", estimated(stats.pending, stats.is_estimate));
     if !is_late(known) {
         return Finding::fine("pending", what);
     }

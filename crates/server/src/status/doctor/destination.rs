@@ -235,6 +235,8 @@ fn cure_down(code: &str, text: &str) -> &'static str {
             "the gateway answers, but the service behind it does not: look there; delivery continues by itself when it is back"
         }
         "write_failed" => "the file of the sink cannot be written: is its disk full?",
+        // Of a `bus` sink.
+        "store_unreachable" => "is its database up, and can the relay's machine reach its host and port?",
         code if is_unreachable(code) => "is the broker up, and can the relay's machine reach its host and port?",
         code if code.ends_with("unauthorized") => "the broker refuses the sink's user or password: correct them",
         _ => "fix the destination, or the sink's configuration; delivery then continues by itself",
@@ -298,5 +300,11 @@ mod tests {
     fn a_client_certificate_needs_a_restart_only_when_it_is_first_configured() {
         assert!(cure_down("client_cert_required", "").ends_with("and restart"));
         assert!(cure_down("client_cert_refused", "").ends_with("are read without a restart"));
+    }
+
+    #[test]
+    fn a_bus_that_is_down_is_a_database_and_no_broker() {
+        assert!(cure_down("store_unreachable", "").starts_with("is its database up"));
+        assert!(cure_down("kafka_unreachable", "").starts_with("is the broker up"));
     }
 }

@@ -120,7 +120,7 @@ async fn count_alone(
         return;
     }
     for (info, counted) in infos.iter().zip(counted) {
-        if counted.as_ref().is_ok_and(|stats| stats.estimated)
+        if counted.as_ref().is_ok_and(|stats| stats.is_estimate)
             && let Some(Ok(alone)) = stats(store, std::slice::from_ref(info), deadline).await.pop()
         {
             *counted = Ok(alone);
@@ -128,8 +128,8 @@ async fn count_alone(
     }
 }
 
-/// Somebody holds a lock that others wait for, waits for a standby with its locks, or holds the
-/// database's horizon.
+/// Somebody holds a lock that others wait for, waits for a standby with its locks, holds the
+/// database's horizon, or lets the write-ahead log grow.
 fn blocker(blocker: &Blocker) -> Finding {
     let Blocker { holder, program, query, tables, waiting, waited, end, hold } = blocker;
     let (program, query) = (cut(program, 60), cut(query, 80));
@@ -156,13 +156,25 @@ fn blocker(blocker: &Blocker) -> Finding {
             let cure = format!("let it end, or end it if nobody needs it: {end}");
             Finding::note("horizon_held", what).cure(cure)
         }
+        Hold::Wal { bytes } => Finding::problem(
+            "wal_grows",
+            format!(
+                "{holder} has {} MB: no checkpoint empties it while a read transaction is open, or while many overlap, \
+                 and it grows with every write until the disk is full",
+                grouped(bytes / 1_000_000)
+            ),
+            format!(
+                "end such a transaction: a cursor that is not read to its end, or a shell with an open BEGIN (a backup \
+                 ends by itself); the programs that have the file open: fuser -v {holder}"
+            ),
+        ),
     }
 }
 
 /// The cure for a source that fails with this code.
 fn cure_of_source(code: &str) -> &'static str {
     match code {
-        "rabbitmq_message_unreadable" => {
+        "mqtt_message_unreadable" | "rabbitmq_message_unreadable" => {
             "the broker is up, but one of its messages cannot be read: the service's log says how to remove it"
         }
         _ if code.ends_with("_not_permitted") || code.ends_with("_denied") => {
@@ -294,7 +306,9 @@ mod tests {
 
     #[test]
     fn a_message_that_cannot_be_read_is_no_broker_that_is_down() {
-        assert!(cure_of_source("rabbitmq_message_unreadable").starts_with("the broker is up"));
+        for code in ["mqtt_message_unreadable", "rabbitmq_message_unreadable"] {
+            assert!(cure_of_source(code).starts_with("the broker is up"), "{code}");
+        }
         assert!(cure_of_source("redis_connect_failed").contains("check-config --connect"));
     }
 }

@@ -75,7 +75,7 @@ pub(super) fn speed(known: &Known<'_>) -> Option<Finding> {
 
 /// Whether the oldest pending event is late.
 pub(super) fn is_late(known: &Known<'_>) -> bool {
-    known.stats.pending > 0 && known.stats.oldest_pending_seconds.is_none_or(|age| age > LATE.as_secs_f64())
+    known.stats.pending > 0 && known.stats.oldest_pending.is_none_or(|age| age > LATE)
 }
 
 /// Events per second: what the destination takes, and what arrives.
@@ -91,7 +91,7 @@ struct Flow {
 /// A backlog that shrinks is a note, one that grows is a problem.
 fn finding(code: &str, known: &Known<'_>, how: &str, flow: Flow, cure: String) -> Finding {
     let Flow { takes, arrive, share } = flow;
-    let pending = estimated(known.stats.pending, known.stats.estimated);
+    let pending = estimated(known.stats.pending, known.stats.is_estimate);
     let Some(arrive) = arrive else {
         return Finding::note(code, format!("{how}; {pending} wait")).cure(cure);
     };
