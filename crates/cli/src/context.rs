@@ -13,6 +13,7 @@ use tracing::warn;
 use crate::args::Global;
 use crate::failure::Failure;
 use crate::output;
+use crate::stores;
 use crate::telemetry;
 
 /// The file of the default store.
@@ -90,9 +91,20 @@ impl Context {
         self.only.as_ref().is_some_and(|only| names.any(|name| name == only))
     }
 
-    /// Prefixes a text with the store's name, where there are several.
+    /// Prefixes a text with the store's name, where there are several, and gives it to the commands
+    /// in the text.
     pub(crate) fn named(&self, text: &str) -> String {
-        self.name.as_ref().map_or_else(|| text.to_owned(), |name| format!("{name}: {text}"))
+        let text = self.with_store(text);
+        match &self.name {
+            Some(name) => format!("{name}: {text}"),
+            None => text,
+        }
+    }
+
+    /// Gives the store's name to the commands in a text, where there are several: without it most
+    /// of them are refused.
+    pub(crate) fn with_store(&self, text: &str) -> String {
+        self.name.as_ref().map_or_else(|| text.to_owned(), |name| stores::with_store(text, name))
     }
 
     /// Prints a note about this store.

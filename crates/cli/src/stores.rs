@@ -13,6 +13,22 @@ use crate::output;
 /// all at the same moment.
 const AT_ONCE_MAX: usize = 32;
 
+/// The commands about one store that texts name. `run` and `check-config` are about all.
+const COMMANDS: [&str; 12] = [
+    "discard",
+    "dispatch",
+    "list",
+    "migrate",
+    "pause",
+    "prune",
+    "replay",
+    "resume",
+    "retry",
+    "show",
+    "stats",
+    "subscription",
+];
+
 /// The answer of each store, and the failures of those without one.
 pub(crate) struct Asked<'a, T> {
     pub(crate) answers: Vec<(&'a Context, T)>,
@@ -67,6 +83,23 @@ pub(crate) fn together(failures: Vec<(&Context, Failure)>) -> Result<(), Failure
     Err(if is_usage { Failure::usage(text) } else { Failure::failed(text) })
 }
 
+/// Adds `--store NAME` to each command in a text. A command ends at a mark of punctuation.
+pub(crate) fn with_store(text: &str, store: &StoreName) -> String {
+    let mut parts = text.split("postbox ");
+    let mut named = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let end = part.find(['`', ';', ',', ')']).into_iter().chain(part.find(" (")).min();
+        let (command, rest) = part.split_at(end.unwrap_or(part.len()));
+        named.push_str("postbox ");
+        named.push_str(command);
+        if command.split(' ').next().is_some_and(|word| COMMANDS.contains(&word)) {
+            named.push_str(&format!(" --store {store}"));
+        }
+        named.push_str(rest);
+    }
+    named
+}
+
 /// A remark that is printed once every store has answered.
 pub(crate) struct Note {
     pub(crate) text: String,
@@ -118,5 +151,34 @@ pub(crate) async fn fetch(contexts: &[Context]) -> Result<Option<status::Service
     match contexts.first() {
         Some(context) => status::fetch(&context.config.server).await,
         None => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Typed as it was, it was refused: it needs one of several stores.
+    #[test]
+    fn each_command_in_a_cure_names_its_store() {
+        let acme: StoreName = "acme".parse().expect("a name");
+        for (text, wanted) in [
+            ("start `postbox run`; postbox doctor says more", "start `postbox run`; postbox doctor says more"),
+            ("postbox resume a", "postbox resume a --store acme"),
+            (
+                "look at one with `postbox show ID`, then: postbox retry --code http_422 --subscription o",
+                "look at one with `postbox show ID --store acme`, then: postbox retry --code http_422 --subscription o \
+                 --store acme",
+            ),
+            (
+                "postbox subscription rename a NEW (if it has begun); or: postbox subscription remove a; otherwise",
+                "postbox subscription rename a NEW --store acme (if it has begun); or: postbox subscription remove a \
+                 --store acme; otherwise",
+            ),
+            ("run: postbox migrate up, with the same one", "run: postbox migrate up --store acme, with the same one"),
+            ("deliver them first (see: postbox stats)", "deliver them first (see: postbox stats --store acme)"),
+        ] {
+            assert_eq!(with_store(text, &acme), wanted);
+        }
     }
 }

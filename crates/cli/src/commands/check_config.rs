@@ -8,6 +8,7 @@ use serde_json::json;
 use crate::args::Global;
 use crate::context::{choose_store, config_name, read_config, require_store};
 use crate::failure::Failure;
+use crate::stores::with_store;
 use crate::{logging, output, telemetry};
 
 pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
@@ -64,7 +65,12 @@ async fn tried(config: &Config) -> (Vec<(String, String)>, Result<(), Failure>) 
     for Tried { name, found } in postbox_server::connect(config).await {
         match found {
             Ok(text) => reached.push((name, text)),
-            Err(error) => failures.push(format!("{name}: {}", Failure::from(error).text())),
+            Err(error) => {
+                let failure = Failure::from(error);
+                let store: Option<StoreName> = name.strip_prefix("stores.").and_then(|it| it.parse().ok());
+                let text = store.map(|store| with_store(failure.text(), &store));
+                failures.push(format!("{name}: {}", text.as_deref().unwrap_or(failure.text())));
+            }
         }
     }
     (reached, if failures.is_empty() { Ok(()) } else { Err(Failure::failed(failures.join("\n"))) })

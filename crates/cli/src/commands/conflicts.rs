@@ -4,8 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use postbox_core::limits::LIST_RECORDS_MAX;
-use postbox_core::{Conflict, LogName};
-use postbox_server::status::ConflictJson;
+use postbox_core::{Conflict, LogName, hex};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -39,7 +38,7 @@ pub(super) async fn list(contexts: &[Context], limit: usize, json: bool) -> Resu
     }
     if json {
         if is_answered {
-            let all = conflicts.iter().map(|(context, conflict)| OfStore::new(context, ConflictJson::from(conflict)));
+            let all = conflicts.iter().map(|(context, conflict)| OfStore::new(context, conflict));
             output::json(&all.collect::<Vec<_>>())?;
         }
         return asked.ended;
@@ -97,8 +96,7 @@ async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<(Vec<C
 }
 
 fn row(conflict: &Conflict) -> Vec<String> {
-    let json = ConflictJson::from(conflict);
-    let short = |digest: &str| digest.chars().take(DIGITS).collect();
+    let short = |digest: &[u8]| hex(digest).chars().take(DIGITS).collect();
     vec![
         conflict.message_id.clone(),
         conflict.source.to_string(),
@@ -106,7 +104,7 @@ fn row(conflict: &Conflict) -> Vec<String> {
         conflict.times.to_string(),
         format!("{:.0}", conflict.first_at),
         format!("{:.0}", conflict.last_at),
-        short(&json.digest_stored),
-        short(&json.digest_refused),
+        short(&conflict.digest_stored),
+        short(&conflict.digest_refused),
     ]
 }

@@ -18,6 +18,10 @@ use crate::stores::{ask_each, together};
 /// Wait after a round that found nothing. `postbox run` is the command that reacts at once.
 const IDLE: Duration = Duration::from_millis(500);
 
+/// How long a stop waits for stores that do not answer: the drain time of a relay (10 s), and its
+/// time for a settlement and for what it gives back.
+const STOP_MAX: Duration = Duration::from_secs(19);
+
 pub(super) async fn run(
     contexts: &[Context],
     limit: Option<usize>,
@@ -27,17 +31,27 @@ pub(super) async fn run(
     if limit.is_some() && contexts.len() > 1 {
         return Err(Failure::usage("--limit is for one store, and there are several; name one: --store NAME"));
     }
+    // Before anything is waited for.
+    let stopped = stopped();
     let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
     let sinks = sinks(contexts, &clock).await?;
     // It is the same in all of them.
     let leases = contexts.first().map_or_else(|| Ok(LaneLeases::default()), |first| first.config.lease.build())?;
-    let stop = CancellationToken::new();
-    let stopping = stop.clone();
+    let (stop, give_up) = (CancellationToken::new(), CancellationToken::new());
+    let (stopping, giving_up, timer) = (stop.clone(), give_up.clone(), Arc::clone(&clock));
     let signal = tokio::spawn(async move {
-        stopped().await;
+        stopped.await;
         stopping.cancel();
+        timer.sleep(STOP_MAX).await;
+        giving_up.cancel();
     });
-    let drain = Drain { sinks: &sinks, leases: &leases, clock: &clock, stop: &stop, limit, until_empty };
+    let mut is_configured = false;
+    for context in contexts {
+        is_configured |= !context.configured()?.is_empty();
+    }
+    let (sinks, leases) = (&sinks, &leases);
+    let drain =
+        Drain { sinks, leases, clock: &clock, stop: &stop, give_up: &give_up, limit, until_empty, is_configured };
     let asked = ask_each(contexts, |context| drain.store(context)).await;
     signal.abort();
     let mut done = Drained::default();
@@ -73,17 +87,35 @@ struct Drain<'a> {
     leases: &'a LaneLeases,
     clock: &'a Arc<dyn Clock>,
     stop: &'a CancellationToken,
+    /// The stop has waited long enough for the stores.
+    give_up: &'a CancellationToken,
     limit: Option<usize>,
     until_empty: bool,
+    /// Whether any of the stores has a subscription.
+    is_configured: bool,
 }
 
 impl Drain<'_> {
     /// Returns what was done and how it ended; an error if it could not begin.
     async fn store(&self, context: &Context) -> Result<(Drained, Result<(), Failure>), Failure> {
-        let store = context.store().await?;
-        store.validate().await?;
-        let relays = self.relays_of(context, &store)?;
-        let ended = self.rounds(context, &store, &relays).await;
+        let beginning = async {
+            let store = context.store().await?;
+            store.validate().await?;
+            let relays = self.relays_of(context, &store)?;
+            Ok::<_, Failure>((store, relays))
+        };
+        let begun = self.stop.run_until_cancelled(beginning).await;
+        let begun = begun.unwrap_or_else(|| {
+            Err(Failure::failed("stopped before the store answered, so nothing was sent; run it again"))
+        });
+        let (store, relays) = begun?;
+        let ended = self.give_up.run_until_cancelled(self.rounds(context, &store, &relays)).await;
+        let ended = ended.unwrap_or_else(|| {
+            Err(Failure::failed(format!(
+                "stopped, but the store did not answer for {} s; events that were sent may be sent again: run it again when the store answers",
+                STOP_MAX.as_secs()
+            )))
+        });
         // Taken from the metrics, not the rounds, so that the work of a run that failed midway is
         // included.
         let mut done = Drained::default();
@@ -143,9 +175,9 @@ impl Drain<'_> {
         if let Some(stuck) = stuck {
             return Err(Failure::failed(stuck));
         }
-        if lanes_lost > 0 && !until_empty {
+        if lanes_lost > 0 && (!until_empty || stop.is_cancelled()) {
             return Err(Failure::failed(format!(
-                "{lanes_lost} lane(s) were lost before they were empty: another relay took them, or somebody paused the subscription"
+                "{lanes_lost} lane(s) were lost before they were empty: another relay took them, somebody paused the subscription, the store did not answer or went back to an earlier state, or this process stood still; run it again"
             )));
         }
         Ok(())
@@ -164,9 +196,14 @@ impl Drain<'_> {
             relays.push(postbox_server::relay(store, log, of, self.sinks, self.clock)?);
         }
         if configs.is_empty() {
-            context.note(
-                "no subscription is configured; add [subscriptions.NAME] to postbox.toml, or name the file with --config",
+            let of = context.log.as_ref().map_or_else(String::new, |log| format!(" of {log}"));
+            let text = format!(
+                "no subscription{of} is configured, so nothing is delivered; add [subscriptions.NAME] to postbox.toml, or name the file with --config"
             );
+            if !self.is_configured {
+                return Err(Failure::usage(text));
+            }
+            context.note(&text);
         }
         Ok(relays)
     }

@@ -19,6 +19,9 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
         Err(silent) => (None, Some(silent)),
     };
     let mut asked = ask_each(contexts, |context| examine(context, service.as_ref())).await;
+    for (context, findings) in &mut asked.answers {
+        findings.iter_mut().for_each(|it| it.cure = it.cure.take().map(|cure| context.with_store(&cure)));
+    }
     if let Some((context, findings)) = asked.answers.first_mut() {
         let cure = "correct it: `postbox run` does not start with it; `postbox check-config` names all faults";
         let faults = context.faults.iter().take(FAULTS_SHOWN);

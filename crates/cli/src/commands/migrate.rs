@@ -52,9 +52,9 @@ pub(super) async fn up(contexts: &[Context], json: bool) -> Result<(), Failure> 
 
 pub(super) async fn down(context: &Context, yes: bool, discard_events: bool, json: bool) -> Result<(), Failure> {
     if !yes {
-        return Err(Failure::usage(
+        return Err(Failure::usage(context.with_store(
             "this removes everything Postbox created, including its events; to do it, run: postbox migrate down --yes",
-        ));
+        )));
     }
     let removed = context.any_store().await?.down(discard_events).await?;
     if json {

@@ -31,7 +31,7 @@ pub(super) async fn pause(
     store.pause(name, Some(&Pause { until, by, why })).await?;
     let line = match until {
         Some(until) => format!("{name} is paused until {until:.0}"),
-        None => format!("{name} is paused; resume it with: postbox resume {name}"),
+        None => context.with_store(&format!("{name} is paused; resume it with: postbox resume {name}")),
     };
     let until = until.map(|until| until.to_string());
     output::done(json, &serde_json::json!({ "subscription": name, "paused": true, "until": until }), &line)?;

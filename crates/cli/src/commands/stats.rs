@@ -1,7 +1,5 @@
 //! `postbox stats`: one line for scripts, a table for people, everything as JSON.
 
-use std::time::Duration;
-
 use postbox_core::Error;
 use postbox_server::status::{self, ServiceStatus, StatsJson};
 use postbox_server::text::{estimated, grouped, span};
@@ -51,7 +49,7 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
     let sum = |field: fn(&StatsJson) -> u64| all.iter().map(field).sum::<u64>();
     let (pending, total) = (sum(|stats| stats.pending), sum(|stats| stats.total));
     let (dispatched, dead) = (sum(|stats| stats.dispatched), sum(|stats| stats.dead));
-    let note = if all.iter().any(|stats| stats.estimated) { " estimated=true" } else { "" };
+    let note = if all.iter().any(|stats| stats.is_estimate) { " estimated=true" } else { "" };
     output::line(&format!("pending={pending} dispatched={dispatched} dead={dead} total={total}{note}"))?;
     ended
 }
@@ -158,12 +156,11 @@ pub(crate) const HEAD: [&str; 12] = [
 pub(crate) fn row(stats: &StatsJson) -> Option<Vec<String>> {
     let name = stats.subscription.as_ref()?;
     let name = if stats.paused { format!("{name} (paused)") } else { name.to_string() };
-    let mut row = vec![name, stats.log.to_string(), estimated(stats.pending, stats.estimated)];
+    let mut row = vec![name, stats.log.to_string(), estimated(stats.pending, stats.is_estimate)];
     let of_rows = [stats.retrying, stats.blocked, stats.scheduled, stats.dead, stats.discarded];
     row.extend(of_rows.map(|count| stats.of_rows(count)));
-    row.extend([grouped(stats.dispatched), estimated(stats.skipped, stats.skipped_estimated)]);
-    row.push(estimated(stats.total, stats.estimated));
-    let oldest = stats.oldest_pending_seconds.map(Duration::from_secs_f64);
-    row.push(oldest.map_or_else(|| "-".to_owned(), span));
+    row.extend([grouped(stats.dispatched), estimated(stats.skipped, stats.skipped_is_estimate)]);
+    row.push(estimated(stats.total, stats.is_estimate));
+    row.push(stats.oldest_pending.map_or_else(|| "-".to_owned(), span));
     Some(row)
 }

@@ -135,11 +135,11 @@ pub(crate) fn row(of: &SubscriptionJson) -> Vec<String> {
     vec![
         of.subscription.to_string(),
         of.log.to_string(),
-        of.filter().to_string(),
+        of.filter.to_string(),
         ordering(of).to_owned(),
         of.lanes.len().to_string(),
         of.relays().to_string(),
-        count(|counts| estimated(counts.pending, counts.estimated)),
+        count(|counts| estimated(counts.pending, counts.is_estimate)),
         count(|counts| counts.of_rows(counts.dead)),
         oldest(of),
         of.paused.as_ref().map_or_else(|| "-".to_owned(), |pause| pause.why.clone()),
@@ -147,7 +147,7 @@ pub(crate) fn row(of: &SubscriptionJson) -> Vec<String> {
 }
 
 fn topics(of: &SubscriptionJson) -> String {
-    let topics: Vec<&str> = of.topics.iter().map(|topic| topic.as_str()).collect();
+    let topics: Vec<&str> = of.filter.topics.iter().map(|topic| topic.as_str()).collect();
     if topics.is_empty() { "*".to_owned() } else { topics.join(" ") }
 }
 
@@ -159,8 +159,8 @@ fn ordering(of: &SubscriptionJson) -> &'static str {
 }
 
 fn oldest(of: &SubscriptionJson) -> String {
-    let oldest = of.counts.as_ref().and_then(|counts| counts.oldest_pending_seconds);
-    oldest.map_or_else(|| "-".to_owned(), |seconds| span(Duration::from_secs_f64(seconds)))
+    let oldest = of.counts.as_ref().and_then(|counts| counts.oldest_pending);
+    oldest.map_or_else(|| "-".to_owned(), span)
 }
 
 fn describe(of: &SubscriptionJson) -> Vec<(&'static str, String)> {
@@ -168,11 +168,11 @@ fn describe(of: &SubscriptionJson) -> Vec<(&'static str, String)> {
         ("subscription", of.subscription.to_string()),
         ("log", of.log.to_string()),
         ("topics", topics(of)),
-        ("tenant", of.tenant.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string)),
+        ("tenant", of.filter.tenant.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string)),
         ("ordering", ordering(of).to_owned()),
     ];
-    let headers: Vec<String> = of.headers.iter().map(|(name, value)| format!("{name}={value}")).collect();
-    for (what, wanted) in [("kinds", &of.kinds), ("aggregates", &of.aggregates), ("headers", &headers)] {
+    let headers: Vec<String> = of.filter.headers.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    for (what, wanted) in [("kinds", &of.filter.kinds), ("aggregates", &of.filter.aggregates), ("headers", &headers)] {
         fields.extend((!wanted.is_empty()).then(|| (what, wanted.join(" "))));
     }
     fields.extend(of.paused.as_ref().map(|pause| {
@@ -189,10 +189,10 @@ fn describe(of: &SubscriptionJson) -> Vec<(&'static str, String)> {
         ("lane", format!("{}: {held}", lane.lane))
     }));
     if let Some(counts) = &of.counts {
-        let StatsJson { pending, dead, dispatched, estimated: is_estimate, .. } = counts;
-        fields.push(("pending", format!("{}, the oldest for {}", estimated(*pending, *is_estimate), oldest(of))));
-        fields.push(("dead", counts.of_rows(*dead)));
-        fields.push(("dispatched", dispatched.to_string()));
+        let pending = estimated(counts.pending, counts.is_estimate);
+        fields.push(("pending", format!("{pending}, the oldest for {}", oldest(of))));
+        fields.push(("dead", counts.of_rows(counts.dead)));
+        fields.push(("dispatched", counts.dispatched.to_string()));
     }
     fields
 }

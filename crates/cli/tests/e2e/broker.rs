@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::proxy::FaultProxy;
+use postbox_testkit::servers::{PrivateServer, Program};
 use serde_json::Value;
 use tokio::task::JoinHandle;
 
@@ -420,14 +421,16 @@ async fn an_outage_costs_nothing<B: Broker>() -> Result<()> {
     promised(&format!("{name}: the backlog of an outage"), backlog, BACKLOG_MAX)
 }
 
-/// A server that is missing when the service starts does not keep it from starting. `start` starts
-/// the server; its `client` writes nothing to our log.
-pub(crate) async fn a_server_may_come_later(
+/// A server that is missing when the service starts does not keep it from starting. `prepare` makes
+/// what must be there; the server's `client` writes nothing to our log.
+pub(crate) async fn a_server_may_come_later<B: Broker, P: Program>(
     kind: Kind,
-    (sink, source): (String, String),
+    server: &mut PrivateServer<P>,
     client: &str,
-    start: impl AsyncFnOnce() -> Result<()>,
+    prepare: impl AsyncFnOnce(&PrivateServer<P>) -> Result<()>,
 ) -> Result<TestEnv> {
+    server.kill();
+    let (sink, source) = B::tables(server.port());
     let env = TestEnv::with(kind, &format!("{}[sources.orders]\n{source}\n", sends(&sink))).await?;
     let name = sink.split('"').nth(1).context("its type")?;
     ensure!(env.ok(&["check-config"])?.contains(&format!("  {name} orders -> inbox\n")));
@@ -438,7 +441,8 @@ pub(crate) async fn a_server_may_come_later(
     let ready = async || get(&served.address, "/readyz", "").await;
     until("unready", async || Ok(ready().await?.contains("\nsource orders: it has failed since ").then_some(())))
         .await?;
-    start().await?;
+    server.start().await;
+    prepare(server).await?;
     until("all three", async || Ok(env.ok(&["stats", "--log", "inbox"])?.contains("total=3").then_some(()))).await?;
     until("ready", async || Ok(ready().await?.starts_with("HTTP/1.1 200").then_some(()))).await?;
     let log = served.terminate().await?;

@@ -52,6 +52,9 @@ async fn wrong_usage_ends_with_2() -> Result<()> {
         &["prune", "--older-than", "soon"],
         &["pause", "no name"],
         &["dispatch", "--limit", "0"],
+        // Nothing is configured.
+        &["dispatch"],
+        &["dispatch", "--loop"],
         &["stats", "--store", "mysql://h/db"],
         &["stats", "--subscription", "nobody"],
         &["dispatch", "--subscription", "nobody"],

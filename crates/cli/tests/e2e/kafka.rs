@@ -86,13 +86,8 @@ impl Broker for Kafka {
 
 async fn a_server_may_come_later(kind: Kind) -> Result<()> {
     let mut server = PrivateKafka::launch().await;
-    server.kill();
-    let tables = Kafka::tables(server.port());
-    let start = async || {
-        server.start().await;
-        with_topic(&server).await.map(drop)
-    };
-    let env = broker::a_server_may_come_later(kind, tables, "krafka", start).await?;
+    let prepare = async |server: &PrivateKafka| with_topic(server).await.map(drop);
+    let env = broker::a_server_may_come_later::<Kafka, _>(kind, &mut server, "krafka", prepare).await?;
     let said = env.ok(&["check-config", "--connect"])?;
     ensure!(said.contains("subscriptions.out.sink: answers; the topic orders is there"), "{said}");
     Ok(())

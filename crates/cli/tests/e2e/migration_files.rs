@@ -184,5 +184,6 @@ async fn files_are_named_on_standard_output_and_never_overwritten() -> Result<()
     let other = TestEnv::empty(Kind::Sqlite).await?;
     let complaint = other.refuses(1, &["migrate", "print", "--for", "sqlx"])?;
     ensure!(complaint.contains("Postgres store only") && complaint.contains("postbox migrate up"), "{complaint}");
+    ensure!(complaint.contains("--store postgres://"), "{complaint}");
     Ok(())
 }

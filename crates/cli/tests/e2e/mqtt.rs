@@ -90,13 +90,7 @@ impl Broker for Mqtt {
 
 async fn a_server_may_come_later(kind: Kind) -> Result<()> {
     let mut server = PrivateMqtt::launch().await;
-    server.kill();
-    let tables = Mqtt::tables(server.port());
-    let start = async || {
-        server.start().await;
-        Ok(())
-    };
-    let env = broker::a_server_may_come_later(kind, tables, "rumqttc", start).await?;
+    let env = broker::a_server_may_come_later::<Mqtt, _>(kind, &mut server, "rumqttc", async |_| Ok(())).await?;
     let said = env.ok(&["check-config", "--connect"])?;
     ensure!(said.contains("subscriptions.out.sink: answers"), "{said}");
     Ok(())

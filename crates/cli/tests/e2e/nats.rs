@@ -62,14 +62,7 @@ impl Broker for Nats {
 
 async fn a_server_may_come_later(kind: Kind) -> Result<()> {
     let mut server = PrivateNats::launch(NatsVersion::V2_15).await;
-    server.kill();
-    let tables = Nats::tables(server.port());
-    let start = async || {
-        server.start().await;
-        Ok(())
-    };
-    broker::a_server_may_come_later(kind, tables, "async_nats", start).await?;
-    Ok(())
+    broker::a_server_may_come_later::<Nats, _>(kind, &mut server, "async_nats", async |_| Ok(())).await.map(drop)
 }
 
 on_both!(a_server_may_come_later);

@@ -106,7 +106,6 @@ async fn the_printed_rights_of_a_reader_are_enough_to_look() -> Result<()> {
             &["doctor"],
             &["subscription", "list"],
             &["subscription", "show", "out"],
-            &["check-config", "--connect"],
             &["migrate", "validate"],
             &["retry", "--all", "--dry-run"],
             &["prune", "--older-than", "0s", "--dry-run"],
@@ -118,8 +117,16 @@ async fn the_printed_rights_of_a_reader_are_enough_to_look() -> Result<()> {
         }
         ensure!(env.snapshot().await? == before, "run: {has_run}: a look has changed something");
     }
-    let refused = reader.refuses(1, &["pause", "out"])?;
-    ensure!(refused.contains("permission_denied"), "{refused}");
+    for args in [&["pause", "out"][..], &["dispatch"]] {
+        let refused = reader.refuses(1, args)?;
+        ensure!(refused.contains("permission_denied"), "{refused}");
+    }
+    // So the check fails as well, unless nothing is to be delivered.
+    let refused = reader.output(&["check-config", "--connect"])?;
+    let said = String::from_utf8(refused.stderr)?;
+    ensure!(refused.status.code() == Some(1) && said.contains("(permission_denied)"), "{said}");
+    reader.config("")?;
+    reader.ok(&["check-config", "--connect"])?;
     Postgres::psql(&env.url, &format!("DROP OWNED BY {role}; DROP ROLE {role};"));
     Ok(())
 }

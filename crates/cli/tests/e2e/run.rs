@@ -140,6 +140,21 @@ async fn dispatch_in_a_loop_ends_at_sigterm_too() -> Result<()> {
     Ok(())
 }
 
+/// A server that accepts connections and says nothing does not delay the stop.
+#[tokio::test]
+async fn dispatch_is_stopped_before_its_store_answers() -> Result<()> {
+    let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+    let url = format!("postgres://nobody@{}/shop", silent.local_addr()?);
+    let env = TestEnv::with(Kind::Sqlite, &Endpoint::start(takes_all)?.subscription("out")).await?;
+    let child = env.spawn(&["dispatch", "--store", &url, "--log-level", "off"])?;
+    let _connection = silent.accept().await?;
+    signal(child.id().context("it has ended already")?, "TERM")?;
+    let output = ended(child).await?;
+    let said = String::from_utf8(output.stderr)?;
+    ensure!(output.status.code() == Some(1) && said.contains("stopped before the store answered"), "{said}");
+    Ok(())
+}
+
 /// A closed terminal stops it as SIGTERM does; one that was started with `nohup` goes on.
 #[tokio::test]
 async fn a_closed_terminal_is_a_stop_unless_it_is_ignored() -> Result<()> {

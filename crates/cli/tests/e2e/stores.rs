@@ -232,6 +232,10 @@ async fn commands_go_over_all_stores_or_ask_for_one() -> Result<()> {
     );
     let doctor = String::from_utf8(env.output(&["doctor"])?.stdout)?;
     ensure!(doctor.contains("s0: ") && doctor.contains("s1: other: "), "{doctor}");
+    env.ok(&["pause", "out", "--store", "s1"])?;
+    let doctor = String::from_utf8(env.output(&["doctor"])?.stdout)?;
+    ensure!(doctor.contains("-> postbox resume out --store s1"), "{doctor}");
+    env.ok(&["resume", "out", "--store", "s1"])?;
     ensure!(env.ok(&["migrate", "validate"])? == "s0: the schema is valid\ns1: the schema is valid\n");
     let connected = env.ok(&["check-config", "--connect"])?;
     for line in ["2 store(s), 2 subscription(s)", "-> other -> none (only s1)", "/s1.db is reached"] {

@@ -45,6 +45,7 @@ fn plant(kind: Kind) -> (String, usize) {
             ("headers", "'[1]'"),
             ("key", "CAST(x'FF' AS TEXT)"),
             ("topic", "CAST(x'FF' AS TEXT)"),
+            ("tenant", "CAST(x'61FF' AS TEXT)"),
         ],
     };
     let mut sql = match kind {
@@ -100,6 +101,10 @@ async fn a_row_nobody_can_read_is_one_dead_event(kind: Kind) -> Result<()> {
         env.ok(&["show", id])?;
     }
     ensure!(env.said(&["doctor"])?.contains(" dead: row_undecodable"));
+    for (change, changed) in [("retry", "retried"), ("discard", "discarded"), ("mark-dead", "marked_dead")] {
+        let said = env.ok(&[change, "--tenant", "acme", "--dry-run"])?;
+        ensure!(said.contains(&format!("{changed}=0")), "no event is of this tenant: {said}");
+    }
 
     // A retry does not help and does no harm; a discard removes them.
     ensure!(env.ok(&["retry", "--all"])? == format!("retried={odd}\n"));

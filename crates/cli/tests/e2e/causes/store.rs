@@ -28,6 +28,7 @@ causes! {
     Sqlite an_older_log_with_newer_cursors "problem" "cursor_from_future" "restore the newer one";
     Sqlite a_file_that_was_moved "problem" "store_replaced" "put it back";
     Sqlite a_file_that_another_program_locks "problem" "store_failing store_busy" "find its long transaction";
+    Sqlite a_reader_that_nobody_ended "problem" "wal_grows" "a shell with an open BEGIN";
     Postgres a_function_that_fails "problem" "lane_failing store_error" "repair the store";
     both an_event_that_is_gone "problem" "dead event_missing" "postbox discard --code event_missing";
     both an_event_that_nobody_can_read "problem" "dead row_undecodable" "repair its row or discard it";
@@ -214,6 +215,26 @@ async fn a_file_that_another_program_locks(kind: Kind) -> Result<Planted> {
     let holder = rusqlite::Connection::open(planted.env.path("postbox.db"))?;
     holder.execute_batch("BEGIN IMMEDIATE")?;
     Ok(planted.keeping(holder).keeping(endpoint))
+}
+
+/// What was written since it began stays in the write-ahead log. Without it, the file is as large
+/// after a large commit, and nothing is wrong.
+async fn a_reader_that_nobody_ended(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
+    planted.env.dispatch(&[])?;
+    let open = || rusqlite::Connection::open(planted.env.path("postbox.db"));
+    let (reader, writer) = (open()?, open()?);
+    let fill = "INSERT INTO mine WITH RECURSIVE n(n) AS (VALUES (1) UNION ALL SELECT n + 1 FROM n WHERE n < 260)
+         SELECT zeroblob(1048576) FROM n";
+    writer.execute_batch(&format!("CREATE TABLE mine (b); {fill}"))?;
+    let bytes = std::fs::metadata(planted.env.path("postbox.db-wal"))?.len();
+    let said = planted.env.output(&["doctor", "--json"])?.stdout;
+    let said = String::from_utf8_lossy(&said);
+    ensure!(bytes > 256 << 20 && said.contains("code") && !said.contains("wal_grows"), "{bytes}: {said}");
+    reader.execute_batch("BEGIN")?;
+    reader.query_row("SELECT count(*) FROM postbox_outbox", [], |row| row.get::<_, i64>(0))?;
+    writer.execute_batch(fill)?;
+    Ok(planted.keeping(reader).keeping(writer))
 }
 
 async fn a_function_that_fails(kind: Kind) -> Result<Planted> {
