@@ -414,10 +414,10 @@ pub(crate) enum Migrate {
     Up,
     /// Remove everything Postbox created, events included
     Down {
-        /// Remove everything; refused while events are not delivered, dead or unrouted
+        /// Remove everything; refused while events are undelivered, dead or unrouted
         #[arg(long)]
         yes: bool,
-        /// Also throw away events that are not delivered, dead or unrouted
+        /// Also throw away events that are undelivered, dead or unrouted
         #[arg(long)]
         discard_events: bool,
     },

@@ -158,7 +158,7 @@ pub(crate) async fn fetch(contexts: &[Context]) -> Result<Option<status::Service
 mod tests {
     use super::*;
 
-    /// Typed as it was, it was refused: it needs one of several stores.
+    /// Without the name, a command is refused where there are several.
     #[test]
     fn each_command_in_a_cure_names_its_store() {
         let acme: StoreName = "acme".parse().expect("a name");

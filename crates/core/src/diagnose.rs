@@ -71,8 +71,8 @@ pub enum Hold {
         /// unrouted.
         has_written: bool,
     },
-    /// An unknown program keeps a read transaction open. Meanwhile the write-ahead log (SQLite),
-    /// which [`Blocker::holder`] names, grows with each write.
+    /// Unknown programs keep a read transaction open, or have so many that they overlap. Meanwhile
+    /// the write-ahead log (SQLite), which [`Blocker::holder`] names, grows with each write.
     Wal {
         /// Its size.
         bytes: u64,

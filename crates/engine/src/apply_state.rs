@@ -10,12 +10,11 @@ use postbox_core::{Delivery, EventId, Outcome, Seq, lock};
 /// Maximum deliveries in one transaction. Bounds how long it lasts and how much a rollback repeats.
 pub(crate) const APPLY_CHUNK_MAX: usize = 64;
 
-/// How long a transaction lasts at least in which a handler was the victim of a deadlock: Postgres
+/// A transaction in which a handler was victim of a deadlock lasts at least this long: Postgres
 /// looks for one after a second (`deadlock_timeout`).
 const DEADLOCK_AFTER: Duration = Duration::from_secs(1);
 
-/// Maximum transactions that commit before the next ones take more: they take about as long as a
-/// deadlock.
+/// Maximum of [`Chunk::grows_every`]: so many small transactions take about as long as a deadlock.
 const GROWS_EVERY_MAX: u32 = 256;
 
 /// Maximum outcomes remembered. An event that another relay handles is never asked about again, so
@@ -28,8 +27,9 @@ pub(crate) type Known = (Outcome, Duration);
 /// How many deliveries a transaction takes, and how that grows.
 struct Chunk {
     size: usize,
-    /// Number of transactions that commit before it grows, and how many have.
+    /// Commits after which it grows.
     grows_every: u32,
+    /// Commits since it last changed.
     commits: u32,
 }
 
@@ -64,25 +64,24 @@ impl ApplyState {
 
     /// Notes that a transaction of this many deliveries committed in time, and whether a handler
     /// failed in it. The next ones may be larger, by little: if they overrun their time at some
-    /// size, few do. If it seems that its handlers and those of another one waited for each other,
-    /// they take one delivery each, and grow the slower the more often this happens: each time
-    /// costs about a second.
+    /// size, few do. After what looks like a deadlock with another transaction, they take one
+    /// delivery each, and grow the slower the more often this happens: each costs about a second.
     pub(crate) fn committed(&self, deliveries: usize, has_failed: bool, took: Duration) {
         let is_slow = took >= DEADLOCK_AFTER;
+        let chunk = &mut *lock(&self.chunk);
         if is_slow && has_failed && deliveries > 1 {
-            self.shrink();
-            let chunk = &mut *lock(&self.chunk);
-            chunk.grows_every = (chunk.grows_every * 4).min(GROWS_EVERY_MAX);
+            let grows_every = (chunk.grows_every * 4).min(GROWS_EVERY_MAX);
+            *chunk = Chunk { size: 1, grows_every, commits: 0 };
             return;
         }
-        let chunk = &mut *lock(&self.chunk);
         if is_slow && deliveries == 1 {
             // Something else is slow, e.g. the store: small transactions make that worse.
             chunk.grows_every = 1;
         }
         chunk.commits += 1;
         if chunk.commits >= chunk.grows_every {
-            (chunk.size, chunk.commits) = ((chunk.size + (chunk.size / 8).max(1)).min(APPLY_CHUNK_MAX), 0);
+            chunk.size = (chunk.size + (chunk.size / 8).max(1)).min(APPLY_CHUNK_MAX);
+            chunk.commits = 0;
             if chunk.size == APPLY_CHUNK_MAX {
                 chunk.grows_every = 1;
             }
@@ -106,8 +105,8 @@ impl ApplyState {
         self.know(delivery, outcome);
     }
 
-    /// Makes the next transactions take one delivery each: this one outlasted its lease, and the
-    /// same work would be rolled back without end.
+    /// Makes the next transactions take one delivery each, e.g. because this one outlasted its
+    /// lease, and the same work would be rolled back without end.
     pub(crate) fn shrink(&self) {
         let chunk = &mut *lock(&self.chunk);
         (chunk.size, chunk.commits) = (1, 0);
@@ -136,7 +135,7 @@ impl ApplyState {
         }
     }
 
-    /// Forgets the failures with this code, those of other lanes too: they end with this one. Their
+    /// Forgets the failures with this code, also of other lanes, which end with this one. Their
     /// events are handled again, with the same attempt.
     pub(crate) fn forget_failed(&self, code: &str) {
         let is_other = |outcome: &Outcome| !matches!(outcome, Outcome::Retry { code: of, .. } if *of == code);

@@ -192,31 +192,35 @@ pub struct Relay {
     unfinished: Mutex<Option<bool>>,
 }
 
-/// Allows the next run of the relay, however this one ends. Then only the lanes of other replicas,
-/// as many as these, still need their part of a shared rate; `None`: as many as were known last.
-struct Running<'a>(&'a Relay, Option<usize>);
+/// Allows the next run of the relay, however this one ends.
+struct Running<'a> {
+    relay: &'a Relay,
+    /// The lanes that still need their part of a shared rate then: those of other replicas; `None`:
+    /// as many as were known last.
+    lanes_elsewhere: Option<usize>,
+}
 
 impl Running<'_> {
     /// Notes what this error means for the next run.
     fn failed(&mut self, error: &Error) {
         // Another replica may reach the store, and drive the lanes.
-        self.1 = None;
+        self.lanes_elsewhere = None;
         if error.is_permanent() {
-            self.0.subscribed.store(false, Ordering::Release);
+            self.relay.subscribed.store(false, Ordering::Release);
         }
         if error.code() == SUBSCRIPTION_REMOVED {
-            self.1 = Some(0);
-            self.0.removed.store(true, Ordering::Release);
+            self.lanes_elsewhere = Some(0);
+            self.relay.removed.store(true, Ordering::Release);
         }
     }
 }
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        // After a panic it is started again soon.
-        let known = self.1.filter(|_| !std::thread::panicking());
-        self.0.context.iter().for_each(|context| context.limiter.share(0, known));
-        self.0.running.store(false, Ordering::Release);
+        // After a panic the relay soon starts again, and needs its part.
+        let lanes = self.lanes_elsewhere.filter(|_| !std::thread::panicking());
+        self.relay.context.iter().for_each(|context| context.limiter.share(0, lanes));
+        self.relay.running.store(false, Ordering::Release);
     }
 }
 
@@ -375,7 +379,7 @@ impl Relay {
     /// while a run is still going is skipped. A run that the destination or the store cut short
     /// goes on once that is back, and one that lost a lane after a lease. Lanes that another relay
     /// holds are drained if it crashes; the rest would wait for the next time. A permanent error
-    /// ends this; the next call begins with the run that it ended.
+    /// ends this; the next call first finishes that run.
     ///
     /// Cancel-safety: as [`Self::run`].
     pub async fn run_on(&self, schedule: &dyn Schedule, stop: CancellationToken) -> Result<()> {
@@ -444,7 +448,7 @@ impl Relay {
             let text = format!("the relay of {} runs already; build a second one to share its work", self.name());
             return Err(Error::new(ErrorKind::Conflict, "run relay", "relay_running", text));
         }
-        Ok(Running(self, Some(0)))
+        Ok(Running { relay: self, lanes_elsewhere: Some(0) })
     }
 
     /// Takes and shares lanes until `stop`. An error is permanent.

@@ -49,8 +49,8 @@ pub(crate) fn until(now: Timestamp, at: Timestamp) -> Duration {
     Duration::try_from(at.duration_since(now)).unwrap_or_default()
 }
 
-/// Waits until the clock shows `next`, but no longer than that takes by the monotonic clock: one
-/// that was set back delays nothing. Cancel-safe.
+/// Waits until the clock shows `next`, but no longer than that takes by the monotonic clock: a
+/// clock set back delays nothing. Cancel-safe.
 pub(crate) async fn sleep_until(next: Timestamp, clock: &dyn Clock) {
     let deadline = clock.monotonic() + until(clock.now(), next);
     loop {

@@ -72,7 +72,7 @@ struct TakenUp(OnceLock<(Arc<dyn Store>, Relays)>);
 
 type Relays = Vec<Arc<SupervisedRelay>>;
 
-/// A try to take the store up that still runs.
+/// An attempt to take the store up.
 type Opening = BoxFuture<'static, Result<()>>;
 
 impl ServedStore {
@@ -167,8 +167,8 @@ impl ServedStore {
         }
     }
 
-    /// Tries to take the store up. Fails with what waiting cannot mend. A try that takes longer
-    /// than [`ANSWER_WAIT`] is returned, for [`Self::run`]: dropped, it would be done twice.
+    /// Tries to take the store up. Fails with what waiting cannot mend. An attempt that takes
+    /// longer than [`ANSWER_WAIT`] is returned: [`Self::run`] goes on with it, not anew.
     pub(crate) async fn try_once(self: &Arc<Self>) -> Result<Option<Opening>> {
         let this = Arc::clone(self);
         let mut opening: Opening = Box::pin(async move {

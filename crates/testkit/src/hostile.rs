@@ -107,8 +107,8 @@ pub fn accepted() -> impl Iterator<Item = Case> {
     cases().into_iter().filter(|case| !matches!(case.fate, Fate::Refused(_)))
 }
 
-/// That part with a key each, for a destination that is named after it, and each name as a header's
-/// value, too.
+/// Events with a key each, for destinations named after it: one for each of [`names`], then those
+/// [`accepted`].
 pub fn keyed() -> impl Iterator<Item = Case> {
     let odd = |name: &'static str| Case {
         name: format!("header {name:?}"),

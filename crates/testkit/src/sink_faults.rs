@@ -14,8 +14,8 @@ use crate::servers::{PrivateServer, Program};
 /// The id and the payload of a stored message.
 pub type Stored = (String, String);
 
-/// The server stores `count` events, and its answers are lost with the connection. The events are
-/// repeated with the same ids: `again` is what that says, and only a duplicate is not stored.
+/// The server stores `count` events, and its answers are lost with the connection: the call says
+/// `lost`. The next one sends them again and says `again`; only a "duplicate" is not stored.
 /// `stored` returns all messages in order of arrival.
 pub async fn an_answer_is_lost(
     sink: &Arc<dyn Sink>,
@@ -31,13 +31,13 @@ pub async fn an_answer_is_lost(
         proxy.swallowed(Direction::ToClient).await;
         until_stored(&stored, 1 + count).await;
         cut(proxy).await;
-        // What is sent again in secret arrives.
+        // What the client repeats arrives.
         proxy.heal();
     };
     let (outcomes, ()) = tokio::join!(deliver(sink, &sent), lose);
     assert_eq!(codes(&outcomes), [lost]);
     let first = stored().await;
-    assert_eq!(first.len(), 1 + count, "nothing is sent again in secret");
+    assert_eq!(first.len(), 1 + count, "the client repeats nothing");
     says(sink, &sent, again).await;
     let repeated = &first[if again == "duplicate" { first.len() } else { 1 }..];
     let all = until_stored(&stored, first.len() + repeated.len()).await;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 
-/// Writes a certificate for `localhost`, which signs itself, and its key.
+/// Writes a self-signed certificate for `localhost`, and its key.
 pub fn self_signed(folder: &Path) -> [PathBuf; 2] {
     let key = KeyPair::generate().expect("a key");
     let params = CertificateParams::new(["localhost".to_owned()]).expect("a name");
@@ -14,13 +14,13 @@ pub fn self_signed(folder: &Path) -> [PathBuf; 2] {
     [write(folder, "cert.pem", &certificate), write(folder, "key.pem", &key.serialize_pem())]
 }
 
-/// Writes `ca.pem` of a new authority, and what it certified for `127.0.0.1`: `server.pem` and
+/// Writes `ca.pem` of a new authority and, issued by it for `127.0.0.1`, `server.pem` and
 /// `client.pem`, with their keys in `server.key` and `client.key`.
 pub fn authority(folder: &Path) {
     let key = KeyPair::generate().expect("a key");
     let mut ca = CertificateParams::new(Vec::new()).expect("parameters");
     ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    // If it had the same name as the others, it would be taken for a self-signed one.
+    // With the same name as the others, those would be taken for self-signed.
     ca.distinguished_name.push(DnType::CommonName, "authority");
     write(folder, "ca.pem", &ca.self_signed(&key).expect("signed").pem());
     let issuer = Issuer::new(ca, key);

@@ -487,14 +487,14 @@ impl Lane {
         self.lease_until.is_none_or(|until| until <= monotonic)
     }
 
-    /// Grants it under the next epoch. Those of an incarnation are its own: after the store went
-    /// back, an epoch may be lower than a lost one, but is never the same. With Postgres, which
-    /// takes them from the clock, that is so too.
+    /// Grants it under the next epoch. Each incarnation has epochs of its own: after the store went
+    /// back, an epoch may be lower than a lost one, but is never the same. So it is with Postgres,
+    /// which takes them from the clock.
     pub(crate) fn grant(&mut self, owner: &OwnerId, monotonic: Duration, ttl: Duration, incarnation: u64) {
         let has_crashed = self.lease_until.is_some() && self.owner.as_ref().is_some_and(|former| former != owner);
         self.crashes = self.crashes_in_a_row().saturating_add(u32::from(has_crashed));
-        let (own, of) = (incarnation as Epoch % EPOCHS_APART, EPOCHS_APART);
-        self.epoch = (self.epoch / of + 2) * of - 1 - own;
+        let remainder = EPOCHS_APART - 1 - incarnation as Epoch % EPOCHS_APART;
+        self.epoch = (self.epoch / EPOCHS_APART + 1) * EPOCHS_APART + remainder;
         self.owner = Some(owner.clone());
         self.granted_at = monotonic;
         self.hold(monotonic, ttl);

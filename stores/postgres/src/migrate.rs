@@ -38,8 +38,8 @@ FROM pg_class AS c WHERE c.relnamespace = {schema_literal}::regnamespace AND c.r
 /// See [`DOWN_LOCK_TABLES`].
 const DOWN_LOCK_LOG: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
-/// A table of `$1`, and a right of its list in `$2` that this role lacks; of a right for columns,
-/// whether it has any. Reads the catalog; no lock.
+/// A table of `$1` and one of its rights in `$2` that this role lacks. Of UPDATE alone, one column
+/// is enough. Reads the catalog; no lock.
 const RELAY_LACKS: &str = "
 SELECT t.name, r.needed FROM ROWS FROM (pg_catalog.unnest($1::text[]), pg_catalog.unnest($2::text[])) AS t(name, rights),
   pg_catalog.regexp_split_to_table(t.rights, ', ') AS r(needed)
@@ -61,11 +61,10 @@ WHERE NOT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.
       WHERE i.indrelid = c.oid AND i.indisvalid AND x.relname = p.name)))
 ORDER BY p.nth";
 
-/// The quoted name of a schema, and the other one that it had when its functions were made, whose
-/// bodies hold it. The schema is ours, or, where ours has no functions, one that was called `$1`.
-/// Others can make such functions too, so that one is believed only if its owner is the database's,
-/// a superuser, or a role that this one is a member of; a superuser counts as a member of all, so
-/// not for one.
+/// The quoted names of a renamed schema: today's, and the one in the bodies of its functions. The
+/// schema is ours or, if ours has no functions, one that was called `$1`. Anybody can make such
+/// functions, so the latter counts only if their owner is a superuser, the database's owner, or a
+/// role that ours is a member of. A superuser is a member of every role, so it is not asked that.
 /// Index: `pg_proc_proname_args_nsp_index`; no lock.
 const SCHEMA_RENAMED: &str = "
 SELECT s.now, s.made FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
@@ -140,19 +139,17 @@ impl PostgresStore {
         roles.grants(self.schema(), &self.logs().await?)
     }
 
-    /// Checks that the store's role has what [`Self::grants`] gives a relay: the tables that every
-    /// relay writes, and these logs. Changes nothing.
+    /// Checks that the store's role may write the tables that every relay writes, as
+    /// [`Self::grants`] lets it, and read these logs. Changes nothing.
     pub async fn check_relay_rights(&self, logs: &[LogName]) -> Result<()> {
         let schema = self.schema().quoted();
-        let (mut tables, mut rights) = (Vec::new(), Vec::new());
-        for (needed, of) in RELAY_TABLES {
-            tables.extend(of.iter().map(|table| format!("{schema}.{table}")));
-            rights.resize(tables.len(), needed);
+        let mut needed: Vec<(String, &str)> = Vec::new();
+        for (rights, tables) in RELAY_TABLES {
+            needed.extend(tables.iter().map(|table| (format!("{schema}.{table}"), rights)));
         }
-        tables.extend(logs.iter().map(|log| format!("{schema}.\"{log}\"")));
-        rights.resize(tables.len(), "SELECT");
-        tables.extend(["lane", "log", "subscription"].map(|table| format!("{schema}.{table}")));
-        rights.resize(tables.len(), "UPDATE");
+        needed.extend(logs.iter().map(|log| (format!("{schema}.\"{log}\""), "SELECT")));
+        needed.extend(["lane", "log", "subscription"].map(|table| (format!("{schema}.{table}"), "UPDATE")));
+        let (tables, rights): (Vec<String>, Vec<&str>) = needed.into_iter().unzip();
         let params = params![tables, rights];
         let ask = async |session: &Session| session.rows(RELAY_LACKS, &params).await;
         let lacked = self.call("check_relay_rights", ask).await?;

@@ -57,12 +57,12 @@ macro_rules! log_columns {
 /// The columns of a log under the alias `l`, in the order in which this module reads them. The
 /// payload is last, see [`crate::schema::log_ddl`].
 pub(crate) const LOG_COLUMNS: &str = log_columns!("l.payload");
-/// The same columns for a walk that passes rows: a payload that may have pages of its own is NULL.
-/// The walk finds a wanted row without its payload by `seq`.
+/// The same columns for a walk that passes rows: a payload that may have overflow pages is NULL.
+/// The walk then reads a wanted row again, by `seq`.
 ///
 /// SQLite loads every page of what is selected, and a payload may have thousands. `octet_length`
-/// reads none of them. A walk that finds every wanted row costs three times as much for small
-/// payloads (measured).
+/// reads none of them. To read every wanted row again costs three times as much for small payloads
+/// (measured).
 pub(crate) const WALK_COLUMNS: &str = log_columns!("CASE WHEN octet_length(l.payload) <= 2000 THEN l.payload END");
 /// The columns of [`Head`], which come first in the other lists.
 pub(crate) const HEAD_COLUMNS: &str =

@@ -42,7 +42,7 @@ fn wal_grown(session: &mut Session) -> Work<Option<Blocker>> {
     let page_bytes: i64 = connection.query_row("PRAGMA page_size", [], |row| row.get(0))?;
     let (frames, checkpointed): (i64, i64) =
         connection.query_row("PRAGMA wal_checkpoint(NOOP)", [], |row| Ok((row.get(1)?, row.get(2)?)))?;
-    // A short reader keeps back the little that was written since the file is used again.
+    // Once the log was restarted, a short reader keeps only the little written since.
     let is_kept = checkpointed < frames && frames.saturating_mul(page_bytes) > bytes_max;
     Ok(is_kept.then(|| Blocker {
         holder: wal.display().to_string(),

@@ -284,8 +284,8 @@ impl Reader {
     }
 }
 
-/// Returns a log with events that a subscription has still to deliver, or that has events and no
-/// subscription.
+/// Returns a log with events that a subscription has still to deliver, that are dead or were found
+/// unrouted, or that has events and no subscription.
 pub(crate) fn undelivered(tx: &Transaction<'_>) -> Work<Option<String>> {
     let mut unread = log_names(tx)?;
     for name in names(tx)? {
@@ -441,8 +441,7 @@ impl Listing {
         }
     }
 
-    /// Takes an event, if it fits. `event` is its row of [`LOG_COLUMNS`], `row` the one of the
-    /// walk.
+    /// False if it does not fit. `event` is the row of [`LOG_COLUMNS`], `row` that of the walk.
     fn take(
         &mut self,
         event: Option<&Row<'_>>,

@@ -237,8 +237,8 @@ pub(crate) fn require(operation: &'static str, tx: &Transaction<'_>, name: &Subs
 
 /// Unblocks the next rows of a subscription without order. Returns whether there may be more: there
 /// may be millions, and each step is a transaction of its own. If the steps are interrupted, the
-/// next `subscribe` unblocks the rest. Until then, the rest is sent in the order of its keys, but a
-/// key waits if its dead row that halts it was unblocked already.
+/// next `subscribe` unblocks the rest. Until then it is sent in the order of its keys, and a key
+/// still waits if the dead row that halts it was unblocked already.
 pub(crate) fn unblock(tx: &Transaction<'_>, name: &SubscriptionName, now: i64) -> Work<bool> {
     let step = params![name.as_str(), now, UNBLOCK_MAX as i64];
     Ok(tx.prepare_cached(DELIVERY_UNBLOCK)?.execute(step)? == UNBLOCK_MAX)

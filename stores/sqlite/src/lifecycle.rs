@@ -125,7 +125,7 @@ pub(crate) fn remove(tx: &Transaction<'_>, name: &SubscriptionName, generation: 
     Ok(())
 }
 
-/// Refuses to change more rows than one transaction may. `of_sent` are changed too, or stay.
+/// Refuses to change more rows than one transaction may; `of_sent`: with those sent later.
 fn check_rows(tx: &Transaction<'_>, operation: &'static str, name: &SubscriptionName, of_sent: bool) -> Work<()> {
     let most = ROWS_MOVED_MAX + 1;
     let rows = params![name.as_str(), most, of_sent];

@@ -118,13 +118,13 @@ pub const ROWS_MOVED_MAX: i64 = 200_000;
 
 /// Too many rows would have to change in one transaction.
 pub fn rows_many(operation: &'static str, name: &SubscriptionName) -> Error {
-    let (which, cure) = match operation {
+    let which = match operation {
         // It also changes the rows of events that were sent later.
-        "rename" => ("wait for a retry or a time, or were sent after they had been skipped", ", and prune the log"),
-        _ => ("or wait for a retry or a time", ""),
+        "rename" => "wait for a retry or a time, or were sent after they had been skipped",
+        _ => "or wait for a retry or a time",
     };
     let message = format!(
-        "{name} has more than {ROWS_MOVED_MAX} events that are dead, discarded, {which}; retry or discard the dead ones, let the others go out{cure}, and try again"
+        "{name} has more than {ROWS_MOVED_MAX} events that are dead, discarded, {which}; retry or discard the dead ones, let the others go out, prune the log, and try again"
     );
     Error::new(ErrorKind::Conflict, operation, "rows_many", message)
 }

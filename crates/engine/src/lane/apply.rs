@@ -243,8 +243,8 @@ impl Lane {
                 Ok(None)
             }
             // No bounded run gives up here: the lane is given back after each failure anyway.
-            // A permanent one concerns the handlers' effect if they have run. If it concerns the
-            // store too, the settlement of the failure meets it.
+            // If a handler has run, a permanent error concerns its effect. A store that refuses
+            // everything also refuses to settle that failure.
             Ok(Err(error))
                 if context.lane_failed(self.lease.lease.lane, "apply", &error) || !lock(&judged).is_empty() =>
             {
@@ -252,7 +252,7 @@ impl Lane {
                 if error.kind() == ErrorKind::Internal || error.is_permanent() {
                     failed(Outcome::retry(error.code().to_owned(), error.message()));
                     if refs.len() == 1 {
-                        // The event answers for it, not the lane.
+                        // The event fails, not the lane.
                         self.works("apply");
                     }
                 }

@@ -48,7 +48,7 @@ impl Relay {
         let mut running = self.start()?;
         let drained = self.drain_lanes(limit, only_crashed, stop).await;
         match &drained {
-            Ok(drained) => running.1 = Some(drained.lanes_elsewhere as usize),
+            Ok(drained) => running.lanes_elsewhere = Some(drained.lanes_elsewhere as usize),
             Err(error) => running.failed(error),
         }
         self.context.iter().for_each(|context| context.log_left_out());
@@ -118,14 +118,12 @@ impl Relay {
             self.clock.sleep(context.settings.drain_timeout).await;
             info!(subscription = self.name(), "drain timeout, calls dropped");
             abandon.cancel();
+            self.clock.sleep(SETTLE_GRACE).await;
         };
         let (ended, mut lanes_lost) = match select(pin!(drained), pin!(given_up)).await {
             Either::Left((ended, _)) => (ended, 0),
-            Either::Right(((), drained)) => match select(drained, self.clock.sleep(SETTLE_GRACE)).await {
-                Either::Left((ended, _)) => (ended, 0),
-                // The store does not answer. Nobody knows which of them have ended.
-                Either::Right(_) => (Vec::new(), taken),
-            },
+            // The store does not answer. Nobody knows which lanes have ended.
+            Either::Right(_) => (Vec::new(), taken),
         };
         let paused = if context.health.is_gone() { self.pause(context, &stop).await } else { Ok(true) };
         context.leave(&self.owner).await;

@@ -140,7 +140,7 @@ table! {
         max_attempts: Option<u32> = integer(1..=ATTEMPTS_MAX).or_word("unlimited", u32::MAX),
             unset("30; with `delays`, one more than their number", "30");
         /// Upper bound of the first wait; it doubles with every attempt. Each wait is random
-        /// between half of it and all of it.
+        /// between half of it and all of it. Not together with `delays`.
         base: Duration = duration(MS), default("1s");
         /// The longest wait, `Retry-After` included.
         max: Duration = duration(MS), default("3h");

@@ -198,7 +198,7 @@ fn store_fails(known: &Known<'_>) -> Option<Finding> {
         }
         "store_full" => "free space on the store's disk; delivery then continues by itself",
         "store_read_only" => {
-            "the database is a standby or read-only: promote it, or name the primary in the store's URL"
+            "the database, or each server of the store's URL, is a standby or read-only: promote it, name the primary in the URL, or set default_transaction_read_only = off"
         }
         "store_contention" | "statement_timeout" | "table_locked" => {
             "a session holds a lock: it is named above if it is known; otherwise look at pg_locks and pg_stat_activity"
