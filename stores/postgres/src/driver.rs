@@ -27,7 +27,7 @@ pub type Rows = Vec<Vec<Option<String>>>;
 /// A driver whose transactions run handlers and settle their events, with [`apply_in`].
 ///
 /// Behaviour: an error is [`Refusal::of`](postbox_postgres_sql::Refusal::of) if the server refused,
-/// [`unreachable`] if it did not answer, and
+/// [`unreachable()`] if it did not answer, and
 /// [`transaction_lost`](Error::transaction_lost) if the driver rolled the transaction back itself.
 pub trait Settles: Database {
     /// The connection that the transaction is open on.
