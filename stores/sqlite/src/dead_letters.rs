@@ -7,7 +7,7 @@ use rusqlite::params;
 
 use crate::classify::Work;
 use crate::clock::micros;
-use crate::decode::{DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, LOG_COLUMNS, lossy, payload_len};
+use crate::decode::{DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, log_find, lossy, payload_len};
 use crate::lease::{find, held};
 use crate::schema::log_table;
 use crate::store::SqliteStore;
@@ -44,16 +44,14 @@ fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> Work<Vec<Dea
          WHERE d.subscription = ?1 AND d.lane = ?2 AND d.state = 'dead' AND d.letters <= d.replays AND d.letter_at <= ?3 \
          ORDER BY d.letter_at, d.seq LIMIT ?4"
     );
-    // By primary key; no lock.
-    let log_find = format!("SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq = ?1", log_table(&stored.log));
     let room = i64::try_from(limit.events.max(1)).unwrap_or(i64::MAX);
-    let (mut letters, mut log_find) = (tx.prepare_cached(&letters)?, tx.prepare_cached(&log_find)?);
+    let (mut letters, mut events) = (tx.prepare_cached(&letters)?, log_find(&tx, &log_table(&stored.log))?);
     let mut rows = letters.query(params![lease.subscription.as_str(), lease.lane, now, room])?;
     let mut limiter = BatchLimiter::new(limit);
     let mut read = Vec::new();
     while let Some(row) = rows.next()? {
         let dead = DeliveryRow::read(row, 0)?;
-        let mut found = log_find.query([dead.seq])?;
+        let mut found = events.query([dead.seq])?;
         let event = found.next()?;
         if !limiter.take(event.map(payload_len).transpose()?.unwrap_or_default()) {
             break;

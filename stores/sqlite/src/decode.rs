@@ -12,8 +12,8 @@ use postbox_core::{
     Criteria, Delivery, Error, Event, EventId, Filter, Headers, Key, NewEvent, Seq, State, Tenant, Topic, Traits,
     Unreadable,
 };
-use rusqlite::Row;
 use rusqlite::types::ValueRef;
+use rusqlite::{CachedStatement, Row, Transaction};
 
 use crate::clock::timestamp;
 
@@ -243,6 +243,22 @@ pub(crate) fn payload_len(row: &Row<'_>) -> rusqlite::Result<usize> {
 /// Whether a row of [`WALK_COLUMNS`] is without its payload, which is never NULL in a log.
 pub(crate) fn is_payload_left_out(row: &Row<'_>) -> rusqlite::Result<bool> {
     Ok(row.get_ref(PAYLOAD)? == ValueRef::Null)
+}
+
+/// The statement that finds a row of [`LOG_COLUMNS`] by its `seq`.
+pub(crate) fn log_find<'a>(tx: &'a Transaction<'_>, table: &str) -> rusqlite::Result<CachedStatement<'a>> {
+    // By primary key; no lock.
+    tx.prepare_cached(&format!("SELECT {LOG_COLUMNS} FROM {table} l WHERE l.seq = ?1"))
+}
+
+/// Reads a row of [`WALK_COLUMNS`] with its payload: finds it again if that was left out.
+pub(crate) fn read_whole<T>(
+    tx: &Transaction<'_>,
+    table: &str,
+    row: &Row<'_>,
+    read: impl FnOnce(&Row<'_>) -> rusqlite::Result<T>,
+) -> rusqlite::Result<T> {
+    if is_payload_left_out(row)? { log_find(tx, table)?.query_row([seq(row)?], read) } else { read(row) }
 }
 
 /// An event, and why it cannot be sent, if it cannot.

@@ -5,7 +5,7 @@ use postbox_core::{Batch, BatchLimit, Error, Lease, Seq, State};
 use rusqlite::{Transaction, params};
 
 use crate::classify::Work;
-use crate::decode::{DELIVERY_COLUMNS, Decoded, DeliveryRow, LOG_COLUMNS, payload_len};
+use crate::decode::{DELIVERY_COLUMNS, Decoded, DeliveryRow, log_find, payload_len};
 use crate::lease::{find, held};
 use crate::schema::log_table;
 use crate::thread::Session;
@@ -18,9 +18,7 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
     held("due", &tx, lease, now)?;
     let stored = find(&tx, &lease.subscription)?.ok_or_else(|| Error::stale("due"))?;
     let mut due = Batch::default();
-    // By primary key; no lock.
-    let log_find = format!("SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq = ?1", log_table(&stored.log));
-    let mut statement = tx.prepare_cached(&log_find)?;
+    let mut statement = log_find(&tx, &log_table(&stored.log))?;
     let (mut limiter, mut fitting) = (BatchLimiter::new(limit), Vec::new());
     for ready in ready(&tx, lease, limit.events.max(1), now)? {
         let mut rows = statement.query([ready.seq])?;

@@ -14,7 +14,7 @@ use crate::classify::Work;
 use crate::clock::{timestamp, until};
 use crate::decode::{
     DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, WALK_COLUMNS,
-    integer, is_meant, is_payload_left_out, seq,
+    integer, is_meant, is_payload_left_out, log_find, seq,
 };
 use crate::depth;
 use crate::lease::{self, SubscriptionRow, crashes_in_a_row};
@@ -376,9 +376,7 @@ impl Listing {
     fn step(mut self, tx: &Transaction<'_>) -> Work<Self> {
         let reader = Reader::find("list", tx, &self.query.subscription)?;
         let (walk, [after, before]) = self.walk(&reader);
-        // By primary key; no lock.
-        let log_find = format!("SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq = ?1", reader.table);
-        let (mut statement, mut find) = (tx.prepare_cached(&walk)?, tx.prepare_cached(&log_find)?);
+        let (mut statement, mut find) = (tx.prepare_cached(&walk)?, log_find(tx, &reader.table)?);
         let mut rows = statement.query(params![reader.name.as_str(), after, before])?;
         let asked = Filter { headers: self.query.headers.clone(), ..Filter::default() };
         let mut looked = 0;

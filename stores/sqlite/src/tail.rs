@@ -3,10 +3,9 @@
 use async_trait::async_trait;
 use postbox_core::kit::BatchLimiter;
 use postbox_core::{BatchLimit, Criteria, LogName, Result, Seq, Tail, Tailed, place_invalid};
-use rusqlite::Row;
 
 use crate::classify::Work;
-use crate::decode::{Decoded, Head, LOG_COLUMNS, WALK_COLUMNS, is_meant, is_payload_left_out, payload_len, seq};
+use crate::decode::{Decoded, Head, WALK_COLUMNS, is_meant, payload_len, read_whole, seq};
 use crate::migrate::require_log;
 use crate::schema::log_table;
 use crate::store::SqliteStore;
@@ -34,9 +33,7 @@ fn tail(session: &mut Session, log: &LogName, which: &Criteria, after: Option<i6
     };
     // Walks the log's primary key; no lock.
     let log_tail = format!("SELECT {WALK_COLUMNS} FROM {table} l WHERE l.seq > ?1 ORDER BY l.seq");
-    // By primary key; no lock.
-    let log_find = format!("SELECT {LOG_COLUMNS} FROM {table} l WHERE l.seq = ?1");
-    let (mut statement, mut find) = (tx.prepare_cached(&log_tail)?, tx.prepare_cached(&log_find)?);
+    let mut statement = tx.prepare_cached(&log_tail)?;
     let mut rows = statement.query([after])?;
     let (mut events, mut limiter, mut last, mut looked) = (Vec::new(), BatchLimiter::new(limit), after, 0);
     let more = loop {
@@ -45,14 +42,13 @@ fn tail(session: &mut Session, log: &LogName, which: &Criteria, after: Option<i6
         }
         let Some(row) = rows.next()? else { break false };
         if is_meant(which, row, &Head::read(row)?)? {
-            let mut take = |row: &Row<'_>| -> rusqlite::Result<bool> {
+            let fits = read_whole(&tx, &table, row, |row| {
                 let fits = limiter.take(payload_len(row)?);
                 if fits {
                     events.push((Seq(seq(row)?), Decoded::read(row)?.event));
                 }
                 Ok(fits)
-            };
-            let fits = if is_payload_left_out(row)? { find.query_row([seq(row)?], take)? } else { take(row)? };
+            })?;
             if !fits {
                 break true;
             }

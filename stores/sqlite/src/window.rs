@@ -19,7 +19,7 @@ use rusqlite::{Connection, OptionalExtension, Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
-use crate::decode::{Decoded, Head, LOG_COLUMNS, WALK_COLUMNS, is_payload_left_out, payload_len, row_lane, seq};
+use crate::decode::{Decoded, Head, LOG_COLUMNS, WALK_COLUMNS, payload_len, read_whole, row_lane, seq};
 use crate::lease::{self, LOG_LAST, LaneRow, SubscriptionRow, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
@@ -243,9 +243,7 @@ impl Page {
         let columns = if takes_all { LOG_COLUMNS } else { WALK_COLUMNS };
         // Walks the primary key; no lock, and in WAL mode no wait.
         let log_read = format!("SELECT {columns} FROM {table} l WHERE l.seq > ?1 ORDER BY l.seq");
-        // By primary key; no lock.
-        let log_find = format!("SELECT {LOG_COLUMNS} FROM {table} l WHERE l.seq = ?1");
-        let (mut statement, mut find) = (tx.prepare_cached(&log_read)?, tx.prepare_cached(&log_find)?);
+        let mut statement = tx.prepare_cached(&log_read)?;
         let mut rows = statement.query([from])?;
         let mut limiter = BatchLimiter::new(BatchLimit { events: limit.events.min(PAGE_EVENTS_MAX), ..limit });
         let mut scanned = 0;
@@ -257,8 +255,7 @@ impl Page {
             // First the lane alone: half of the rows belong to the other one of two.
             let is_ours = stored.lanes == 1 || row_lane(row, stored.lanes)? == lane;
             if is_ours && Head::read(row)?.is_wanted_by(&stored.filter) {
-                let mut take = |row: &Row<'_>| page.take(row, stored, &mut limiter, now);
-                let fits = if is_payload_left_out(row)? { find.query_row([seq(row)?], take)? } else { take(row)? };
+                let fits = read_whole(tx, &table, row, |row| page.take(row, stored, &mut limiter, now))?;
                 if !fits {
                     break;
                 }

@@ -105,10 +105,8 @@ impl Drain<'_> {
             Ok::<_, Failure>((store, relays))
         };
         let begun = self.stop.run_until_cancelled(beginning).await;
-        let begun = begun.unwrap_or_else(|| {
-            Err(Failure::failed("stopped before the store answered, so nothing was sent; run it again"))
-        });
-        let (store, relays) = begun?;
+        let stopped = || Failure::failed("stopped before the store answered, so nothing was sent; run it again");
+        let (store, relays) = begun.ok_or_else(stopped)??;
         let ended = self.give_up.run_until_cancelled(self.rounds(context, &store, &relays)).await;
         let ended = ended.unwrap_or_else(|| {
             Err(Failure::failed(format!(
