@@ -44,12 +44,6 @@ pub trait Apply: Send + Sync + 'static {
         settlement: Settlement<'_>,
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>>;
-
-    /// Whether the lease cannot be renewed while a handler runs. Then handlers that outlast it are
-    /// at fault, not the store.
-    fn blocks_renewal(&self) -> bool {
-        false
-    }
 }
 
 /// Where the events of a subscription go.

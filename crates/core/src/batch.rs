@@ -108,8 +108,12 @@ pub struct Batch {
     /// right, every other field is what could be read, or empty.
     pub unreadable: BTreeMap<Seq, Unreadable>,
     /// More of the same window is ready: `next_batch` may be called again before this batch is
-    /// settled (prefetch).
+    /// settled (prefetch). With an empty batch: the read passed a long stretch without events for
+    /// the lane.
     pub more: bool,
+    /// Everything that was committed before the first read under this lease is in this batch or in
+    /// earlier ones. A bounded run ends here, so a store must get here however many events arrive.
+    pub caught_up: bool,
     /// How long until the lane's earliest retrying or scheduled event is due, if the store happened
     /// to look. Zero means to call `due` now.
     pub due_in: Option<Duration>,
@@ -370,6 +374,7 @@ mod tests {
             end: Some(Seq(count * 10 + 5)),
             held: HashSet::from([Key::from_stored("a".to_owned())]),
             due_in: Some(Duration::ZERO),
+            caught_up: true,
             ..Batch::default()
         };
         for (count, sizes) in [(7, vec![3, 3, 1]), (6, vec![3, 3]), (2, vec![2]), (0, vec![0])] {
@@ -381,6 +386,7 @@ mod tests {
             let (last, earlier) = pieces.split_last().expect("there is one piece at least");
             assert_eq!((last.end, last.more), (batch.end, batch.more));
             assert!(earlier.iter().all(|piece| piece.more && piece.end == piece.deliveries.last().map(|it| it.seq)));
+            assert!(last.caught_up && !earlier.iter().any(|piece| piece.caught_up));
             assert!(pieces.iter().all(|piece| piece.held == batch.held));
             assert_eq!(pieces.iter().filter(|piece| piece.due_in.is_some()).count(), 1);
         }

@@ -70,6 +70,9 @@ pub struct Acquired {
 /// - **Prefetch.** While `Batch::more` is set, `next_batch` may be called before the previous
 ///   batches are settled. Settling is in order. A call without `more` opens no window while the
 ///   current one is unsettled, so nothing can be lost.
+/// - **Caught up.** However many events keep arriving, a lease soon gets a batch with
+///   `Batch::caught_up`, or an empty one without `more`. By then everything was read that was
+///   committed before its first read.
 /// - **Crash.** What was read but not settled is returned again to the next holder of the lane.
 /// - **Fencing.** Every write carries the epoch. A lease that expired or was taken over gets
 ///   `Stale` from `renew`, `next_batch`, `due` and `settle`, and changes nothing. `release` of such
@@ -99,8 +102,9 @@ pub trait Log: Send + Sync + 'static {
     /// and its number of lanes are set only when it is created.
     ///
     /// Errors: `NotFound` `log_unknown`; `Conflict` `log_differs`; `Mismatch` with the cure if the
-    /// schema is missing (`schema_missing`), older (`schema_old`) or newer (`schema_newer`), or if
-    /// the cursor or rows come from the future (`cursor_from_future`).
+    /// schema is missing (`schema_missing`), older (`schema_old`) or newer (`schema_newer`), if the
+    /// cursor or rows come from the future (`cursor_from_future`), or if the store's role sees
+    /// nothing of the log (`log_hidden`).
     async fn subscribe(&self, subscription: &Subscription) -> Result<()>;
 
     /// Takes a free lane for `ttl`, and counts as a heartbeat of `owner`. Needs `subscribe` first.

@@ -5,7 +5,7 @@
 //! one breaker because they share the destination.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -89,6 +89,8 @@ pub(crate) struct Breaker {
     inner: Mutex<Inner>,
     /// A copy of the state in `inner`, so that the check before each send takes no lock.
     state: AtomicU8,
+    /// Number of times it opened, also after a failed probe.
+    openings: AtomicU64,
     /// For each lane, the number of its probes in a row that had nothing to send.
     empty: Mutex<BTreeMap<u16, u32>>,
 }
@@ -99,6 +101,7 @@ impl Breaker {
             policy,
             inner: Mutex::new(Inner::Closed),
             state: AtomicU8::new(BreakerState::Closed as u8),
+            openings: AtomicU64::new(0),
             empty: Mutex::default(),
         }
     }
@@ -121,6 +124,12 @@ impl Breaker {
 
     pub(crate) fn is_closed(&self) -> bool {
         self.state() == BreakerState::Closed
+    }
+
+    /// Returns the number of times it opened. It distinguishes the calls sent since the last time
+    /// from earlier ones.
+    pub(crate) fn openings(&self) -> u64 {
+        self.openings.load(Ordering::Acquire)
     }
 
     /// Returns the wait until the next probe; `None` while the destination answers.
@@ -166,21 +175,22 @@ impl Breaker {
         // The backoff still applies if it is longer: the wait that the destination named may not
         // have been enough.
         let wait = backoff.max(BreakerPolicy::named_wait(after.unwrap_or_default()));
+        self.openings.fetch_add(1, Ordering::AcqRel);
         self.set(&mut inner, Inner::Open { until: now + wait, failures });
         Some(wait)
     }
 
-    /// Notes that the destination accepted an event or refused it for good. Closes a breaker that
-    /// was probing, and returns whether it did.
+    /// Notes that the destination accepted an event or refused it for good, in a call that was sent
+    /// after so many openings. Closes a breaker that was probing, and returns whether it did.
     ///
-    /// While the breaker is open, an answer belongs to a call sent before it opened and proves
-    /// nothing.
-    pub(crate) fn answered(&self) -> bool {
+    /// The answer to a call sent before the last opening proves nothing, although another lane may
+    /// be probing when it comes.
+    pub(crate) fn answered(&self, openings: u64) -> bool {
         if self.is_closed() {
             return false;
         }
         let mut inner = lock(&self.inner);
-        if !matches!(*inner, Inner::Probing { .. }) {
+        if !matches!(*inner, Inner::Probing { .. }) || openings != self.openings() {
             return false;
         }
         self.set(&mut inner, Inner::Closed);
@@ -311,12 +321,27 @@ mod tests {
     fn one_probe_at_a_time_and_an_answer_closes() {
         let breaker = breaker();
         breaker.unavailable(Duration::ZERO, None, &Fixed(0.0));
-        assert!(!breaker.answered(), "an answer from before it opened proves nothing");
+        assert!(!breaker.answered(breaker.openings()), "nothing was sent");
         assert_eq!(breaker.admit(S), Admission::Probe);
         assert_eq!(breaker.admit(S), Admission::Wait(PROBED_BY_ANOTHER));
-        assert!(breaker.answered());
+        assert!(breaker.answered(breaker.openings()));
         breaker.probe_ended(S);
         assert_eq!(breaker.admit(S), Admission::Closed);
+    }
+
+    #[test]
+    fn an_answer_to_a_call_from_before_the_last_opening_does_not_end_a_probe() {
+        let (breaker, mut now) = (breaker(), Duration::ZERO);
+        for outage in 0..2 {
+            for probe in 0..3 {
+                let sent = breaker.openings();
+                now += breaker.unavailable(now, None, &Fixed(1.0)).expect("opens");
+                assert_eq!(breaker.admit(now), Admission::Probe);
+                assert!(!breaker.answered(sent), "outage {outage}, probe {probe}");
+                assert_eq!(breaker.state(), BreakerState::HalfOpen);
+            }
+            assert!(breaker.answered(breaker.openings()), "the probe itself");
+        }
     }
 
     #[test]

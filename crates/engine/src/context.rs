@@ -11,7 +11,7 @@ use tracing::warn;
 
 use crate::apply_state::{APPLY_CHUNK_MAX, ApplyState};
 use crate::breaker::Breaker;
-use crate::failures::FailureTracker;
+use crate::failures::{FailureTracker, Sent};
 use crate::lane::Turns;
 use crate::limiter::{Limiter, SharedRate};
 use crate::log_lines::LogLines;
@@ -75,16 +75,21 @@ impl Health {
         !self.is_gone() && self.breaker.is_closed()
     }
 
-    pub(crate) fn set_gone(&self, why: String) {
-        *lock(&self.gone) = Some(why);
+    /// Returns the mark for a call that is sent now.
+    pub(crate) fn sent(&self) -> Sent {
+        self.failures.sent(self.breaker.openings())
+    }
+
+    pub(crate) fn set_gone(&self, why: Option<String>) {
+        *lock(&self.gone) = why;
     }
 
     pub(crate) fn is_gone(&self) -> bool {
         lock(&self.gone).is_some()
     }
 
-    pub(crate) fn take_gone(&self) -> Option<String> {
-        lock(&self.gone).take()
+    pub(crate) fn gone(&self) -> Option<String> {
+        lock(&self.gone).clone()
     }
 }
 

@@ -61,10 +61,15 @@ struct Suspect {
     answered: u64,
 }
 
-/// Marks when a call was sent. A call sent before the last ambiguous failure proves nothing when it
-/// is accepted: the destination may have gone down since.
+/// Marks when a call was sent. A call sent before the last ambiguous failure, or before the breaker
+/// opened last, proves nothing when it is accepted: the destination may have gone down since.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Sent(u64);
+pub(crate) struct Sent {
+    /// Number of ambiguous failures before it.
+    ambiguous: u64,
+    /// Number of openings of the breaker before it.
+    pub(crate) openings: u64,
+}
 
 /// What a failure that looks like an outage turns out to be.
 #[derive(Debug, PartialEq, Eq)]
@@ -82,9 +87,9 @@ impl FailureTracker {
         Self { policy, evidence: Mutex::default() }
     }
 
-    /// Returns the mark for a call that is sent now.
-    pub(crate) fn sent(&self) -> Sent {
-        Sent(self.evidence().ambiguous)
+    /// Returns the mark for a call that is sent now, after so many openings of the breaker.
+    pub(crate) fn sent(&self, openings: u64) -> Sent {
+        Sent { ambiguous: self.evidence().ambiguous, openings }
     }
 
     /// Notes that an event of a call marked `sent` was accepted.
@@ -92,7 +97,7 @@ impl FailureTracker {
         let mut evidence = self.evidence();
         evidence.accepted_since_throttled = true;
         evidence.answered(seq);
-        if sent.0 == evidence.ambiguous {
+        if sent.ambiguous == evidence.ambiguous {
             evidence.accepted = Some(seq);
         }
     }
@@ -215,7 +220,7 @@ mod tests {
 
     impl FailureTracker {
         fn accept(&self, seq: i64) {
-            self.accepted(Seq(seq), self.sent());
+            self.accepted(Seq(seq), self.sent(0));
         }
 
         fn fail(&self, seq: i64) -> Failure {
@@ -242,7 +247,7 @@ mod tests {
     fn calls_from_before_an_outage_are_no_evidence() {
         let tracker = tracker();
         tracker.accept(1);
-        let sent: Vec<Sent> = (0..16).map(|_| tracker.sent()).collect();
+        let sent: Vec<Sent> = (0..16).map(|_| tracker.sent(0)).collect();
         let mut charged = 0;
         for (seq, sent) in (10..).zip(sent) {
             match seq % 2 {
@@ -277,7 +282,7 @@ mod tests {
         }
         assert_eq!(tracker.server_error(Seq(5)), Failure::Outage);
         assert_eq!(tracker.server_error(Seq(1)), Failure::Outage, "also those before");
-        let before = tracker.sent();
+        let before = tracker.sent(0);
         tracker.fail(9);
         tracker.accepted(Seq(6), before);
         assert_eq!(tracker.server_error(Seq(7)), Failure::OfEvent, "it took one");

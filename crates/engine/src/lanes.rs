@@ -26,23 +26,13 @@ pub(crate) struct Lanes {
     lanes: BTreeMap<u16, (Id, CancellationToken)>,
     /// Number of lanes the subscription has.
     of: u16,
-    abandon: CancellationToken,
     failures: u32,
     paused: bool,
 }
 
 impl Lanes {
     pub(crate) fn new(context: Arc<RelayContext>, owner: OwnerId) -> Self {
-        Self {
-            context,
-            owner,
-            tasks: JoinSet::new(),
-            lanes: BTreeMap::new(),
-            of: 1,
-            abandon: CancellationToken::new(),
-            failures: 0,
-            paused: false,
-        }
+        Self { context, owner, tasks: JoinSet::new(), lanes: BTreeMap::new(), of: 1, failures: 0, paused: false }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -122,7 +112,7 @@ impl Lanes {
         context.metrics.lane_taken(&lease);
         let halt = CancellationToken::new();
         let lane = lease.lane;
-        let guard = LeaseGuard::new(lease, asked_at, ttl, halt.clone(), self.abandon.child_token());
+        let guard = LeaseGuard::new(lease, asked_at, ttl, halt.clone());
         let task = self.tasks.spawn(Lane::new(context, guard).run().in_current_span());
         self.lanes.insert(lane, (task.id(), halt));
         self.note_held();
@@ -170,13 +160,9 @@ impl Lanes {
             halt.cancel();
         }
         let clock = self.context.clock.clone();
-        let drain_timeout = self.context.settings.drain_timeout;
-        if !self.ended_within(clock.sleep(drain_timeout)).await {
-            info!(subscription = self.context.name(), "drain timeout, calls dropped");
-            self.abandon.cancel();
-            if !self.ended_within(clock.sleep(SETTLE_GRACE)).await {
-                self.tasks.shutdown().await;
-            }
+        let limit = self.context.settings.drain_timeout.saturating_add(SETTLE_GRACE);
+        if !self.ended_within(clock.sleep(limit)).await {
+            self.tasks.shutdown().await;
         }
         self.lanes.clear();
         self.context.leave(&self.owner).await;

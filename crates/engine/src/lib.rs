@@ -45,7 +45,8 @@
 //!   arrivals; repetitions carry the same id.
 //! - An outage costs at most one attempt of one event. An event that can never succeed holds up
 //!   only its own key.
-//! - A graceful stop repeats nothing. A crash repeats at most what was in flight.
+//! - A graceful stop repeats nothing that ends within the
+//!   [`drain_timeout`](RelaySettings::drain_timeout). A crash repeats at most what was in flight.
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
 
@@ -70,6 +71,7 @@ mod retention;
 mod schedule;
 mod settings;
 mod store_wait;
+mod subscribed;
 mod supervise;
 mod supervised_relay;
 mod unrouted;
@@ -90,6 +92,7 @@ pub use retention::{Sweeper, Swept, step_pause};
 pub use schedule::{Every, Schedule};
 pub use settings::RelaySettings;
 pub use store_wait::wait_for_store;
+pub use subscribed::note_subscribed;
 pub use supervise::supervise;
 pub use supervised_relay::{RelayFault, SupervisedRelay};
 pub use unrouted::UnroutedFinder;

@@ -171,8 +171,6 @@ counters! {
     stale_writes,
     /// Calls to the store that failed and were repeated.
     store_errors,
-    /// Calls to the sink that panicked.
-    panics,
     /// Calls to the sink that exceeded the time limit.
     timeouts,
     /// Times the breaker opened.

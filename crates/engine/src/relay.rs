@@ -82,7 +82,7 @@ impl RelayBuilder {
     }
 
     /// Sets how to pause the subscription when its destination asks never to be called again (HTTP
-    /// 410). Without it, only this relay stops sending, until it is restarted.
+    /// 410). Without it, only this relay stops sending, and its later runs send nothing either.
     pub fn admin(mut self, admin: Arc<dyn Admin>) -> Self {
         self.admin = Some(admin);
         self
@@ -361,6 +361,8 @@ impl Relay {
         let mut lanes = Lanes::new(context.clone(), self.owner.clone());
         let ended = self.share_lanes(&mut lanes, &stop).await;
         lanes.stop().await;
+        // As whenever it has no lane.
+        self.metrics.destination_unknown();
         context.log_left_out();
         if let Destination::Sink(sink) = &context.destination {
             sink.close().await;
@@ -376,14 +378,16 @@ impl Relay {
     }
 
     /// Drains whenever the schedule says so, until `stop`. Runs never overlap: a time that comes
-    /// while a run is still going is skipped. A run that the destination or the store cut short
-    /// goes on once that is back, and one that lost a lane after a lease. Lanes that another relay
-    /// holds are drained if it crashes; the rest would wait for the next time. A permanent error
-    /// ends this; the next call first finishes that run.
+    /// while a run is still going, or waits for its destination, is skipped. A run that the
+    /// destination or the store cut short goes on once that is back, and one that lost a lane after
+    /// a lease. Lanes that another relay holds are drained if it crashes; the rest would wait for
+    /// the next time. A permanent error ends this; the next call first finishes that run.
     ///
     /// Cancel-safety: as [`Self::run`].
     pub async fn run_on(&self, schedule: &dyn Schedule, stop: CancellationToken) -> Result<()> {
         let mut drained = Drained::default();
+        let breaker = || self.context.as_ref().map(|context| &context.health.breaker);
+        let probe_in = || breaker().and_then(|breaker| breaker.wait(self.clock.monotonic()));
         // When a run goes on before its next time, and whether only with lanes that a crash left.
         let mut again = lock(&self.unfinished).map(|only_crashed| (Duration::ZERO, only_crashed));
         while !stop.is_cancelled() {
@@ -391,31 +395,37 @@ impl Relay {
             // Without a next time it waits for the stop: its end would be that of the service.
             let next = schedule.next_after(now);
             let goes_on = again.take().filter(|(wait, _)| next.is_none_or(|next| *wait < until(now, next)));
-            let only_crashed = goes_on.is_some_and(|(_, only_crashed)| only_crashed);
             let waited = async {
                 match (goes_on, next) {
                     (Some((wait, _)), _) => self.clock.sleep(wait).await,
                     (None, Some(next)) => sleep_until(next, &*self.clock).await,
                     (None, None) => std::future::pending().await,
                 }
+                // A run that may not probe finds nothing, as if nothing were left.
+                if let Some(wait) = probe_in() {
+                    self.clock.sleep(wait).await;
+                }
             };
             if stop.run_until_cancelled(waited).await.is_none() {
                 break;
             }
-            let breaker = || self.context.as_ref().map(|context| &context.health.breaker);
+            // A time that has come meanwhile is a run of its own.
+            let is_before = next.is_none_or(|next| self.clock.now() < next);
+            let only_crashed = is_before && goes_on.is_some_and(|(_, only_crashed)| only_crashed);
             let (was_closed, opened) = (breaker().is_none_or(Breaker::is_closed), self.metrics.breaker_opened());
             *lock(&self.unfinished) = Some(only_crashed);
             again = match self.drain_once(None, only_crashed, stop.clone()).await {
                 Ok(part) => {
-                    let probe_in = breaker().and_then(|breaker| breaker.wait(self.clock.monotonic()));
                     // A probe that found nothing to send says nothing about the destination.
-                    let has_more = if probe_in.is_some() { part.fetched > 0 } else { !was_closed };
+                    let has_more = if probe_in().is_some() { part.fetched > 0 } else { !was_closed };
                     let is_cut_short = has_more || self.metrics.breaker_opened() > opened;
                     drained += part;
                     if is_cut_short {
-                        Some((probe_in.unwrap_or_default(), false))
+                        Some((Duration::ZERO, false))
                     } else {
                         self.metrics.destination_unknown();
+                        // Nothing is renewed until the next run.
+                        self.metrics.lease_answered(None, self.clock.now());
                         let is_partial = part.lanes_lost + part.lanes_elsewhere > 0;
                         let context = self.context.as_ref().filter(|_| is_partial);
                         context.map(|context| (context.settings.lease_ttl, part.lanes_lost == 0))
@@ -495,21 +505,17 @@ impl Relay {
     /// Pauses the subscription because its destination asked never to be called again. Returns
     /// false if there is no [`RelayBuilder::admin`] to pause it. The error is permanent.
     async fn pause(&self, context: &RelayContext, stop: &CancellationToken) -> Result<bool> {
-        let Some(why) = context.health.take_gone() else { return Ok(true) };
+        let Some(why) = context.health.gone() else { return Ok(true) };
         error!(subscription = self.name(), why, "destination gone");
         let Some(admin) = &self.admin else { return Ok(false) };
         let pause = Pause { until: None, by: Pause::BY_RELAY.to_owned(), why };
-        let paused = self.answered(admin.pause(&self.subscription.name, Some(&pause)), stop).await;
-        if !matches!(paused, Some(Ok(()))) {
-            // Nothing may be sent until this works, so set the mark again; the next turn retries.
-            context.health.set_gone(pause.why);
-        }
-        if let Some(Err(error)) = paused {
-            match error {
-                error if context.store_failed(&error) => self.clock.sleep(context.store_backoff(3)).await,
-                error if error.code() == "subscription_unknown" => return Err(removed(self.name())),
-                error => return Err(error),
-            }
+        match self.answered(admin.pause(&self.subscription.name, Some(&pause)), stop).await {
+            Some(Ok(())) => context.health.set_gone(None),
+            // Nothing may be sent until this works, so the mark stays; the next turn retries.
+            Some(Err(error)) if context.store_failed(&error) => self.clock.sleep(context.store_backoff(3)).await,
+            Some(Err(error)) if error.code() == "subscription_unknown" => return Err(removed(self.name())),
+            Some(Err(error)) => return Err(error),
+            None => {}
         }
         Ok(true)
     }

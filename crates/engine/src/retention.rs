@@ -116,15 +116,15 @@ impl Sweeper {
     /// Also gives up events that have been dead for longer than `age`. They are discarded, and
     /// removed when they are old enough. Fails if `age` is less than a day ([`DEAD_AGE_MIN`]).
     /// Events that hold their key (`on_dead = "halt"`) stay, because the others of the key wait for
-    /// a person.
-    pub fn dead_older_than(mut self, age: Duration) -> Result<Self> {
-        if age < DEAD_AGE_MIN {
+    /// a person. `None`: all dead events wait, as by default.
+    pub fn dead_older_than(mut self, age: Option<Duration>) -> Result<Self> {
+        if let Some(age) = age.filter(|age| *age < DEAD_AGE_MIN) {
             let (age, least) = (age.as_secs(), DEAD_AGE_MIN.as_secs());
             let text =
                 format!("dead events must be kept for {least} s (a day) or longer, not {age} s: nobody would see them");
             return Err(Error::invalid("configure", "dead_age_too_short", text));
         }
-        self.dead_age = Some(age);
+        self.dead_age = age;
         Ok(self)
     }
 
@@ -296,7 +296,7 @@ mod tests {
             let store = Arc::new(server.client(Some(Arc::new(FailsAt(operation, once)))));
             let sweeper = Sweeper::new(Arc::clone(&store) as _, logs, clock)
                 .message_ids_older_than(MESSAGE_IDS_AGE_MIN)
-                .and_then(|sweeper| sweeper.dead_older_than(DEAD_AGE_MIN))
+                .and_then(|sweeper| sweeper.dead_older_than(Some(DEAD_AGE_MIN)))
                 .expect("long enough");
             let error = sweeper.sweep(&CancellationToken::new()).await.expect_err("the first call fails");
             assert_eq!((error.code(), calls.load(Ordering::SeqCst)), ("store_down", 2), "{operation}");

@@ -33,7 +33,9 @@ pub struct RelaySettings {
     /// Longest time for one call of the sink. After that it is dropped and counts as a failed
     /// attempt. Default 30 s.
     pub deliver_timeout: Duration,
-    /// How long a graceful stop waits for calls in flight. Default 10 s.
+    /// How long calls in flight may go on after a graceful stop, or in a lane that another relay is
+    /// to have. Events of calls that take longer are sent again, soon after `deliver_timeout` at
+    /// the latest, and hold their keys until then. Default 10 s.
     pub drain_timeout: Duration,
     /// First wait after an empty read. Default 1 ms.
     pub poll_min: Duration,

@@ -81,9 +81,10 @@ impl SupervisedRelay {
         &self.relay.subscription().name
     }
 
-    /// Returns whether events wait although all is well: for the schedule, or for a destination.
+    /// Returns whether events wait although all is well: for the schedule, or for a destination. A
+    /// scheduled run that cannot go on is not well.
     pub fn waits_by_configuration(&self) -> bool {
-        self.schedule.is_some() || !self.relay.has_destination()
+        !self.relay.has_destination() || self.schedule.is_some() && self.fault(true).is_none()
     }
 
     /// Returns why its events do not flow, if they do not. Failing lanes and leases are left out if

@@ -141,10 +141,6 @@ impl Apply for SimApply {
         call.answered = answer.is_ok();
         answer
     }
-
-    fn blocks_renewal(&self) -> bool {
-        self.inner.blocks_renewal()
-    }
 }
 
 /// A call that counts as an attempt if it is dropped or panics, provided its relay lives to count

@@ -91,6 +91,20 @@ impl SqliteClient {
     }
 }
 
+/// Carries a call. Borrowed arguments are cloned once for the caller, and again for each time the
+/// store executes it.
+macro_rules! carry {
+    ($client:ident, $operation:expr, $lease:expr, [$($own:ident),*], |$store:ident, $is_late:tt| $call:expr) => {{
+        let (operation, of) = ($operation, $lease);
+        $(let $own = $own.to_owned();)*
+        let carried = $client.carry(operation, of, move |$store, $is_late| {
+            $(let $own = $own.to_owned();)*
+            Box::pin(async move { $call.await })
+        });
+        carried.await
+    }};
+}
+
 /// Runs a call job by job. `None`: the store went back meanwhile.
 async fn step_through<T>(
     world: &World,
@@ -146,12 +160,7 @@ impl OwnedSettlement {
 #[async_trait]
 impl Log for SqliteClient {
     async fn subscribe(&self, subscription: &Subscription) -> Result<()> {
-        let subscription = subscription.clone();
-        self.carry("subscribe", None, move |store, _| {
-            let subscription = subscription.clone();
-            Box::pin(async move { store.subscribe(&subscription).await })
-        })
-        .await
+        carry!(self, "subscribe", None, [subscription], |store, _| store.subscribe(&subscription))
     }
 
     async fn acquire(
@@ -161,39 +170,21 @@ impl Log for SqliteClient {
         held: &[u16],
         ttl: Duration,
     ) -> Result<Acquired> {
-        let asked = (subscription.clone(), owner.clone(), held.to_vec());
-        self.carry("acquire", None, move |store, _| {
-            let (subscription, owner, held) = asked.clone();
-            Box::pin(async move { store.acquire(&subscription, &owner, &held, ttl).await })
+        carry!(self, "acquire", None, [subscription, owner, held], |store, _| {
+            store.acquire(&subscription, &owner, &held, ttl)
         })
-        .await
     }
 
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
-        let called = lease.clone();
-        self.carry("renew", Some(lease), move |store, _| {
-            let called = called.clone();
-            Box::pin(async move { store.renew(&called, ttl).await })
-        })
-        .await
+        carry!(self, "renew", Some(lease), [lease], |store, _| store.renew(&lease, ttl))
     }
 
     async fn release(&self, lease: &Lease) -> Result<()> {
-        let called = lease.clone();
-        self.carry("release", Some(lease), move |store, _| {
-            let called = called.clone();
-            Box::pin(async move { store.release(&called).await })
-        })
-        .await
+        carry!(self, "release", Some(lease), [lease], |store, _| store.release(&lease))
     }
 
     async fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()> {
-        let (subscription, owner) = (subscription.clone(), owner.clone());
-        self.carry("leave", None, move |store, _| {
-            let (subscription, owner) = (subscription.clone(), owner.clone());
-            Box::pin(async move { store.leave(&subscription, &owner).await })
-        })
-        .await
+        carry!(self, "leave", None, [subscription, owner], |store, _| store.leave(&subscription, &owner))
     }
 
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
@@ -202,23 +193,15 @@ impl Log for SqliteClient {
     }
 
     async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        let called = lease.clone();
-        self.carry("due", Some(lease), move |store, _| {
-            let called = called.clone();
-            Box::pin(async move { store.due(&called, limit).await })
-        })
-        .await
+        carry!(self, "due", Some(lease), [lease], |store, _| store.due(&lease, limit))
     }
 
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
-        let called = lease.clone();
         let owned = Arc::new(OwnedSettlement::new(settlement));
-        self.carry("settle", Some(lease), move |store, is_late| {
-            let (called, owned) = (called.clone(), owned.clone());
+        carry!(self, "settle", Some(lease), [lease, owned], |store, is_late| {
             // The client itself records a rewind.
-            Box::pin(async move { store.settle(&called, owned.lend(owned.rewind && !is_late)).await })
+            store.settle(&lease, owned.lend(owned.rewind && !is_late))
         })
-        .await
     }
 
     async fn hint(&self, _lease: &Lease) {
@@ -242,30 +225,18 @@ impl Apply for SqliteClient {
 #[async_trait]
 impl Admin for SqliteClient {
     async fn change(&self, subscription: &SubscriptionName, change: &Change, selection: &Selection) -> Result<Changed> {
-        let asked = (subscription.clone(), change.clone(), selection.clone());
-        self.carry(change.operation(), None, move |store, _| {
-            let (subscription, change, selection) = asked.clone();
-            Box::pin(async move { store.change(&subscription, &change, &selection).await })
+        carry!(self, change.operation(), None, [subscription, change, selection], |store, _| {
+            store.change(&subscription, &change, &selection)
         })
-        .await
     }
 
     async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
-        let asked = (subscription.clone(), replay.clone());
-        self.carry("replay", None, move |store, _| {
-            let (subscription, replay) = asked.clone();
-            Box::pin(async move { store.replay(&subscription, &replay).await })
-        })
-        .await
+        carry!(self, "replay", None, [subscription, replay], |store, _| store.replay(&subscription, &replay))
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-        let asked = (subscription.clone(), pause.cloned());
-        self.carry("pause", None, move |store, _| {
-            let (subscription, pause) = asked.clone();
-            Box::pin(async move { store.pause(&subscription, pause.as_ref()).await })
-        })
-        .await
+        let pause = pause.cloned();
+        carry!(self, "pause", None, [subscription, pause], |store, _| store.pause(&subscription, pause.as_ref()))
     }
 
     async fn rename(&self, subscription: &SubscriptionName, generation: i64, to: &SubscriptionName) -> Result<()> {
@@ -278,21 +249,11 @@ impl Admin for SqliteClient {
 
     async fn reset(&self, subscription: &SubscriptionName, to: ResetTo, stamp: Option<&str>) -> Result<ResetPlan> {
         let Some(stamp) = stamp else { return self.look(self.opened.store.reset(subscription, to, None)) };
-        let asked = (subscription.clone(), stamp.to_owned());
-        self.carry("reset", None, move |store, _| {
-            let (subscription, stamp) = asked.clone();
-            Box::pin(async move { store.reset(&subscription, to, Some(&stamp)).await })
-        })
-        .await
+        carry!(self, "reset", None, [subscription, stamp], |store, _| store.reset(&subscription, to, Some(&stamp)))
     }
 
     async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()> {
-        let subscription = subscription.clone();
-        self.carry("set_lanes", None, move |store, _| {
-            let subscription = subscription.clone();
-            Box::pin(async move { store.set_lanes(&subscription, lanes).await })
-        })
-        .await
+        carry!(self, "set_lanes", None, [subscription], |store, _| store.set_lanes(&subscription, lanes))
     }
 }
 
@@ -303,21 +264,11 @@ impl Maintain for SqliteClient {
     }
 
     async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
-        let log = log.clone();
-        self.carry("note_unrouted", None, move |store, _| {
-            let log = log.clone();
-            Box::pin(async move { store.note_unrouted(&log).await })
-        })
-        .await
+        carry!(self, "note_unrouted", None, [log], |store, _| store.note_unrouted(&log))
     }
 
     async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
-        let (log, prune) = (log.clone(), prune.clone());
-        self.carry("prune", None, move |store, _| {
-            let (log, prune) = (log.clone(), prune.clone());
-            Box::pin(async move { store.prune(&log, &prune).await })
-        })
-        .await
+        carry!(self, "prune", None, [log, prune], |store, _| store.prune(&log, &prune))
     }
 
     async fn time(&self) -> Result<jiff::Timestamp> {

@@ -32,6 +32,8 @@ pub(crate) struct Position {
     pub(crate) read: i64,
     /// Nothing of the window is left beyond `read`.
     drained: bool,
+    /// The window was opened under this lease.
+    opened: bool,
     /// Rises with every rewind, so that a read which was under way does not undo it.
     rewinds: u64,
     /// Value of [`crate::state::State::wakeups`] at the last read.
@@ -116,7 +118,7 @@ impl MemoryStore {
             let (called, known) = (lease.clone(), (at.window, at.settled, at.revision));
             let after = (!opens).then_some(at.read);
             let read = move |server: &Server| server.window(&called, known, after, limit);
-            let page = match self.call(if opens { "open" } else { "page" }, Some(lease), read).await {
+            let mut page = match self.call(if opens { "open" } else { "page" }, Some(lease), read).await {
                 // An earlier call was executed and its answer lost, or the store went back to an
                 // earlier state. Other events that were returned must not be settled either, and
                 // calls to the destination may be in flight whose rows belong to that other past.
@@ -129,12 +131,15 @@ impl MemoryStore {
             };
             let entered = page.window != at.window;
             let (read, settled) = if entered { (0, 0) } else { (at.read, at.settled) };
+            let opened = at.opened || entered;
+            page.batch.caught_up = opened && !page.batch.more;
             let after = Position {
                 window: page.window,
                 revision: page.revision,
                 settled,
                 read: page.end.unwrap_or(read),
                 drained: !page.batch.more,
+                opened,
                 wakeups: page.wakeups,
                 ..at.clone()
             };
@@ -152,7 +157,8 @@ impl MemoryStore {
         let (window, settled, revision, wakeups) =
             self.call("load", Some(lease), move |server: &Server| server.load(&called)).await?;
         let (epoch, read) = (lease.epoch, settled);
-        let at = Position { epoch, window, revision, settled, read, drained: false, rewinds: 0, wakeups };
+        let (drained, opened, rewinds) = (false, false, 0);
+        let at = Position { epoch, window, revision, settled, read, drained, opened, rewinds, wakeups };
         self.client.advance(lease, None, at);
         Ok(())
     }

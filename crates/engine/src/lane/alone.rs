@@ -48,7 +48,8 @@ impl Turns {
 
 /// What a careful lane still has to send alone.
 pub(super) struct Careful {
-    /// Whether the next batch of the stream may have been in flight at a former holder.
+    /// Whether the next batch of the stream may have been in flight at a former holder. Then it is
+    /// set aside. Stays true until its rows are written.
     stream: AtomicBool,
     /// Upper bound of the due rows left to send alone.
     rows: AtomicUsize,
@@ -65,9 +66,14 @@ impl Careful {
         Self { stream: AtomicBool::new(is_careful), rows: AtomicUsize::new(rows), permit: std::sync::Mutex::default() }
     }
 
-    /// Returns whether the next batch of the stream must be set aside; true at most once.
-    pub(super) fn take_stream(&self) -> bool {
-        self.stream.swap(false, Ordering::AcqRel)
+    /// Returns whether the next batch of the stream must be set aside.
+    pub(super) fn has_stream(&self) -> bool {
+        self.stream.load(Ordering::Acquire)
+    }
+
+    /// Notes that the rows of that batch are written, or that there is none.
+    pub(super) fn stream_done(&self) {
+        self.stream.store(false, Ordering::Release);
     }
 
     /// Returns whether every due row goes alone.
@@ -79,11 +85,10 @@ impl Careful {
         _ = self.rows.fetch_update(Ordering::AcqRel, Ordering::Acquire, |rows| rows.checked_sub(1));
     }
 
-    /// Notes that no row is due any more.
+    /// Notes that no row is due any more, by a look that began after [`Self::stream_done`]: an
+    /// earlier one may have missed the rows that are written there.
     pub(super) fn no_rows(&self) {
-        if !self.stream.load(Ordering::Acquire) {
-            self.rows.store(0, Ordering::Release);
-        }
+        self.rows.store(0, Ordering::Release);
     }
 
     /// Returns the permit that the event to be sent alone has waited for.
@@ -92,7 +97,7 @@ impl Careful {
     }
 
     pub(super) fn is_over(&self) -> bool {
-        !self.stream.load(Ordering::Acquire) && !self.has_rows()
+        !self.has_stream() && !self.has_rows()
     }
 }
 

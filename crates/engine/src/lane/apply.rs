@@ -10,6 +10,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::panic::AssertUnwindSafe;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use futures::FutureExt;
 use postbox_core::kit::panic_text;
@@ -99,7 +100,7 @@ impl Lane {
     ) -> Result<bool> {
         let context = &*self.context;
         let batch = applying.batch;
-        let sent = context.health.failures.sent();
+        let sent = context.health.sent();
         let mut ready = Vec::with_capacity(range.len());
         for place in range.clone() {
             let delivery = &batch.deliveries[place];
@@ -111,7 +112,7 @@ impl Lane {
             } else if delivery.event.key.as_ref().is_some_and(|key| applying.held.contains(key)) {
                 applying.verdicts.defer(place, Disposition::Block);
             } else if let Some((outcome, took)) = context.apply.known(delivery) {
-                self.applied(applying, place, context.judge(delivery, outcome, sent, took));
+                self.applied(applying, place, context.judge(delivery, outcome, sent, took), sent);
             } else {
                 ready.push(place);
             }
@@ -139,7 +140,7 @@ impl Lane {
         context.apply.forget(&batch.deliveries[range]);
         for (place, verdict) in ready.into_iter().zip(judged) {
             match verdict {
-                Some(verdict) => self.applied(applying, place, verdict),
+                Some(verdict) => self.applied(applying, place, verdict, sent),
                 // The handler did not run, because an earlier event of its key failed in this
                 // transaction.
                 None => applying.defer_behind(place),
@@ -159,127 +160,23 @@ impl Lane {
         sent: Sent,
     ) -> Result<Option<Vec<Option<Verdict>>>> {
         let context = &*self.context;
-        let judged: Mutex<HashMap<Seq, (Outcome, Verdict)>> = Mutex::default();
-        let begin = context.clock.monotonic();
-        let took = || context.clock.monotonic().saturating_sub(begin);
-        let outlasts = || took() >= context.settings.lease_ttl / 2;
-        let decide = |delivery: &Delivery, outcome: &Outcome| {
-            let verdict = context.judge(delivery, outcome.clone(), sent, took());
-            lock(&judged).insert(delivery.seq, (outcome.clone(), verdict.clone()));
-            verdict.into_disposition()
-        };
-        let call = AssertUnwindSafe(async { apply.apply(&self.lease.lease, refs, settlement, &decide).await });
-        let failed = |outcome| context.apply.failed(refs, (outcome, took()));
-        // Otherwise they would be called and rolled back without end.
-        let outlived = |is_theirs: bool| match is_theirs || refs.len() == 1 {
-            true => {
-                let text = format!("the transaction took {:?}, until the lease had ended", rounded(took()));
-                failed(Outcome::retry("handler_outlived_lease", text));
-            }
-            false => context.apply.shrink(),
-        };
         let _in_flight = Gauge::up(&context.metrics.in_flight, refs.len());
-        let (answer, blocked) = tokio::select! {
-            biased;
-            () = self.lease.abandon.cancelled() => {
-                if !self.lease.is_lost() {
-                    return Err(dropped("the relay stops"));
-                }
-                if outlasts() {
-                    outlived(apply.blocks_renewal());
-                }
-                return Err(Error::stale("apply"));
-            }
-            answer = watched(context, call.catch_unwind()) => answer,
-            () = context.clock.sleep(context.settings.deliver_timeout) => {
-                context.metrics.add(&context.metrics.timeouts, 1);
-                let limit = context.settings.deliver_timeout;
-                failed(Outcome::retry("timeout", format!("the transaction overran {limit:?}")));
-                return Err(dropped("the transaction overran its time"));
-            }
-        };
-        context.metrics.calls.observe(took());
-        match answer {
-            Ok(Ok(outcomes)) => {
-                self.works("apply");
-                let has_failed = outcomes.iter().flatten().any(|outcome| matches!(outcome, Outcome::Retry { .. }));
-                context.apply.committed(refs.len(), has_failed, took());
-                let judged = &mut *lock(&judged);
-                let verdict = |(delivery, outcome): (&&Delivery, Option<Outcome>)| {
-                    let outcome = outcome?;
-                    let verdict = judged.remove(&delivery.seq).map(|(_, verdict)| verdict);
-                    Some(verdict.unwrap_or_else(|| context.judge(delivery, outcome, sent, took())))
-                };
-                Ok(Some(refs.iter().zip(outcomes).map(verdict).collect()))
-            }
-            Ok(Err(error)) if error.is_stale() => {
-                context.metrics.add(&context.metrics.stale_writes, 1);
-                // While a handler blocks the thread, the lease may not be renewed. Its event would
-                // be handled again without end.
-                if blocked >= context.settings.lease_ttl / 2 {
-                    let text =
-                        format!("the handler blocked its thread for {:?}, until the lease had ended", rounded(blocked));
-                    failed(Outcome::retry("handler_outlived_lease", text));
-                } else if outlasts() {
-                    outlived(false);
-                }
-                Err(error)
-            }
-            Ok(Err(error)) if error.is_transaction_lost() => {
-                failed(Outcome::retry(error.code().to_owned(), error.message()));
-                Err(dropped("a handler lost the transaction"))
-            }
-            Ok(Err(error)) if error.is_transaction_ended() => {
-                let mut judged = lock(&judged);
-                // Dead at once, because another attempt would repeat what this one committed.
-                if judged.is_empty() {
-                    failed(Outcome::dead(error.code().to_owned(), error.message()));
-                }
-                for delivery in refs {
-                    if let Some((outcome, _)) = judged.remove(&delivery.seq) {
-                        context.apply.ended(delivery, (outcome, took()));
-                    }
-                }
-                Ok(None)
-            }
-            // No bounded run gives up here: the lane is given back after each failure anyway.
-            // If a handler has run, a permanent error concerns its effect. A store that refuses
-            // everything also refuses to settle that failure.
-            Ok(Err(error))
-                if context.lane_failed(self.lease.lease.lane, "apply", &error) || !lock(&judged).is_empty() =>
-            {
-                // Otherwise an event whose effect the store cannot commit would stop its lane.
-                if error.kind() == ErrorKind::Internal || error.is_permanent() {
-                    failed(Outcome::retry(error.code().to_owned(), error.message()));
-                    if refs.len() == 1 {
-                        // The event fails, not the lane.
-                        self.works("apply");
-                    }
-                }
-                context.clock.sleep(context.store_backoff(1)).await;
-                Err(dropped(match error.is_permanent() {
-                    true => "the store refused the transaction and rolled it back",
-                    false => "the transaction's end is unknown",
-                }))
-            }
-            Ok(Err(error)) => Err(error),
-            Err(panic) => {
-                let panic = panic_text(&*panic).to_owned();
-                if let Some(left_out) = context.log_line("apply panicked", "panic") {
-                    warn!(subscription = context.name(), panic, left_out, "apply panicked");
-                }
-                context.metrics.add(&context.metrics.panics, 1);
-                failed(Outcome::retry("panic", panic));
-                Err(dropped("the transaction panicked"))
-            }
+        let begun = context.clock.monotonic();
+        let transaction = Transaction { lane: self, refs, sent, begun, judged: Mutex::default() };
+        let ended = transaction.run(apply, settlement).await;
+        let is_refused = matches!(ended, Ended::Refused(_));
+        let verdicts = transaction.conclude(ended);
+        if is_refused {
+            context.clock.sleep(context.store_backoff(1)).await;
         }
+        verdicts
     }
 
     /// Acts on a verdict that has been written, so that deliveries after it are planned correctly.
-    fn applied(&self, applying: &mut Applying<'_>, place: usize, verdict: Verdict) {
+    fn applied(&self, applying: &mut Applying<'_>, place: usize, verdict: Verdict, sent: Sent) {
         let context = &*self.context;
         let delivery = &applying.batch.deliveries[place];
-        context.record(delivery, &verdict, context.clock.now());
+        context.record(delivery, &verdict, sent, context.clock.now());
         match &verdict {
             Verdict::Delivered { .. } => return applying.verdicts.delivered(place),
             Verdict::Outage { .. } | Verdict::Gone { .. } => applying.round.cancel(),
@@ -300,6 +197,176 @@ impl Applying<'_> {
     fn defer_behind(&mut self, place: usize) {
         self.held.extend(&self.batch.deliveries[place].event.key);
         self.verdicts.defer(place, Disposition::Block);
+    }
+}
+
+/// How a transaction ended.
+enum Ended {
+    Committed(Vec<Option<Outcome>>),
+    /// It was stale; and the longest time for which a handler blocked its thread.
+    Stale(Error, Duration),
+    /// A handler lost its connection.
+    Lost(Error),
+    /// A handler committed or rolled back.
+    ByHandler(Error),
+    /// The store failed or refused it, and is asked again after a pause.
+    Refused(Error),
+    /// The store refuses everything: a person must act.
+    Failed(Error),
+    Panicked(String),
+    TimedOut,
+    /// It was dropped, because the lane ends.
+    Dropped,
+}
+
+/// One transaction of a lane.
+struct Transaction<'a> {
+    lane: &'a Lane,
+    refs: &'a [&'a Delivery],
+    sent: Sent,
+    begun: Duration,
+    /// The deliveries whose handlers have run.
+    judged: Mutex<HashMap<Seq, (Outcome, Verdict)>>,
+}
+
+impl Transaction<'_> {
+    /// Runs it until it ends, its time is over, or its lane is to be dropped.
+    async fn run(&self, apply: &dyn Apply, settlement: Settlement<'_>) -> Ended {
+        let (context, lease) = (&*self.lane.context, &*self.lane.lease);
+        let decide = |delivery: &Delivery, outcome: &Outcome| {
+            let verdict = self.judge(delivery, outcome.clone());
+            lock(&self.judged).insert(delivery.seq, (outcome.clone(), verdict.clone()));
+            verdict.into_disposition()
+        };
+        let call = AssertUnwindSafe(async { apply.apply(&lease.lease, self.refs, settlement, &decide).await });
+        let (answer, blocked) = tokio::select! {
+            biased;
+            () = lease.abandon.cancelled() => return Ended::Dropped,
+            answer = watched(context, call.catch_unwind()) => answer,
+            () = context.clock.sleep(context.settings.deliver_timeout) => return Ended::TimedOut,
+        };
+        context.metrics.calls.observe(self.took());
+        match answer {
+            Ok(Ok(outcomes)) => Ended::Committed(outcomes),
+            Ok(Err(error)) if error.is_stale() => Ended::Stale(error, blocked),
+            Ok(Err(error)) if error.is_transaction_lost() => Ended::Lost(error),
+            Ok(Err(error)) if error.is_transaction_ended() => Ended::ByHandler(error),
+            // No bounded run gives up here: the lane is given back after each failure anyway.
+            // If a handler has run, a permanent error concerns its effect. A store that refuses
+            // everything also refuses to settle that failure.
+            Ok(Err(error))
+                if context.lane_failed(lease.lease.lane, "apply", &error) || !lock(&self.judged).is_empty() =>
+            {
+                Ended::Refused(error)
+            }
+            Ok(Err(error)) => Ended::Failed(error),
+            Err(panic) => Ended::Panicked(panic_text(&*panic).to_owned()),
+        }
+    }
+
+    /// Acts on how it ended. Returns what [`Lane::apply_in_time`] does.
+    fn conclude(&self, ended: Ended) -> Result<Option<Vec<Option<Verdict>>>> {
+        let context = &*self.lane.context;
+        let retry = |error: &Error| Outcome::retry(error.code().to_owned(), error.message());
+        match ended {
+            Ended::Committed(outcomes) => Ok(Some(self.committed(outcomes))),
+            Ended::Stale(error, blocked) => {
+                context.metrics.add(&context.metrics.stale_writes, 1);
+                self.outlasted(blocked);
+                Err(error)
+            }
+            Ended::Lost(error) => {
+                self.failed(retry(&error));
+                Err(dropped("a handler lost the transaction"))
+            }
+            Ended::ByHandler(error) => {
+                let mut judged = lock(&self.judged);
+                // Dead at once, because another attempt would repeat what this one committed.
+                if judged.is_empty() {
+                    self.failed(Outcome::dead(error.code().to_owned(), error.message()));
+                }
+                for delivery in self.refs {
+                    if let Some((outcome, _)) = judged.remove(&delivery.seq) {
+                        context.apply.ended(delivery, (outcome, self.took()));
+                    }
+                }
+                Ok(None)
+            }
+            Ended::Refused(error) => {
+                // Otherwise an event whose effect the store cannot commit would stop its lane.
+                if error.kind() == ErrorKind::Internal || error.is_permanent() {
+                    self.failed(retry(&error));
+                    if self.refs.len() == 1 {
+                        // The event fails, not the lane.
+                        self.lane.works("apply");
+                    }
+                }
+                Err(dropped(match error.is_permanent() {
+                    true => "the store refused the transaction and rolled it back",
+                    false => "the transaction's end is unknown",
+                }))
+            }
+            Ended::Failed(error) => Err(error),
+            Ended::Panicked(panic) => {
+                if let Some(left_out) = context.log_line("apply panicked", "panic") {
+                    warn!(subscription = context.name(), panic, left_out, "apply panicked");
+                }
+                self.failed(Outcome::retry("panic", panic));
+                Err(dropped("the transaction panicked"))
+            }
+            Ended::TimedOut => {
+                context.metrics.add(&context.metrics.timeouts, 1);
+                let limit = context.settings.deliver_timeout;
+                self.failed(Outcome::retry("timeout", format!("the transaction overran {limit:?}")));
+                Err(dropped("the transaction overran its time"))
+            }
+            Ended::Dropped if self.lane.lease.is_lost() => {
+                self.outlasted(Duration::ZERO);
+                Err(Error::stale("apply"))
+            }
+            Ended::Dropped => Err(dropped("the lane ends")),
+        }
+    }
+
+    fn committed(&self, outcomes: Vec<Option<Outcome>>) -> Vec<Option<Verdict>> {
+        self.lane.works("apply");
+        let has_failed = outcomes.iter().flatten().any(|outcome| matches!(outcome, Outcome::Retry { .. }));
+        self.lane.context.apply.committed(self.refs.len(), has_failed, self.took());
+        let mut judged = lock(&self.judged);
+        let verdict = |(delivery, outcome): (&&Delivery, Option<Outcome>)| {
+            let outcome = outcome?;
+            let verdict = judged.remove(&delivery.seq).map(|(_, verdict)| verdict);
+            Some(verdict.unwrap_or_else(|| self.judge(delivery, outcome)))
+        };
+        self.refs.iter().zip(outcomes).map(verdict).collect()
+    }
+
+    /// Counts a failure if the transaction, or a handler that blocked its thread, took so long that
+    /// the lease ended. Otherwise the handlers would be called and rolled back without end. While a
+    /// handler blocks the thread, the lease may not be renewed.
+    fn outlasted(&self, blocked: Duration) {
+        let half = self.lane.context.settings.lease_ttl / 2;
+        let (what, lasted) = match blocked >= half {
+            true => ("the handler blocked its thread for", blocked),
+            false => ("the transaction took", self.took()),
+        };
+        if lasted >= half {
+            let text = format!("{what} {:?}, until the lease had ended", rounded(lasted));
+            self.failed(Outcome::retry("handler_outlived_lease", text));
+        }
+    }
+
+    /// Notes that it failed because of a handler.
+    fn failed(&self, outcome: Outcome) {
+        self.lane.context.apply.failed(self.refs, (outcome, self.took()));
+    }
+
+    fn judge(&self, delivery: &Delivery, outcome: Outcome) -> Verdict {
+        self.lane.context.judge(delivery, outcome, self.sent, self.took())
+    }
+
+    fn took(&self) -> Duration {
+        self.lane.context.clock.monotonic().saturating_sub(self.begun)
     }
 }
 

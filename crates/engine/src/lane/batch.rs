@@ -35,7 +35,8 @@ impl Lane {
         round: &CancellationToken,
     ) -> Result<Progress> {
         let mut verdicts = self.plan(batch, carried);
-        if !batch.deliveries.is_empty() && self.careful.take_stream() {
+        let sets_aside = !batch.deliveries.is_empty() && self.careful.has_stream();
+        if sets_aside {
             verdicts.set_aside(&batch.deliveries, self.context.holds_keys());
         }
         match &self.context.destination {
@@ -56,6 +57,9 @@ impl Lane {
                     return Ok(Progress::Short(Verdicts::new(batch.deliveries.len()), Vec::new()));
                 }
             }
+        }
+        if sets_aside {
+            self.careful.stream_done();
         }
         let (first, last) = span(batch);
         self.log_settled(first, last, batch.deliveries.len(), verdicts.exceptions().count());

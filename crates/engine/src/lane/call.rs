@@ -43,7 +43,7 @@ pub(super) fn call(
     places: Vec<usize>,
     permit: OwnedSemaphorePermit,
 ) -> Call {
-    let sent = context.health.failures.sent();
+    let sent = context.health.sent();
     let in_flight = CallMeter::begin(context.clone(), places.len());
     Box::pin(async move {
         let deliveries: Vec<&Delivery> = places.iter().map(|place| &batch.deliveries[*place]).collect();
@@ -162,7 +162,6 @@ fn overran(context: &RelayContext, count: usize) -> Vec<Outcome> {
 
 fn panicked(context: &RelayContext, panic: &(dyn std::any::Any + Send), count: usize) -> Vec<Outcome> {
     let text = panic_text(panic);
-    context.metrics.add(&context.metrics.panics, 1);
     if let Some(left_out) = context.log_line("sink panicked", "panic") {
         error!(subscription = context.name(), panic = text, left_out, "sink panicked");
     }

@@ -24,11 +24,19 @@ const PUT_OFF: Duration = Duration::from_secs(300);
 /// After this time without a failure, no letter waits any more that the sink refused: each would
 /// have been tried again. It was discarded, say, or another relay has handed it over.
 const OUTAGE_KEPT: Duration = PUT_OFF.saturating_mul(2);
+/// After how many groups in a row that failed as in an outage the sink counts as down. More than
+/// one, because letters that are refused in this way may have died together.
+const DOWN_GROUPS: usize = 2;
+/// How long a bounded run goes on while the sink takes nothing. It must not wait for this sink, and
+/// the next run continues.
+const RUN_IN_VAIN_MAX: Duration = Duration::from_secs(10);
 
 /// The result of one look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Look {
+    /// There was nothing to hand over, or the sink refused all of it.
     Nothing,
+    /// Something was handed over, so the next look finds less.
     HandedOver,
     Failed,
 }
@@ -39,7 +47,7 @@ impl Lane {
         let Some(sink) = &self.context.dead_letters else { return };
         let mut failures = 0;
         while !ended.is_cancelled() {
-            let wait = match self.look_for_letters(sink, failures).await {
+            let wait = match self.look_for_letters(sink, failures, ended).await {
                 Look::HandedOver => {
                     failures = 0;
                     continue;
@@ -57,14 +65,14 @@ impl Lane {
         self.context.metrics.dead_letters_fail.works();
     }
 
-    /// Hands over everything that can be handed over now.
+    /// Hands letters over for as long as the sink takes some.
     pub(super) async fn hand_over_all(&self) {
-        let Some(sink) = &self.context.dead_letters else { return };
-        while !self.lease.halt.is_cancelled() && self.look_for_letters(sink, 0).await == Look::HandedOver {}
+        let (Some(sink), halt) = (&self.context.dead_letters, &self.lease.halt) else { return };
+        while !halt.is_cancelled() && self.look_for_letters(sink, 0, halt).await == Look::HandedOver {}
     }
 
-    async fn look_for_letters(&self, sink: &DeadLetterSink, failures: usize) -> Look {
-        match self.lease.abandon.run_until_cancelled(self.hand_over(sink, failures)).await {
+    async fn look_for_letters(&self, sink: &DeadLetterSink, failures: usize, ended: &CancellationToken) -> Look {
+        match self.lease.abandon.run_until_cancelled(self.hand_over(sink, failures, ended)).await {
             Some(Ok(look)) => {
                 if look == Look::Nothing {
                     self.context.metrics.dead_letters_fail.end_after(OUTAGE_KEPT, self.context.clock.now());
@@ -82,10 +90,10 @@ impl Lane {
         }
     }
 
-    /// Takes one look and hands over what it finds. The oldest letters come first. For each failed
-    /// look before, one group of letters moves to the end, because it may be the reason that the
-    /// sink looks down.
-    async fn hand_over(&self, sink: &DeadLetterSink, failures: usize) -> Result<Look> {
+    /// Takes one look and hands over what it finds, until `ended`. The oldest letters come first.
+    /// For each failed look before, one group of letters moves to the end, because it may be the
+    /// reason that the sink looks down.
+    async fn hand_over(&self, sink: &DeadLetterSink, failures: usize, ended: &CancellationToken) -> Result<Look> {
         let (context, lease) = (&*self.context, &self.lease.lease);
         let letters = sink.store.dead_letters(lease, context.settings.batch).await?;
         let (unreadable, letters): (Vec<_>, Vec<_>) = letters.into_iter().partition(|it| it.unreadable.is_some());
@@ -105,41 +113,64 @@ impl Lane {
         let failed_at = group.saturating_mul(failures) % sent.len().max(1);
         deaths.rotate_left(failed_at);
         sent.rotate_left(failed_at);
+        let (mut down_groups, mut taken_at) = (0, context.clock.monotonic());
         for (deaths, sent) in deaths.chunks(group).zip(sent.chunks(group)) {
-            if !self.lease.is_safe(context.clock.monotonic()) {
-                return Ok(Look::Nothing);
+            let now = context.clock.monotonic();
+            if ended.is_cancelled() || !self.lease.is_safe(now) {
+                break;
             }
-            let calls = sent.chunks(batch_max).map(|call| {
-                let call: Vec<&Delivery> = call.iter().collect();
-                async move { guarded(context, &*sink.sink, &call).await }
-            });
-            let outcomes: Vec<Outcome> = join_all(calls).await.into_iter().flatten().collect();
-            let delivered = outcomes.iter().filter(|outcome| outcome.is_delivered()).count();
-            let handovers: Vec<_> = deaths
-                .iter()
-                .zip(&outcomes)
-                .filter_map(|(death, outcome)| self.judge_letter(*death, outcome, delivered > 0))
-                .collect();
-            if !handovers.is_empty() {
-                sink.store.hand_over(lease, &handovers).await?;
-            }
-            context.metrics.dead_letters.fetch_add(delivered as u64, Ordering::Relaxed);
-            context.metrics.dead_letters_failed.fetch_add((outcomes.len() - delivered) as u64, Ordering::Relaxed);
-            if delivered > 0 {
-                context.metrics.dead_letters_fail.works();
-            }
-            let is_outage = |outcome: &Outcome| match outcome {
-                // While the sink takes other letters, this failure is the letter's own.
-                Outcome::Unavailable { .. } => delivered == 0,
-                Outcome::Throttled { .. } | Outcome::Ambiguous { .. } => true,
-                _ => false,
-            };
-            if outcomes.iter().any(is_outage) {
+            if self.is_bounded && now.saturating_sub(taken_at) >= RUN_IN_VAIN_MAX {
                 return Ok(Look::Failed);
             }
-            look = Look::HandedOver;
+            let outcomes = self.send_letters(sink, batch_max, deaths, sent).await?;
+            if outcomes.iter().any(Outcome::is_delivered) {
+                // While the sink takes other letters, a failure is the letter's own.
+                context.metrics.dead_letters_fail.works();
+                (look, down_groups, taken_at) = (Look::HandedOver, 0, context.clock.monotonic());
+            } else if outcomes.iter().any(|it| matches!(it, Outcome::Unavailable { .. } | Outcome::Ambiguous { .. })) {
+                down_groups += 1;
+                if look == Look::Nothing {
+                    look = Look::Failed;
+                }
+            } else {
+                down_groups = 0;
+            }
+            if outcomes.iter().any(|it| matches!(it, Outcome::Throttled { .. })) {
+                return Ok(Look::Failed);
+            }
+            if down_groups >= DOWN_GROUPS {
+                break;
+            }
         }
         Ok(look)
+    }
+
+    /// Sends one group of letters, and writes what came of each.
+    async fn send_letters(
+        &self,
+        sink: &DeadLetterSink,
+        batch_max: usize,
+        deaths: &[Handover],
+        sent: &[Delivery],
+    ) -> Result<Vec<Outcome>> {
+        let context = &*self.context;
+        let calls = sent.chunks(batch_max).map(|call| {
+            let call: Vec<&Delivery> = call.iter().collect();
+            async move { guarded(context, &*sink.sink, &call).await }
+        });
+        let outcomes: Vec<Outcome> = join_all(calls).await.into_iter().flatten().collect();
+        let delivered = outcomes.iter().filter(|outcome| outcome.is_delivered()).count();
+        let handovers: Vec<_> = deaths
+            .iter()
+            .zip(&outcomes)
+            .filter_map(|(death, outcome)| self.judge_letter(*death, outcome, delivered > 0))
+            .collect();
+        if !handovers.is_empty() {
+            sink.store.hand_over(&self.lease.lease, &handovers).await?;
+        }
+        context.metrics.dead_letters.fetch_add(delivered as u64, Ordering::Relaxed);
+        context.metrics.dead_letters_failed.fetch_add((outcomes.len() - delivered) as u64, Ordering::Relaxed);
+        Ok(outcomes)
     }
 
     /// Returns what to write about a letter; `None` writes nothing, because the whole sink is down.

@@ -169,7 +169,7 @@ impl Lane {
             for (place, outcome) in places.iter().zip(outcomes.drain(..)) {
                 let delivery = &batch.deliveries[*place];
                 let verdict = context.judge(delivery, outcome, *sent, *took);
-                context.record(delivery, &verdict, now);
+                context.record(delivery, &verdict, *sent, now);
                 entries.push(Entry { delivery, disposition: verdict.into_disposition() });
             }
         }

@@ -39,15 +39,26 @@ pub(super) struct DispatchLimits {
     pub(super) alone: bool,
 }
 
-/// Why a wait ended.
-enum Wake {
-    Returned(Returned),
-    Permit(OwnedSemaphorePermit),
-    RateAllows,
-    SettleTime,
-    Settled(Result<usize>),
-    Slow,
-    Ended,
+/// A batch that is being sent.
+struct Sending<'a> {
+    lane: &'a Lane,
+    sink: &'a Arc<dyn Sink>,
+    batch: &'a Arc<Batch>,
+    limits: DispatchLimits,
+    round: &'a CancellationToken,
+    queue: DispatchQueue,
+    calls: FuturesUnordered<Call>,
+    /// Deliveries in flight; not for a sink that takes many per call.
+    out: HashSet<usize>,
+}
+
+/// What the next call waits for; by default nothing, because all calls that may go out are out.
+#[derive(Default)]
+struct Filled {
+    /// It waits for a permit.
+    starved: bool,
+    /// How long it waits for the rate.
+    rate_wait: Option<Duration>,
 }
 
 impl Lane {
@@ -94,114 +105,56 @@ impl Lane {
         round: &CancellationToken,
         settling: &mut Option<Settling<'a>>,
     ) -> Result<Vec<Call>> {
-        let context = &self.context;
-        let mut settle_time = context.clock.sleep(SETTLE_EVERY);
-        let deliveries = &batch.deliveries;
-        let prefix = context.capabilities.prefix;
-        let by_key = context.holds_keys();
-        let mut queue = match limits.probe {
+        let (context, clock) = (&self.context, &self.context.clock);
+        let mut settle_time = clock.sleep(SETTLE_EVERY);
+        let (deliveries, by_key, prefix) = (&batch.deliveries, context.holds_keys(), context.capabilities.prefix);
+        let queue = match limits.probe {
             true => DispatchQueue::probe(deliveries, verdicts, by_key, &*context.random),
             false => DispatchQueue::new(deliveries, verdicts, by_key, prefix),
         };
-        let mut calls = FuturesUnordered::new();
-        let mut out: HashSet<usize> = HashSet::new();
-        let are_rows = batch.end.is_none();
+        let (calls, out) = (FuturesUnordered::new(), HashSet::new());
+        let mut sending = Sending { lane: self, sink, batch, limits, round, queue, calls, out };
         let mut spare = if limits.alone { self.careful.take_permit() } else { None };
         let bytes = if prefix { 0 } else { payload_bytes(batch) };
         loop {
-            let mut starved = false;
-            let mut rate_wait = None;
-            while calls.len() < limits.calls_max && queue.has_more(deliveries.len()) && self.may_send(limits, round) {
-                let now = context.clock.monotonic();
-                let left = limits.send_until.map_or(Duration::MAX, |until| until.saturating_sub(now));
-                // Alone it is paid for already.
-                if !limits.alone {
-                    rate_wait = context.limiter.wait(now, are_rows).map(|wait| wait.min(left));
-                }
-                if rate_wait.is_some() {
-                    break;
-                }
-                let Some(permit) = spare.take().or_else(|| context.limiter.try_permit()) else {
-                    starved = true;
-                    break;
-                };
-                let places = self.take_places(&mut queue, batch, verdicts);
-                if places.is_empty() {
-                    break;
-                }
-                if !limits.alone {
-                    context.limiter.spend(places.len(), now, are_rows);
-                }
-                if !prefix {
-                    out.extend(&places);
-                }
-                calls.push(call(context.clone(), sink.clone(), batch.clone(), places, permit));
-            }
-            spare = None;
-            if calls.is_empty() && !starved && rate_wait.is_none() {
+            let Filled { starved, rate_wait } = sending.fill(spare.take(), verdicts);
+            let is_filled = !starved && rate_wait.is_none();
+            if is_filled && sending.calls.is_empty() {
                 // Nothing is in flight and nothing may go out: the batch is done, or the round has
                 // ended.
                 return Ok(Vec::new());
             }
-            let may_detach = !starved && rate_wait.is_none() && self.may_detach(calls.len(), bytes);
+            let may_detach = is_filled && self.may_detach(sending.calls.len(), bytes);
             let detach_after = limits.detach_after.filter(|_| may_detach);
-            let _stream_waits = (rate_wait.is_some() && !are_rows).then(|| context.limiter.stream_waits());
-            let event = tokio::select! {
+            let stream_waits = rate_wait.is_some() && batch.end.is_some();
+            let _stream_waits = stream_waits.then(|| context.limiter.stream_waits());
+            tokio::select! {
                 biased;
-                event = self.next_event(&mut calls, starved, rate_wait, detach_after, round) => event,
-                Some(settled) = OptionFuture::from(settling.as_mut()) => Wake::Settled(settled),
-                () = &mut settle_time, if settling.is_none() => Wake::SettleTime,
-            };
-            match event {
-                Wake::Returned(returned) => {
-                    queue.returned();
-                    returned.places.iter().for_each(|place| _ = out.remove(place));
-                    self.take_outcomes(returned, &mut queue, verdicts, round);
+                () = self.lease.abandon.cancelled() => return Ok(Vec::new()),
+                Some(returned) = sending.calls.next(), if !sending.calls.is_empty() => {
+                    sending.queue.returned();
+                    returned.places.iter().for_each(|place| _ = sending.out.remove(place));
+                    self.take_outcomes(returned, &mut sending.queue, verdicts, round);
                 }
-                Wake::Permit(permit) => spare = Some(permit),
+                () = round.cancelled(), if sending.calls.is_empty() => return Ok(Vec::new()),
+                Some(permit) = context.limiter.permit(), if starved => spare = Some(permit),
                 // The loop checks again what may be sent. The lease may have ended meanwhile.
-                Wake::RateAllows => {}
-                Wake::SettleTime => {
-                    settle_time = context.clock.sleep(SETTLE_EVERY);
-                    *settling = verdicts.settle_decided(batch, context.holds_keys()).map(|(end, settlement)| {
+                () = clock.sleep(rate_wait.unwrap_or_default()), if rate_wait.is_some() => {}
+                () = clock.sleep(detach_after.unwrap_or_default()), if detach_after.is_some() => {
+                    return Ok(sending.detach(verdicts));
+                }
+                Some(settled) = OptionFuture::from(settling.as_mut()) => {
+                    *settling = None;
+                    verdicts.settled(settled?);
+                }
+                () = &mut settle_time, if settling.is_none() => {
+                    settle_time = clock.sleep(SETTLE_EVERY);
+                    *settling = verdicts.settle_decided(batch, by_key).map(|(end, settlement)| {
                         let settled = async move { self.settle(settlement).await.map(|()| end) };
                         Box::pin(settled) as Settling<'_>
                     });
                 }
-                Wake::Settled(settled) => {
-                    *settling = None;
-                    verdicts.settled(settled?);
-                }
-                Wake::Slow => {
-                    for place in out {
-                        verdicts.failed(place, self.in_flight());
-                        queue.hold(place, deliveries, verdicts);
-                    }
-                    return Ok(calls.into_iter().collect());
-                }
-                Wake::Ended => return Ok(Vec::new()),
             }
-        }
-    }
-
-    async fn next_event(
-        &self,
-        calls: &mut FuturesUnordered<Call>,
-        starved: bool,
-        rate_wait: Option<Duration>,
-        detach_after: Option<Duration>,
-        round: &CancellationToken,
-    ) -> Wake {
-        let clock = &self.context.clock;
-        tokio::select! {
-            biased;
-            () = self.lease.abandon.cancelled() => Wake::Ended,
-            Some(returned) = calls.next(), if !calls.is_empty() => Wake::Returned(returned),
-            () = round.cancelled(), if calls.is_empty() => Wake::Ended,
-            Some(permit) = self.context.limiter.permit(), if starved => Wake::Permit(permit),
-            () = clock.sleep(rate_wait.unwrap_or_default()), if rate_wait.is_some() => Wake::RateAllows,
-            () = clock.sleep(detach_after.unwrap_or_default()), if detach_after.is_some() => Wake::Slow,
-            else => Wake::Ended,
         }
     }
 
@@ -265,12 +218,13 @@ impl Lane {
                 continue;
             }
             let verdict = context.judge(delivery, outcome, returned.sent, returned.took);
-            // Writing this failure would put aside all events before it, and it proves nothing. The
-            // event is tried again in its turn.
-            if matches!(&verdict, Verdict::Failed(_)) && matches!(queue, DispatchQueue::Probe { .. }) && place > 0 {
+            // Writing this failure would put aside all events of the stream before it, and it
+            // proves nothing. The event is tried again in its turn.
+            let puts_aside = matches!(queue, DispatchQueue::Probe { .. }) && place > 0 && returned.batch.end.is_some();
+            if puts_aside && matches!(&verdict, Verdict::Failed(_)) {
                 continue;
             }
-            context.record(delivery, &verdict, now);
+            context.record(delivery, &verdict, returned.sent, now);
             let (disposition, holding) = match verdict {
                 Verdict::Delivered { .. } => {
                     verdicts.delivered(place);
@@ -299,5 +253,47 @@ impl Lane {
                 queue.done(place);
             }
         }
+    }
+}
+
+impl Sending<'_> {
+    /// Starts all calls that may go out now. `spare` is a permit for the first.
+    fn fill(&mut self, mut spare: Option<OwnedSemaphorePermit>, verdicts: &mut Verdicts) -> Filled {
+        let (lane, batch, limits) = (self.lane, self.batch, self.limits);
+        let (context, are_rows, count) = (&lane.context, batch.end.is_none(), batch.deliveries.len());
+        while self.calls.len() < limits.calls_max && self.queue.has_more(count) && lane.may_send(limits, self.round) {
+            let now = context.clock.monotonic();
+            // Alone it is paid for already.
+            if !limits.alone
+                && let Some(wait) = context.limiter.wait(now, are_rows)
+            {
+                let left = limits.send_until.map_or(Duration::MAX, |until| until.saturating_sub(now));
+                return Filled { starved: false, rate_wait: Some(wait.min(left)) };
+            }
+            let Some(permit) = spare.take().or_else(|| context.limiter.try_permit()) else {
+                return Filled { starved: true, rate_wait: None };
+            };
+            let places = lane.take_places(&mut self.queue, batch, verdicts);
+            if places.is_empty() {
+                break;
+            }
+            if !limits.alone {
+                context.limiter.spend(places.len(), now, are_rows);
+            }
+            if !context.capabilities.prefix {
+                self.out.extend(&places);
+            }
+            self.calls.push(call(context.clone(), self.sink.clone(), batch.clone(), places, permit));
+        }
+        Filled::default()
+    }
+
+    /// Returns the calls in flight, which go on without their batch.
+    fn detach(mut self, verdicts: &mut Verdicts) -> Vec<Call> {
+        for place in self.out {
+            verdicts.failed(place, self.lane.in_flight());
+            self.queue.hold(place, &self.batch.deliveries, verdicts);
+        }
+        self.calls.into_iter().collect()
     }
 }

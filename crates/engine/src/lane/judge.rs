@@ -103,25 +103,26 @@ impl RelayContext {
         Disposition::Dead { code: clean(code), error: clip(error), halt, took }
     }
 
-    /// Acts at `now` on a verdict that stands: counts, logs, opens or closes the breaker.
-    pub(super) fn record(&self, delivery: &Delivery, verdict: &Verdict, now: Timestamp) {
+    /// Acts at `now` on a verdict that stands, of a call made at `sent`: counts, logs, opens or
+    /// closes the breaker.
+    pub(super) fn record(&self, delivery: &Delivery, verdict: &Verdict, sent: Sent, now: Timestamp) {
         match verdict {
             Verdict::Delivered { duplicate } => {
                 self.metrics.delivered_at(now, delivery);
                 if *duplicate {
                     self.metrics.duplicate(&delivery.event);
                 }
-                self.close_breaker();
+                self.close_breaker(sent);
             }
             // Proves nothing: the destination may still be down.
             Verdict::Failed(disposition) => self.record_failure(delivery, disposition),
             Verdict::Refused(disposition) => {
-                self.close_breaker();
+                self.close_breaker(sent);
                 self.record_failure(delivery, disposition);
             }
             Verdict::Gone { disposition, why } => {
-                self.health.set_gone(why.clone());
-                self.close_breaker();
+                self.health.set_gone(Some(why.clone()));
+                self.close_breaker(sent);
                 self.record_failure(delivery, disposition);
             }
             Verdict::Outage { disposition, after } => {
@@ -204,9 +205,9 @@ impl RelayContext {
         }
     }
 
-    fn close_breaker(&self) {
+    fn close_breaker(&self, sent: Sent) {
         let Health { breaker, failures, .. } = &self.health;
-        if breaker.answered() {
+        if breaker.answered(sent.openings) {
             failures.breaker_closed();
             self.metrics.destination_up();
             self.metrics.set_breaker(breaker.state());

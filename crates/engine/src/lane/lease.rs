@@ -26,19 +26,13 @@ pub(crate) struct LeaseGuard {
     loss: Mutex<Option<Error>>,
     /// Stop sending, then settle what is known.
     pub(crate) halt: CancellationToken,
-    /// Drop what is in flight.
+    /// Drop what is in flight. Never before `halt`.
     pub(crate) abandon: CancellationToken,
 }
 
 impl LeaseGuard {
-    pub(crate) fn new(
-        lease: Lease,
-        asked_at: Duration,
-        ttl: Duration,
-        halt: CancellationToken,
-        abandon: CancellationToken,
-    ) -> Self {
-        let until = AtomicU64::new(nanos(asked_at + ttl));
+    pub(crate) fn new(lease: Lease, asked_at: Duration, ttl: Duration, halt: CancellationToken) -> Self {
+        let (until, abandon) = (AtomicU64::new(nanos(asked_at + ttl)), CancellationToken::new());
         Self { lease, ttl, until, lost: AtomicBool::new(false), loss: Mutex::default(), halt, abandon }
     }
 
@@ -80,8 +74,8 @@ impl LeaseGuard {
 
     /// Sends nothing more, because the store refused to renew the lease: the subscription is
     /// paused, or another relay has the lane. Calls in flight may still return and be settled until
-    /// the lease ends, so that a pause repeats nothing. If the lane has another owner, settling
-    /// changes nothing.
+    /// the lease or the drain time ends, so that a pause repeats nothing. If the lane has another
+    /// owner, settling changes nothing.
     fn not_renewed(&self, context: &RelayContext, error: Error) {
         context.metrics.add(&context.metrics.leases_lost, 1);
         let (lane, epoch) = (self.lease.lane, self.lease.epoch);
@@ -137,6 +131,17 @@ pub(super) async fn keep(context: Arc<RelayContext>, guard: Arc<LeaseGuard>) {
                 wait = (guard.ttl / 12).min(Duration::from_millis(250));
             }
         }
+    }
+}
+
+/// Drops what is in flight once the lane has been halted for the drain time. Otherwise a lane that
+/// another relay is to have would stand still for as long as its slowest call.
+pub(super) async fn end_drain(context: Arc<RelayContext>, guard: Arc<LeaseGuard>) {
+    guard.halt.cancelled().await;
+    let drained = context.clock.sleep(context.settings.drain_timeout);
+    if guard.abandon.run_until_cancelled(drained).await.is_some() {
+        info!(subscription = context.name(), lane = guard.lease.lane, "drain timeout, calls dropped");
+        guard.abandon.cancel();
     }
 }
 

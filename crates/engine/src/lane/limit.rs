@@ -1,13 +1,13 @@
 //! When a lane stops, and the upper bound on the deliveries that a bounded run reads.
 
-use postbox_core::BatchLimit;
+use postbox_core::{Batch, BatchLimit};
 use tokio::sync::{Mutex, MutexGuard};
 
 /// When a lane stops.
 #[derive(Clone, Copy)]
 pub(super) enum Until<'a> {
     Stopped,
-    /// When nothing is pending now, or the limit is reached.
+    /// When what was there at the start of the run is delivered, or the limit is reached.
     Drained(&'a ReadLimit),
 }
 
@@ -24,6 +24,11 @@ pub(super) struct Reservation<'a> {
 impl<'a> Until<'a> {
     pub(super) fn is_stopped(self) -> bool {
         matches!(self, Self::Stopped)
+    }
+
+    /// Whether the stream ends with this batch, however many events keep arriving.
+    pub(super) fn ends_with(self, batch: &Batch) -> bool {
+        !self.is_stopped() && batch.caught_up
     }
 
     /// Whether the limit is reached.

@@ -37,7 +37,6 @@ use std::time::Duration;
 
 use futures::future::join;
 use postbox_core::{BatchLimit, Destination, Lease, Result};
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::{Instrument as _, info};
 
@@ -79,6 +78,8 @@ pub(crate) struct Lane {
     read_failed: AtomicBool,
     /// It works for a bounded run, which ends with an error when the store keeps failing.
     is_bounded: bool,
+    /// The bounded run has delivered what the stream had at its start.
+    caught_up: AtomicBool,
     /// Since when each store call has failed without a success.
     failing: Mutex<HashMap<&'static str, Duration>>,
 }
@@ -95,6 +96,7 @@ impl Lane {
             careful,
             read_failed: AtomicBool::new(false),
             is_bounded: false,
+            caught_up: AtomicBool::new(false),
             failing: Mutex::default(),
         }
     }
@@ -109,9 +111,9 @@ impl Lane {
         }
     }
 
-    /// Works until nothing is pending now, the limit is reached, the destination is down, or
-    /// halted. An error says why it ended early: `Stale` for a lost lane, otherwise the store's
-    /// error.
+    /// Works until what was there at its start is delivered, the limit is reached, the destination
+    /// is down, or halted. An error says why it ended early: `Stale` for a lost lane, otherwise the
+    /// store's error.
     pub(crate) async fn drain(mut self, limit: &ReadLimit) -> Result<()> {
         self.is_bounded = true;
         self.hold(Until::Drained(limit)).await?;
@@ -125,9 +127,11 @@ impl Lane {
         info!(subscription = context.name(), lane = lease.lane, epoch = lease.epoch, "lane taken");
         self.log_careful();
         let gauge = Gauge::up(&context.metrics.lanes_held, 1);
-        let keeping = lease::keep(context.clone(), self.lease.clone()).in_current_span();
-        let keeper = AbortOnDropHandle::new(tokio::spawn(keeping));
-        let worked = CancellationToken::new();
+        let keeping = lease::keep(context.clone(), self.lease.clone());
+        let ending = lease::end_drain(context.clone(), self.lease.clone());
+        let keeper = AbortOnDropHandle::new(tokio::spawn(join(keeping, ending).in_current_span()));
+        // Once halted, no new letter is sent either.
+        let worked = self.lease.halt.child_token();
         let working = async {
             let ended = match self.work(until).await {
                 Ok(()) => self.finish_detached().await,
@@ -276,9 +280,9 @@ impl Lane {
     ///
     /// The event itself, or many events around it, may be the reason that the destination looks
     /// down. So the choice varies. Half of the time a due row is tried first, otherwise one of the
-    /// stream. Of the stream it is the next event half of the time, otherwise a random one from a
-    /// range that grows with each failed probe. If that one is accepted, those before it leave the
-    /// stream as due rows.
+    /// stream. It is the first one half of the time, otherwise a random one from a range that grows
+    /// with each failed probe. If one of the stream is accepted, those before it leave the stream
+    /// as due rows.
     async fn probe(&self, until: Until<'_>) -> Result<bool> {
         let context = &*self.context;
         context.metrics.set_breaker(context.health.breaker.state());
@@ -289,7 +293,7 @@ impl Lane {
         let limit = BatchLimit { events: reach, ..context.settings.batch };
         let stream_first = context.random.unit() < 0.5;
         let found = stream_first && self.probe_stream(until, limit, &round).await?
-            || self.due_once(until, true, &round).await? > 0
+            || self.due_once(until, Some(reach), &round).await? > 0
             || !stream_first && self.probe_stream(until, limit, &round).await?;
         match found {
             true => context.health.breaker.found_some(),
@@ -298,9 +302,9 @@ impl Lane {
         Ok(found)
     }
 
-    /// Returns the number of stream events among which a probe is chosen: four times as many after
-    /// each failed probe, up to a batch and at last several. An apply transaction takes everything
-    /// it is given, so it gets one.
+    /// Returns the number of events among which a probe is chosen: four times as many after each
+    /// failed probe, up to a batch and at last several. An apply transaction takes everything it is
+    /// given, so it gets one.
     fn probe_reach(&self, failures: u32) -> usize {
         let batch = self.context.settings.batch.events;
         match self.context.destination {

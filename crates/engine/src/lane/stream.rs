@@ -40,7 +40,7 @@ impl Lane {
         let (mut carried, mut carried_on) = (HashSet::<Key>::new(), HashSet::<Key>::new());
         let mut settling = None;
         let mut count = 0;
-        while !round.is_cancelled() {
+        while !round.is_cancelled() && !self.caught_up.load(Ordering::Acquire) {
             if ready.is_empty() {
                 carried = std::mem::take(&mut carried_on);
                 let is_late = ahead.is_reading();
@@ -62,11 +62,16 @@ impl Lane {
                 ready.extend(next.pieces(one.events).map(Arc::new));
             }
             let Some(batch) = ready.pop_front() else { break };
+            let ends = until.ends_with(&batch);
             if batch.is_empty() {
-                // Nothing can have been in flight from here.
                 settle_behind(&mut settling).await?;
-                self.careful.take_stream();
+                if batch.more && !ends {
+                    continue;
+                }
+                // Nothing can have been in flight from here.
+                self.careful.stream_done();
                 if !until.is_stopped() {
+                    self.caught_up.store(ends, Ordering::Release);
                     break;
                 }
                 self.idle(&mut poll, round).await;
@@ -76,7 +81,8 @@ impl Lane {
             self.context.siblings.note_read();
             self.due_timer.set_busy(true);
             count += batch.deliveries.len();
-            if ahead.is_free() && ready.back().unwrap_or(&batch).more {
+            let last = ready.back().unwrap_or(&batch);
+            if ahead.is_free() && last.more && !until.ends_with(last) {
                 carried_on.clear();
                 ahead.begin(self.read_ahead(until, limit));
             }
@@ -103,6 +109,7 @@ impl Lane {
                     return Ok(count);
                 }
             }
+            self.caught_up.store(ends, Ordering::Release);
         }
         let next = ahead.finish_beside(&mut settling).await?;
         settle_behind(&mut settling).await?;
@@ -122,21 +129,32 @@ impl Lane {
         round: &CancellationToken,
     ) -> Result<bool> {
         let batch = loop {
-            let Some(batch) = self.read(until, limit, round).await?.filter(|batch| !batch.is_empty()) else {
+            if self.caught_up.load(Ordering::Acquire) {
                 return Ok(false);
-            };
+            }
+            let Some(batch) = self.read(until, limit, round).await? else { return Ok(false) };
             let batch = Arc::new(batch);
             if !batch.deliveries.is_empty() {
                 break batch;
             }
-            self.settle_delivered(&batch).await?;
+            if batch.is_empty() && !batch.more {
+                return Ok(false);
+            }
+            if batch.end.is_some() {
+                self.settle_delivered(&batch).await?;
+            }
+            self.caught_up.store(until.ends_with(&batch), Ordering::Release);
         };
         let limits = self.limits(true);
         match self.deliver(&batch, &HashSet::new(), limits, None, round).await? {
             Progress::Delivered => _ = self.settle_delivered(&batch).await?,
             Progress::Settled(_) => {}
-            Progress::Short(verdicts, calls) => self.settle_short(&batch, &verdicts, calls, limits).await?,
+            Progress::Short(verdicts, calls) => {
+                self.settle_short(&batch, &verdicts, calls, limits).await?;
+                return Ok(true);
+            }
         }
+        self.caught_up.store(until.ends_with(&batch), Ordering::Release);
         Ok(true)
     }
 

@@ -13,7 +13,8 @@ use crate::drained::Drained;
 use crate::lane::{Lane, LeaseGuard, ReadLimit, SETTLE_GRACE};
 
 impl Relay {
-    /// Delivers what is pending now, and returns. Retrying events that are not due are left.
+    /// Delivers what is pending now, and returns. Retrying events that are not due are left, and
+    /// events that are committed meanwhile may be left, so that it ends however many arrive.
     ///
     /// Reads at most `limit` deliveries over all lanes, so it delivers no more than that. A
     /// delivery that then has to wait, behind an earlier event of its key or for its time, counts
@@ -68,7 +69,7 @@ impl Relay {
         let ttl = context.settings.lease_ttl;
         let (mut lanes, mut known) = (Vec::new(), Vec::new());
         let (mut lanes_max, mut lanes_elsewhere) = (None::<usize>, 0);
-        let (halt, abandon) = (stop.child_token(), CancellationToken::new());
+        let halt = stop.child_token();
         let mut failed = None;
         let mut not_wanted = Vec::new();
         while lanes_max.is_none_or(|max| known.len() < max) && !halt.is_cancelled() {
@@ -101,7 +102,7 @@ impl Relay {
                 continue;
             }
             self.metrics.lane_taken(&lease);
-            let guard = LeaseGuard::new(lease, asked_at, ttl, halt.child_token(), abandon.child_token());
+            let guard = LeaseGuard::new(lease, asked_at, ttl, halt.child_token());
             lanes.push(Lane::new(context.clone(), guard));
         }
         let giving_back = join_all(not_wanted.iter().map(|lease| context.release(lease)));
@@ -115,10 +116,7 @@ impl Relay {
         let drained = join_all(lanes.into_iter().map(|lane| lane.drain(&limit)));
         let given_up = async {
             stop.cancelled().await;
-            self.clock.sleep(context.settings.drain_timeout).await;
-            info!(subscription = self.name(), "drain timeout, calls dropped");
-            abandon.cancel();
-            self.clock.sleep(SETTLE_GRACE).await;
+            self.clock.sleep(context.settings.drain_timeout.saturating_add(SETTLE_GRACE)).await;
         };
         let (ended, mut lanes_lost) = match select(pin!(drained), pin!(given_up)).await {
             Either::Left((ended, _)) => (ended, 0),

@@ -13,6 +13,7 @@ use postbox_core::{
     OwnerId, Result, Selection, Settlement, State,
 };
 use postbox_engine::{Relay, RelaySettings, SeededRandom};
+use postbox_memory::{Call, Wire};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
@@ -292,6 +293,35 @@ async fn stops_in_the_middle_of_a_call_that_goes_alone_are_no_crashes() {
     assert_eq!(killer.run(&env, &fast(), Duration::ZERO).await, 0);
     assert!(killer.sink.arrivals().iter().all(|arrival| arrival.attempt == 1));
     assert_eq!(crashes_given_back(&env).await, 0, "nothing is left to look at");
+}
+
+/// Answers a look for due rows late.
+struct LateLooks;
+
+#[async_trait]
+impl Wire for LateLooks {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        call.execute();
+        if call.operation == "due" {
+            tokio::time::sleep(S / 10).await;
+        }
+        Ok(())
+    }
+}
+
+/// The look does not know the rows of the stream that was set aside before its answer came.
+#[tokio::test(start_paused = true)]
+async fn a_late_answer_that_nothing_is_due_does_not_end_the_search() {
+    let env = TestEnv::with((0..20).map(|n| event(n, n))).await;
+    let killer = Killer::new(Capabilities::default(), |it| version(it) == 0);
+    for _ in 0..3 {
+        assert!(ends_with(&env.relay(killer.sink.clone(), fast()), killer.called.notified()).await);
+    }
+    let sink = Recorder::new(Capabilities::default());
+    sink.takes(S);
+    let relay = env.relay_on(Arc::new(env.store.client(Some(Arc::new(LateLooks)))), sink.clone(), fast());
+    env.run_while(&relay, sink.wait_for(3)).await;
+    assert_eq!(crashes_given_back(&env).await, 3, "the next one goes on looking");
 }
 
 /// Returns the crash count in the released lease of the only lane.

@@ -23,6 +23,17 @@ fn refusing() -> Arc<Recorder> {
     sink
 }
 
+/// Sets up this many events, a sink that lets each of them die, and a sink of letters that takes
+/// one at a time, for this long.
+async fn dying(events: u64, takes: Duration) -> (TestEnv, Arc<Recorder>, Arc<Recorder>) {
+    let env = TestEnv::with((0..events).map(|n| event(n, n))).await;
+    let sink = Recorder::new(Capabilities::default());
+    sink.script(|_| Outcome::dead("http_422", "no"));
+    let letters = Recorder::new(Capabilities { concurrency: 1, ..Capabilities::default() });
+    letters.takes(takes);
+    (env, sink, letters)
+}
+
 fn relay_on(env: &TestEnv, sink: &Arc<Recorder>, letters: &Arc<Recorder>, store: Arc<dyn DeadLetters>) -> Relay {
     let builder = env.builder(env.subscription(), fast()).sink(sink.clone());
     builder.dead_to(letters.clone(), store).build().expect("built")
@@ -109,12 +120,12 @@ async fn letters_that_bring_their_sink_down_keep_no_other_for_ever() {
         Outcome::unavailable("stream_wrong_type", "no"),
         Outcome::Throttled { code: "x".into(), error: "no".into(), after: None },
     ] {
-        let env = TestEnv::with((0..120).map(|n| event(n, n))).await;
+        let env = TestEnv::with((0..240).map(|n| event(n, n))).await;
         let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
-        letters.script(move |delivery| if memory::version(delivery) < 60 { down.clone() } else { Outcome::DELIVERED });
+        letters.script(move |delivery| if memory::version(delivery) < 120 { down.clone() } else { Outcome::DELIVERED });
         let relay = relay(&env, &sink, &letters);
-        env.run_while(&relay, letters.wait_for(20)).await;
-        assert_eq!(sorted(&letters), (60..120).step_by(3).collect::<Vec<_>>());
+        env.run_while(&relay, letters.wait_for(40)).await;
+        assert_eq!(sorted(&letters), (120..240).step_by(3).collect::<Vec<_>>());
     }
 }
 
@@ -152,6 +163,50 @@ async fn a_letter_that_is_refused_never_dies_and_holds_no_other_up() {
     assert_eq!(refused.load(Ordering::SeqCst), 4, "until it is taken");
     let stats = env.stats().await;
     assert_eq!((stats.dead, stats.total), (10, 30), "no new event, no new death");
+}
+
+/// A broker may refuse a letter for a reason of its own with what looks like an outage.
+#[tokio::test(start_paused = true)]
+async fn letters_with_an_unknown_end_hold_no_other_up() {
+    let env = TestEnv::with((0..900).map(|n| event(n, n))).await;
+    let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
+    // First as many as are sent together, then every second one.
+    letters.script(|delivery| match memory::version(delivery) {
+        n if n < 16 * 3 || n % 2 == 0 => Outcome::ambiguous("mqtt_no_subscriber", "no"),
+        _ => Outcome::DELIVERED,
+    });
+    let relay = relay(&env, &sink, &letters);
+    let others = tokio::time::timeout(S, letters.wait_for(142));
+    env.run_while(&relay, others).await.expect("no wait as for an outage");
+}
+
+/// The first letters would be due again before the last one was tried.
+#[tokio::test(start_paused = true)]
+async fn a_bounded_run_does_not_wait_for_a_sink_of_letters_that_takes_none() {
+    let (env, sink, letters) = dying(400, S).await;
+    letters.script(|_| Outcome::dead("http_413", "too large"));
+    let relay = relay(&env, &sink, &letters);
+    let drained = tokio::time::timeout(3_600 * S, relay.drain(None)).await.expect("it ends");
+    assert_eq!(drained.expect("drained").dead, 400);
+    let refused = letters.calls();
+    assert!((2..30).contains(&refused), "{refused} calls");
+    letters.script(|_| Outcome::DELIVERED);
+    letters.takes(Duration::ZERO);
+    relay.drain(None).await.expect("drained");
+    assert_eq!(letters.versions().len(), 400 - refused, "the next run continues");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lane_that_ends_waits_for_one_call_of_the_sink_of_letters() {
+    let (env, sink, letters) = dying(100, 3 * S).await;
+    let relay = relay(&env, &sink, &letters);
+    let calls = env.run_while(&relay, async {
+        letters.wait_for(1).await;
+        letters.calls()
+    });
+    let calls = calls.await;
+    assert!(letters.calls() <= calls + 1, "{} calls, {calls} at the stop", letters.calls());
+    assert_eq!(letters.versions().len(), letters.calls(), "none was dropped");
 }
 
 #[tokio::test(start_paused = true)]

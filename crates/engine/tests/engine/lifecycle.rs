@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
-use postbox_core::{Admin as _, Capabilities, Inspect as _, Log as _, SubscriptionInfo};
-use postbox_engine::{Every, SUBSCRIPTION_REMOVED};
+use postbox_core::kit::lane_of;
+use postbox_core::{Admin as _, Capabilities, Inspect as _, Log as _, Outcome, SubscriptionInfo};
+use postbox_engine::{Every, RelaySettings, SUBSCRIPTION_REMOVED};
 use postbox_memory::MemoryStore;
 use tokio_util::sync::CancellationToken;
 
-use postbox_testkit::memory::{TestEnv, event, fast};
+use postbox_testkit::memory::{self, Answer, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
@@ -79,6 +80,40 @@ async fn a_schedule_that_was_stopped_begins_at_its_next_time() {
         calls.push(sink.calls());
     }
     assert!(calls[0] > 0 && calls[0] == calls[1], "{calls:?}");
+}
+
+/// With a limit of minutes per call, its other keys would stand still for longer than after a
+/// crash.
+#[tokio::test(start_paused = true)]
+async fn a_lane_for_a_new_replica_waits_no_longer_than_the_drain_time_for_its_calls() {
+    assert_eq!(lane_of(b"0", 2), 1, "the key that hangs is of the lane that is given up");
+    let env = TestEnv::with_lanes(2).await;
+    let settings = RelaySettings { deliver_timeout: 300 * S, ..fast() };
+    let (sink, first) = env.recorded(Capabilities::default(), settings.clone());
+    sink.script(|delivery| match memory::version(delivery) {
+        0 => Answer::Hang,
+        _ => Answer::Say(Outcome::DELIVERED),
+    });
+    let second = env.relay(sink.clone(), settings);
+    let stop = CancellationToken::new();
+    let joining = async {
+        tokio::time::sleep(5 * S).await;
+        second.run(stop.clone()).await
+    };
+    let append = async {
+        env.append([event(0, 0)]).await;
+        for n in 1..60 {
+            env.append([event(1 + n % 9, n)]).await;
+            tokio::time::sleep(S).await;
+        }
+        assert_eq!([&first, &second].map(|relay| relay.metrics().lanes_held()), [1, 1]);
+        stop.cancel();
+    };
+    let (one, two, ()) = tokio::join!(first.run(stop.clone()), joining, append);
+    one.and(two).expect("ran");
+    let waited: Vec<Duration> = sink.arrivals().iter().map(|arrival| arrival.waited).collect();
+    assert_eq!(waited.len(), 59, "all but the one that hangs");
+    assert!(waited.iter().all(|waited| *waited < 15 * S), "{waited:?}");
 }
 
 /// Two replicas go from one lane to four and back to two while events arrive.

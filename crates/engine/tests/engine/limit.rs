@@ -1,8 +1,15 @@
-//! A bounded drain never reads, and so never delivers, more than its limit.
+//! A bounded drain delivers what was there, and never more than its limit.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use postbox_core::{Admin as _, Capabilities, Change, Outcome, Selection, State};
+use async_trait::async_trait;
+use postbox_core::{
+    Acquired, Admin as _, Batch, BatchLimit, Capabilities, Change, Lease, Log, Outcome, OwnerId, Result, Selection,
+    Settlement, State, Subscription, SubscriptionName,
+};
+use postbox_engine::RelaySettings;
 
 use postbox_testkit::memory::{self, Recorder, TestEnv, event, fast};
 
@@ -90,4 +97,113 @@ async fn a_limit_counts_what_is_read() {
     }
     assert_eq!(relay.drain(Some(5)).await.expect("drained").fetched, 0);
     assert_eq!(sink.versions(), [8, 9]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_ends_while_events_keep_arriving() {
+    for lanes in [1, 3] {
+        let env = TestEnv::with_lanes(lanes).await;
+        env.append((0..100).map(|n| event(n, n))).await;
+        let (sink, relay) = env.recorded(Capabilities::default(), fast());
+        sink.takes(Duration::from_millis(100));
+        let delivered = tokio::select! {
+            drained = relay.drain(None) => drained.expect("drained").delivered,
+            () = env.append_each(100..10_000, 100, Duration::from_millis(10)) => panic!("it goes on: {lanes} lanes"),
+        };
+        assert!((100..200).contains(&delivered), "{delivered} with {lanes} lanes");
+        let versions = sink.versions();
+        assert!((0..100).all(|n| versions.contains(&n)), "{versions:?}");
+    }
+}
+
+/// A log in which each read first passes a long stretch without events for the lane.
+struct Stretches {
+    log: Arc<dyn Log>,
+    passed: AtomicBool,
+}
+
+#[async_trait]
+impl Log for Stretches {
+    async fn subscribe(&self, subscription: &Subscription) -> Result<()> {
+        self.log.subscribe(subscription).await
+    }
+
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
+        self.log.acquire(subscription, owner, held, ttl).await
+    }
+
+    async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
+        self.log.renew(lease, ttl).await
+    }
+
+    async fn release(&self, lease: &Lease) -> Result<()> {
+        self.log.release(lease).await
+    }
+
+    async fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()> {
+        self.log.leave(subscription, owner).await
+    }
+
+    async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        if self.passed.fetch_xor(true, Ordering::SeqCst) {
+            return self.log.next_batch(lease, limit).await;
+        }
+        Ok(Batch { more: true, ..Batch::default() })
+    }
+
+    async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        self.log.due(lease, limit).await
+    }
+
+    async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
+        self.log.settle(lease, settlement).await
+    }
+
+    async fn hint(&self, lease: &Lease) {
+        self.log.hint(lease).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_does_not_end_in_a_stretch_without_its_events() {
+    let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
+    let log = Arc::new(Stretches { log: env.store.clone(), passed: AtomicBool::new(false) });
+    let sink = Recorder::new(Capabilities::default());
+    let batch = BatchLimit { events: 3, ..BatchLimit::default() };
+    let relay = env.relay_on(log, sink.clone(), RelaySettings { batch, ..fast() });
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 30);
+    sink.assert_in_order();
+    // Nor does a probe of a destination that was down.
+    sink.down(true);
+    env.append((30..60).map(|n| event(n, n))).await;
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 0);
+    sink.down(false);
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 30);
+}
+
+/// A probe of due rows reads several and sends one. Half of the probes read only one, so there are
+/// several turns.
+#[tokio::test(start_paused = true)]
+async fn a_limit_is_kept_when_due_rows_are_probed() {
+    for _ in 0..10 {
+        let env = TestEnv::new().await;
+        let at = env.now() + Duration::from_secs(10);
+        env.append((0..40).map(|n| event(n, n).deliver_at(at))).await;
+        let (sink, relay) = env.recorded(Capabilities::default(), fast());
+        relay.drain(None).await.expect("scheduled");
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        sink.down(true);
+        relay.drain(None).await.expect("drained");
+        sink.down(false);
+        tokio::time::sleep(Duration::from_secs(600)).await;
+        let drained = relay.drain(Some(10)).await.expect("drained");
+        assert!(drained.fetched <= 10, "{drained:?}");
+    }
 }

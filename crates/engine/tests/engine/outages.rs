@@ -4,12 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{
-    Admin as _, BatchLimit, Capabilities, Change, Log as _, Outcome, OwnerId, Pause, RetryPolicy, Selection, State,
-};
-use postbox_engine::{Every, Relay, RelaySettings};
+use postbox_core::{Admin as _, BatchLimit, Capabilities, Change, Outcome, Pause, RetryPolicy, Selection, State};
+use postbox_engine::{BreakerState, Relay, RelaySettings};
 use tokio_util::sync::CancellationToken;
 
+use crate::scheduled::run_daily;
 use postbox_testkit::memory::{self, Answer, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
@@ -217,6 +216,33 @@ async fn an_ambiguous_outage_costs_one_attempt_of_one_event() {
     }
 }
 
+/// One lane acts on such answers while the other one probes.
+#[tokio::test(start_paused = true)]
+async fn answers_to_calls_from_before_an_outage_do_not_end_it() {
+    let env = TestEnv::with_lanes(2).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.script(|delivery| match memory::version(delivery) {
+        0..8 => Outcome::DELIVERED,
+        _ => Outcome::ambiguous("http_503", "down"),
+    });
+    sink.takes(8 * S);
+    env.append((0..8).map(|n| event(n, n))).await;
+    env.run_while(&relay, async {
+        tokio::time::sleep(S).await;
+        sink.takes(Duration::ZERO);
+        env.append((8..200).map(|n| event(n, n))).await;
+        while relay.metrics().outage().is_none() {
+            tokio::time::sleep(S / 100).await;
+        }
+        // From now on a probe lasts until the old answers are here.
+        sink.takes(9 * S);
+        sink.wait_for(8).await;
+        tokio::time::sleep(S).await;
+        assert!(relay.metrics().outage().is_some());
+    })
+    .await;
+}
+
 /// A destination that only answers 500 is down. Finding out costs four events an attempt each.
 #[tokio::test(start_paused = true)]
 async fn a_destination_that_fails_at_all_it_gets_is_an_outage() {
@@ -299,14 +325,6 @@ async fn a_bounded_run_probes_from_each_of_its_lanes() {
     }
 }
 
-/// Runs the relay once a day beside `operate`, then stops it. If the destination is away at that
-/// time, the rest does not wait until tomorrow.
-async fn run_daily(relay: &Relay, stop: &CancellationToken, operate: impl Future<Output = ()>) {
-    let every = Every(DAY);
-    let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), operate);
-    ended.expect("ran");
-}
-
 #[tokio::test(start_paused = true)]
 async fn a_scheduled_run_that_is_cut_short_goes_on_once_the_destination_is_back() {
     for capabilities in memory::all_capabilities() {
@@ -328,113 +346,6 @@ async fn a_scheduled_run_that_is_cut_short_goes_on_once_the_destination_is_back(
     }
 }
 
-#[tokio::test(start_paused = true)]
-async fn a_scheduled_run_that_the_store_cut_short_goes_on_once_that_is_back() {
-    let env = TestEnv::with((0..200).map(|n| event(n % 20, n))).await;
-    let (cable, sink, relay) = env.cuttable();
-    let stop = CancellationToken::new();
-    let operate = async {
-        tokio::time::sleep(DAY - S).await;
-        cable.cut(true);
-        tokio::time::sleep(60 * S).await;
-        cable.cut(false);
-        tokio::time::sleep(40 * S).await;
-        assert_eq!(env.stats().await.dispatched, 200);
-        stop.cancel();
-    };
-    run_daily(&relay, &stop, operate).await;
-    sink.assert_in_order();
-}
-
-/// Otherwise what one replica left behind when it crashed would wait until tomorrow.
-#[tokio::test(start_paused = true)]
-async fn a_scheduled_run_goes_on_with_the_lanes_of_another_that_crashed() {
-    let env = TestEnv::with((0..200).map(|n| event(n % 20, n))).await;
-    let (stuck, crashes) = env.recorded(Capabilities::default(), fast());
-    stuck.script(|_| Answer::Hang);
-    let (sink, relay) = env.recorded(Capabilities::default(), fast());
-    let stop = CancellationToken::new();
-    let operate = async {
-        tokio::time::sleep(DAY - S).await;
-        let died = tokio::time::timeout(2 * S, crashes.drain(None)).await;
-        assert!(died.is_err(), "dropped in the middle");
-        tokio::time::sleep(20 * S).await;
-        assert_eq!(env.stats().await.dispatched, 200);
-        let asked = relay.metrics().lanes_acquired();
-        tokio::time::sleep(600 * S).await;
-        assert_eq!(relay.metrics().lanes_acquired(), asked, "the rest of the day it rests");
-        stop.cancel();
-    };
-    run_daily(&relay, &stop, operate).await;
-    sink.assert_in_order();
-}
-
-/// The store grants the lowest free lane, and that one was given back in order.
-#[tokio::test(start_paused = true)]
-async fn a_scheduled_run_goes_on_with_all_lanes_that_crashed_behind_one_that_did_not() {
-    let env = TestEnv::with_lanes(4).await;
-    env.append((0..200).map(|n| event(n % 20, n))).await;
-    let (sink, relay) = env.recorded(Capabilities::default(), fast());
-    let stop = CancellationToken::new();
-    let operate = async {
-        tokio::time::sleep(DAY - S).await;
-        let (name, owner) = (env.subscription().name, OwnerId::new("crashes").expect("a name"));
-        let mut leases = Vec::new();
-        for held in [&[][..], &[0], &[0, 1], &[0, 1, 2]] {
-            let acquired = env.store.acquire(&name, &owner, held, fast().lease_ttl).await.expect("asked");
-            leases.push(acquired.lease.expect("free"));
-        }
-        env.store.release(&leases[0]).await.expect("given back");
-        tokio::time::sleep(20 * S).await;
-        assert_eq!(env.stats().await.dispatched, 200);
-        stop.cancel();
-    };
-    run_daily(&relay, &stop, operate).await;
-    sink.assert_in_order();
-}
-
-/// What comes after the end of a run waits for the next time, whichever replica ran.
-#[tokio::test(start_paused = true)]
-async fn a_scheduled_run_leaves_what_came_after_the_run_of_another() {
-    let env = TestEnv::with((0..200).map(|n| event(n % 20, n))).await;
-    let (slow, first) = env.recorded(Capabilities::default(), fast());
-    slow.takes(S);
-    let (sink, relay) = env.recorded(Capabilities::default(), fast());
-    let stop = CancellationToken::new();
-    let operate = async {
-        tokio::time::sleep(DAY - S / 2).await;
-        first.drain(None).await.expect("drained");
-        env.append([event(0, 200)]).await;
-        tokio::time::sleep(600 * S).await;
-        assert_eq!((slow.arrivals().len(), sink.calls()), (200, 0));
-        tokio::time::sleep(DAY).await;
-        assert_eq!(sink.calls(), 1);
-        stop.cancel();
-    };
-    run_daily(&relay, &stop, operate).await;
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_scheduled_run_that_loses_its_lane_goes_on() {
-    let env = TestEnv::with((0..200).map(|n| event(n % 20, n))).await;
-    let (sink, relay) = env.recorded(Capabilities::default(), fast());
-    sink.takes(S);
-    let stop = CancellationToken::new();
-    let operate = async {
-        tokio::time::sleep(DAY + S / 2).await;
-        let (name, pause) =
-            (env.subscription().name, Pause { until: None, by: "ada".into(), why: "maintenance".into() });
-        env.store.pause(&name, Some(&pause)).await.expect("paused");
-        tokio::time::sleep(3 * S).await;
-        env.store.pause(&name, None).await.expect("resumed");
-        assert!(env.stats().await.pending > 0);
-        tokio::time::sleep(600 * S).await;
-        assert_eq!(env.stats().await.pending, 0);
-        stop.cancel();
-    };
-    run_daily(&relay, &stop, operate).await;
-}
-
 /// The relay that has its lanes knows more.
 #[tokio::test(start_paused = true)]
 async fn a_relay_without_lanes_says_nothing_about_the_destination() {
@@ -445,7 +356,7 @@ async fn a_relay_without_lanes_says_nothing_about_the_destination() {
         let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };
         env.store.pause(&env.subscription().name, Some(&pause)).await.expect("paused");
         tokio::time::sleep(60 * S).await;
-        assert!(relay.metrics().outage().is_none());
+        assert_eq!((relay.metrics().outage(), relay.metrics().breaker_state()), (None, BreakerState::Closed));
     })
     .await;
 }
@@ -493,6 +404,26 @@ async fn events_that_bring_the_destination_down_keep_the_others_for_minutes_at_m
             sink.assert_in_order();
         }
     }
+}
+
+/// Each one that is throttled is due again at once, behind all others.
+#[tokio::test(start_paused = true)]
+async fn due_rows_that_are_always_throttled_do_not_each_take_a_probe_before_the_others() {
+    const THROTTLED: u64 = 450;
+    let env = TestEnv::new().await;
+    let (early, late) = (env.now() + 10 * S, env.now() + 11 * S);
+    env.append((0..THROTTLED).map(|n| event(n, n).deliver_at(early))).await;
+    env.append((THROTTLED..2 * THROTTLED).map(|n| event(n, n).deliver_at(late))).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.script(|delivery| match memory::version(delivery) < THROTTLED as i64 {
+        true => throttled(S),
+        false => Outcome::DELIVERED,
+    });
+    env.run_while(&relay, async {
+        tokio::time::timeout(DAY, sink.wait_for(1)).await.expect("one arrives");
+        assert!(sink.calls() < 200, "after {} calls", sink.calls());
+    })
+    .await;
 }
 
 /// No read reaches past them, and the window has more behind them.
