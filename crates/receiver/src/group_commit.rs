@@ -152,7 +152,7 @@ impl GroupCommit {
                     // In order, nothing is stored past a message that may be stored later. And if
                     // the store went away, the remaining messages do not each wait for it.
                     let is_last = !is_of_one(failure) || (self.ordered && failure.kind() != ErrorKind::Invalid);
-                    failed = is_last.then(|| Arc::clone(failure));
+                    failed = is_last.then(|| behind(failure));
                 }
                 let _ = answer.send(stored);
             }
@@ -191,6 +191,25 @@ fn too_slow() -> Error {
 pub(crate) fn broken_off() -> Error {
     let text = "the call that stored this message broke off; this is a defect";
     Error::new(ErrorKind::Internal, "receive", "receive_broken_off", text)
+}
+
+/// The code of a message that was not tried, because one before it was refused.
+const HELD_UP: &str = "held_up";
+
+/// Returns the error of the messages behind one that failed.
+fn behind(failure: &Arc<Error>) -> Arc<Error> {
+    if !failure.is_refused_alone() {
+        // The store is away for all of them.
+        return Arc::clone(failure);
+    }
+    let text = "the store refused a message before it, and nothing is stored past that";
+    Arc::new(Error::new(ErrorKind::Unavailable, "receive", HELD_UP, text))
+}
+
+/// Returns whether a message only waits for one before it. That says nothing about the message, nor
+/// about the store.
+pub(crate) fn is_held_up(error: &Error) -> bool {
+    error.code() == HELD_UP
 }
 
 /// Returns whether a failure may be about a single message. Otherwise the store is away, busy or
@@ -274,7 +293,7 @@ impl Worker {
         let failed = stored.unwrap_or_else(|_| Some(Arc::new(broken_off())));
         // In order, the rest of what one call brought must not be stored past what failed.
         if let Some(failure) = failed.filter(|_| self.group.ordered) {
-            self.group.fail_queued(&failure);
+            self.group.fail_queued(&behind(&failure));
         }
         true
     }

@@ -44,7 +44,7 @@ use unstored::Unstored;
 /// to find that its endpoint is silent.
 const FAILING_KEPT: Duration = Duration::from_secs(45);
 
-/// The result of one message, or why it is not stored. All messages of a commit share one error.
+/// The result of one message, or why it is not stored. Messages of a commit may share one error.
 pub type Committed = Result<Received, Arc<Error>>;
 
 /// Decodes a message. `None`: nothing is stored, and the message is settled.
@@ -251,6 +251,7 @@ impl Receiver {
                     warn!(source = %self.source, message_id, conflicts, "message kept out: known id with another body");
                 }
             }
+            Err(failure) if group_commit::is_held_up(failure) => {}
             Err(failure) => self.observe_failure(message_id, failure),
         }
         if let Ok(received) = committed {

@@ -11,7 +11,7 @@ use postbox_core::{AckToken, Error, ErrorKind, Inbound, Outage, RawMessage, Resu
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
-use crate::group_commit::COMMITS_MAX;
+use crate::group_commit::{COMMITS_MAX, is_held_up};
 use crate::{Receiver, log_excerpt};
 
 /// Maximum messages to ask for at once: one full commit.
@@ -82,6 +82,8 @@ struct Settled {
 struct Acks {
     ack: Vec<AckToken>,
     nak: Vec<AckToken>,
+    /// Given back only because, in order, nothing is stored past one that is.
+    held_up: Vec<AckToken>,
     reject: Vec<AckToken>,
     /// Number of messages already settled at the source.
     reported: usize,
@@ -91,15 +93,100 @@ struct Acks {
 
 impl Acks {
     fn len(&self) -> usize {
-        self.ack.len() + self.nak.len() + self.reject.len() + self.reported
+        self.ack.len() + self.nak.len() + self.held_up.len() + self.reject.len() + self.reported
     }
 
     fn extend(&mut self, more: Self) {
         self.ack.extend(more.ack);
         self.nak.extend(more.nak);
+        self.held_up.extend(more.held_up);
         self.reject.extend(more.reject);
         self.reported += more.reported;
         self.bytes += more.bytes;
+    }
+}
+
+/// The messages of a run, and when the next are pulled.
+struct Rounds<'a> {
+    receiver: &'a Receiver,
+    in_flight_max: usize,
+    /// Most batches being stored at once.
+    batches_max: usize,
+    /// Most messages of one batch.
+    batch_max: usize,
+    in_flight: Load,
+    /// Pulled while others are being stored. Closing the source gives them back.
+    ready: Vec<Decoded>,
+    /// To be settled at the source, together.
+    ended: Acks,
+    /// When the next are pulled.
+    not_before: Duration,
+    /// `None`: the last pull did not fail.
+    pull_backoff: Option<Backoff>,
+    settle_backoff: Option<Backoff>,
+}
+
+impl<'a> Rounds<'a> {
+    fn new(receiver: &'a Receiver, source: &dyn Source) -> Self {
+        let in_flight_max = source.capabilities().in_flight_max.min(receiver.settings.in_flight_max);
+        let batches_max = if receiver.group.ordered { 1 } else { COMMITS_MAX };
+        Self {
+            receiver,
+            in_flight_max,
+            batches_max,
+            // One share for each batch being stored, one being read and one being acknowledged.
+            batch_max: NEXT_MAX.min(in_flight_max / (batches_max + 2)).max(1),
+            in_flight: Load::default(),
+            ready: Vec::new(),
+            ended: Acks::default(),
+            not_before: Duration::ZERO,
+            pull_backoff: None,
+            settle_backoff: None,
+        }
+    }
+
+    /// Returns how many messages to ask for; `None`: no room. Asks for large portions: small ones
+    /// would become small commits, and lead to small ones again.
+    fn wanted(&self) -> Option<usize> {
+        let wanted = self.batch_max.saturating_sub(self.ready.len());
+        let has_room = 2 * wanted >= self.batch_max
+            && wanted <= self.in_flight_max.saturating_sub(self.in_flight.messages)
+            && self.in_flight.bytes < BYTES_MAX;
+        has_room.then_some(wanted)
+    }
+
+    fn pulled(&mut self, messages: Vec<SourceMessage>) {
+        self.pull_backoff = None;
+        if self.settle_backoff.is_none() {
+            self.receiver.watch().failing = None;
+        }
+        self.in_flight.messages += messages.len();
+        self.in_flight.bytes += messages.iter().map(|it| it.message.payload.len()).sum::<usize>();
+        let pending = |SourceMessage { message, token }| {
+            let bytes = message.payload.len();
+            Pending { message, token, bytes, poison: None }
+        };
+        self.ready.extend(self.receiver.decode_all(messages.into_iter().map(pending)));
+    }
+
+    fn pull_failed(&mut self, failure: &Error) {
+        self.not_before = self.receiver.after(&mut self.pull_backoff);
+        self.receiver.observe_source(failure);
+    }
+
+    fn settled(&mut self, settled: &Settled) {
+        self.in_flight -= settled.load;
+        // What was not settled comes again, and would at once not be settled again.
+        if settled.failed {
+            self.not_before = self.receiver.after(&mut self.settle_backoff);
+        }
+    }
+
+    /// In order, nothing is stored past a message that comes again: not even what was already read
+    /// behind it.
+    fn give_back_ready(&mut self) {
+        self.ended.bytes += self.ready.iter().map(|(pending, _)| pending.bytes).sum::<usize>();
+        self.ended.held_up.extend(self.ready.drain(..).map(|(pending, _)| pending.token));
     }
 }
 
@@ -119,94 +206,56 @@ impl Receiver {
     pub async fn run(&self, stop: CancellationToken) {
         let pulled = lock(&self.pulled).clone();
         let Some(source) = pulled.as_deref() else { return stop.cancelled().await };
-        let in_flight_max = source.capabilities().in_flight_max.min(self.settings.in_flight_max);
-        let (ordered, batches_max) = if self.group.ordered { (true, 1) } else { (false, COMMITS_MAX) };
-        // One share for each batch being stored, one being read and one being acknowledged.
-        let batch_max = NEXT_MAX.min(in_flight_max / (batches_max + 2)).max(1);
+        let mut rounds = Rounds::new(self, source);
         let (mut storing, mut settling) = (FuturesUnordered::new(), FuturesUnordered::new());
-        let (mut in_flight, mut not_before) = (Load::default(), Duration::ZERO);
-        let (mut backoff, mut settle_backoff) = (None::<Backoff>, None::<Backoff>);
-        // Pulled while others are being stored. Closing the source gives them back.
-        let mut ready = Vec::<Decoded>::new();
-        let mut ended = Acks::default();
         loop {
-            if storing.len() < batches_max && !ready.is_empty() {
-                storing.push(self.store_batch(source, std::mem::take(&mut ready), &stop));
+            if storing.len() < rounds.batches_max && !rounds.ready.is_empty() {
+                storing.push(self.store_batch(source, std::mem::take(&mut rounds.ready), &stop));
             }
             // One call at a time, so that the source is notified in the order of its messages.
-            if settling.is_empty() && ended.len() > 0 {
-                settling.push(self.settle(source, std::mem::take(&mut ended)));
+            if settling.is_empty() && rounds.ended.len() > 0 {
+                settling.push(self.settle(source, std::mem::take(&mut rounds.ended)));
             }
-            // Pull in large portions: small ones would become small commits, and lead to small ones
-            // again.
-            let wanted = batch_max.saturating_sub(ready.len());
-            let has_room = 2 * wanted >= batch_max
-                && wanted <= in_flight_max.saturating_sub(in_flight.messages)
-                && in_flight.bytes < BYTES_MAX;
+            let (wanted, not_before) = (rounds.wanted(), rounds.not_before);
             let next = async {
                 if let Some(wait) = not_before.checked_sub(self.clock.monotonic()) {
                     self.clock.sleep(wait).await;
                 }
-                source.next(wanted).await
+                source.next(wanted.unwrap_or_default()).await
             };
             tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
                 Some(settlement) = storing.next(), if !storing.is_empty() => {
-                    let gave_back = !settlement.nak.is_empty();
-                    ended.extend(settlement);
-                    if gave_back && ordered {
-                        // In order, nothing is stored past a message that comes again: neither
-                        // messages already read behind it, nor messages read before the source
-                        // knows.
-                        ended.bytes += ready.iter().map(|(pending, _)| pending.bytes).sum::<usize>();
-                        ended.nak.extend(ready.drain(..).map(|(pending, _)| pending.token));
+                    let gave_back = !(settlement.nak.is_empty() && settlement.held_up.is_empty());
+                    rounds.ended.extend(settlement);
+                    if gave_back && self.group.ordered {
+                        rounds.give_back_ready();
+                        // Nothing is read before the source knows.
                         while let Some(settled) = settling.next().await {
-                            in_flight -= settled.load;
+                            rounds.in_flight -= settled.load;
                         }
-                        let settled = self.settle(source, std::mem::take(&mut ended)).await;
-                        in_flight -= settled.load;
-                        if settled.failed {
-                            let wait = settle_backoff.get_or_insert_with(Backoff::new).next();
-                            not_before = self.clock.monotonic() + wait;
-                        }
+                        let settled = self.settle(source, std::mem::take(&mut rounds.ended)).await;
+                        rounds.settled(&settled);
                     }
                 }
                 Some(settled) = settling.next(), if !settling.is_empty() => {
-                    in_flight -= settled.load;
-                    // What was not settled comes again, and would at once not be settled again.
-                    if settled.failed {
-                        not_before = self.clock.monotonic() + settle_backoff.get_or_insert_with(Backoff::new).next();
-                    } else {
-                        settle_backoff = None;
+                    rounds.settled(&settled);
+                    if !settled.failed {
+                        rounds.settle_backoff = None;
                     }
                 }
-                messages = next, if has_room => match messages {
+                messages = next, if wanted.is_some() => match messages {
                     Ok(messages) if messages.is_empty() => break,
-                    Ok(messages) => {
-                        backoff = None;
-                        if settle_backoff.is_none() {
-                            self.watch().failing = None;
-                        }
-                        in_flight.messages += messages.len();
-                        in_flight.bytes += messages.iter().map(|it| it.message.payload.len()).sum::<usize>();
-                        let pending = |SourceMessage { message, token }| {
-                            let bytes = message.payload.len();
-                            Pending { message, token, bytes, poison: None }
-                        };
-                        ready.extend(self.decode_all(messages.into_iter().map(pending)));
-                    }
-                    Err(failure) => {
-                        not_before = self.clock.monotonic() + backoff.get_or_insert_with(Backoff::new).next();
-                        self.observe_source(&failure);
-                    }
+                    Ok(messages) => rounds.pulled(messages),
+                    Err(failure) => rounds.pull_failed(&failure),
                 },
             }
         }
-        info!(source = %self.source, in_flight = in_flight.messages, "receiver stopping");
+        info!(source = %self.source, in_flight = rounds.in_flight.messages, "receiver stopping");
         let stored = async {
             while settling.next().await.is_some() {}
-            self.settle(source, ended).await;
+            self.settle(source, rounds.ended).await;
         };
         let on_their_way = async {
             while let Some(settlement) = storing.next().await {
@@ -308,6 +357,7 @@ impl Receiver {
                     pending.poison = Some((failure.code().to_owned(), why));
                     kept.push(pending);
                 }
+                _ if is_held_up(&failure) => settlement.held_up.push(pending.token),
                 _ if failure.is_refused_alone() => settlement.nak.push(pending.token),
                 // The store is down, or it refuses everything (rights, schema). If the messages
                 // were given back, a broker that counts deliveries would give up all it has.
@@ -360,12 +410,19 @@ impl Receiver {
     /// duplicates.
     async fn settle(&self, source: &dyn Source, settlement: Acks) -> Settled {
         let load = Load { messages: settlement.len(), bytes: settlement.bytes };
-        let Acks { ack, nak, reject, .. } = settlement;
+        let Acks { ack, nak, held_up, reject, .. } = settlement;
         self.metrics.add(&self.metrics.rejected, reject.len());
-        self.metrics.add(&self.metrics.returned, nak.len());
-        let mut settled: Vec<Result<()>> = Vec::with_capacity(3);
+        self.metrics.add(&self.metrics.returned, nak.len() + held_up.len());
+        let mut settled: Vec<Result<()>> = Vec::with_capacity(4);
         if !ack.is_empty() {
             settled.push(source.ack(&ack).await);
+        }
+        // With the delay of the refused one they would come due together with it, fail behind it
+        // again, and so on for ever. Without a delay, those of other partitions come at once, and
+        // the source keeps the others behind the refused one. They go first: SQS takes back the
+        // refused message with what it then has of its group.
+        if !held_up.is_empty() {
+            settled.push(source.nak(&held_up, Duration::ZERO).await);
         }
         if !nak.is_empty() {
             settled.push(source.nak(&nak, RETURN_DELAY).await);
@@ -380,6 +437,11 @@ impl Receiver {
         let failed = settled.iter().any(Result::is_err);
         settled.into_iter().filter_map(Result::err).for_each(|failure| self.observe_source(&failure));
         Settled { load, failed }
+    }
+
+    /// Returns when to try again what failed.
+    fn after(&self, backoff: &mut Option<Backoff>) -> Duration {
+        self.clock.monotonic() + backoff.get_or_insert_with(Backoff::new).next()
     }
 
     fn observe_source(&self, failure: &Error) {
