@@ -7,7 +7,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use postbox_core::{
     Capabilities, Delivery, Event, Inbound, Key, LogName, NewEvent, Outcome, Receive, Sink, SourceName, Tenant,
-    death_of, header, hex,
+    death_of, header, hex, is_death,
 };
 use sha2::{Digest as _, Sha256};
 
@@ -124,23 +124,22 @@ impl BusSink {
 }
 
 /// Returns the id of the event in its first log, whatever logs it came through, so that in a ring
-/// of stores it stops where it began. A replay that an operator asked for is another message. So is
-/// each death of the event: in a ring, its dead letters that die again stop there too.
+/// of stores it stops where it began. A replay that an operator asked for is another message, with
+/// the event's id in this log: another store may replay the same event. For the same reason a dead
+/// letter begins with the id in this log. A letter that dies again keeps that of the first one, and
+/// only the death differs, so that a ring of letters ends too.
 ///
 /// The header that carries the id ends with a mark of the event's content. So a header that was
 /// copied to another event is ignored.
 fn message_id(delivery: &Delivery, mark: &str) -> String {
     let noted = delivery.event.header(header::MESSAGE_ID).filter(|id| id.starts_with(ORIGIN));
     let origin = noted.and_then(|id| id.rsplit_once('@')).filter(|(_, of)| *of == mark).map(|(origin, _)| origin);
-    if let (Some(origin), Some(death)) = (origin, death_of(delivery)) {
-        let origin = origin.split_once(DEATH).map_or(origin, |(origin, _)| origin);
-        return format!("{origin}{DEATH}{death}");
+    let own = || format!("{ORIGIN}{}", delivery.dedupe_id());
+    if let Some(death) = death_of(delivery) {
+        let first = origin.and_then(|id| id.rsplit_once(DEATH)).filter(|(_, death)| is_death(death));
+        return format!("{}{DEATH}{death}", first.map_or_else(own, |(first, _)| first.to_owned()));
     }
-    match (origin, delivery.replay) {
-        (None, _) => format!("{ORIGIN}{}", delivery.dedupe_id()),
-        (Some(origin), 0) => origin.to_owned(),
-        (Some(origin), replay) => format!("{origin}-r{replay}"),
-    }
+    origin.filter(|_| delivery.replay == 0).map_or_else(own, str::to_owned)
 }
 
 /// Returns a digest of the fields that every log keeps unchanged. Other fields under a known id are

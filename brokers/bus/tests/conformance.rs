@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_bus::BusSink;
+use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
 use postbox_core::{
     Admin as _, Append as _, Change, Criteria, Delivery, Error, ErrorKind, Event, Headers, Inbound, Inspect as _,
     ListQuery, Log as _, LogName, Maintain as _, NewEvent, Outcome, Receive, Received, Result, Selection, Seq, Sink,
-    SourceName, State, Subscription, SubscriptionName, header,
+    SourceName, State, Subscription, SubscriptionName, dead_header, header,
 };
 use postbox_engine::{Relay, TokioClock};
 use postbox_memory::MemoryStore;
@@ -215,6 +216,16 @@ async fn refuse(_: Delivery) -> Outcome {
     Outcome::dead("refused", "no")
 }
 
+/// Lets the pending events of the log die, and sends their letters to the same log of a store.
+async fn die(store: &MemoryStore, subscription: &str, to: &MemoryStore) {
+    let letters_to = BusSink::new(Arc::new(to.clone()), log("events"), source());
+    let subscription = Subscription::new(subscription.parse().expect("a name"), log("events"));
+    let relay = Relay::builder(Arc::new(store.clone()), subscription)
+        .sink(Arc::new(handler_sink(refuse)))
+        .dead_to(Arc::new(letters_to), Arc::new(store.clone()));
+    relay.build().expect("a relay").drain(None).await.expect("drained");
+}
+
 /// An event that came by a bus keeps the id of its origin, but each of its deaths is another
 /// message.
 #[tokio::test]
@@ -224,30 +235,75 @@ async fn each_death_is_a_letter_of_its_own_and_a_ring_of_letters_ends() {
     drain((&other, "events"), (&one, "events")).await;
     drain((&one, "events"), (&other, "events")).await;
     for (subscription, letters) in [("a", 1), ("b", 2), ("b", 3), ("b", 3)] {
-        let name: SubscriptionName = subscription.parse().expect("a name");
-        let letters_to = BusSink::new(Arc::new(other.clone()), log("events"), source());
-        let relay = Relay::builder(Arc::new(one.clone()), Subscription::new(name.clone(), log("events")))
-            .sink(Arc::new(handler_sink(refuse)))
-            .dead_to(Arc::new(letters_to), Arc::new(one.clone()));
-        relay.build().expect("a relay").drain(None).await.expect("drained");
+        die(&one, subscription, &other).await;
         let known = events(&other, "events").await.len();
         assert_eq!(known, 2 + letters, "the event, itself again, and each death ({subscription})");
         if letters == 2 {
+            let name: SubscriptionName = subscription.parse().expect("a name");
             _ = one.change(&name, &Change::Retry, &Selection::default()).await.expect("retried");
         }
     }
     // A log whose dead letters go into the log itself.
-    let to_itself = BusSink::new(Arc::new(one.clone()), log("events"), source());
-    let relay =
-        Relay::builder(Arc::new(one.clone()), Subscription::new("ring".parse().expect("a name"), log("events")))
-            .sink(Arc::new(handler_sink(refuse)))
-            .dead_to(Arc::new(to_itself), Arc::new(one.clone()))
-            .build()
-            .expect("a relay");
     for _ in 0..6 {
-        relay.drain(None).await.expect("drained");
+        die(&one, "ring", &one).await;
     }
     assert_eq!(events(&one, "events").await.len(), 2, "the event, and one letter of it");
+}
+
+/// In a letter's id, the death follows `-d`. A UUID may contain `-d` too.
+#[tokio::test]
+async fn letters_of_ids_with_a_d_after_a_dash_are_not_taken_for_each_other() {
+    let (one, other, to) = (store().await, store().await, store().await);
+    let sent = [
+        "0199abcd-d111-7000-8000-000000000001",
+        "0199abcd-d222-7000-8000-000000000001",
+        "0199abcd-1111-7000-8000-d00000000001",
+        "0199abcd-1111-7000-8000-d00000000002",
+    ]
+    .map(|id| NewEvent::json("t", "1").id(id.parse().expect("an id")));
+    one.append(&log("events"), &sent).await.expect("appended");
+    drain((&one, "events"), (&other, "events")).await;
+    die(&other, "a", &to).await;
+    assert_eq!(events(&to, "events").await.len(), 4);
+    for _ in 0..6 {
+        die(&one, "ring", &one).await;
+    }
+    assert_eq!(events(&one, "events").await.len(), 8, "each event, and one letter of it");
+}
+
+/// An event has one id in all databases that it came to. What becomes of it there differs.
+#[tokio::test]
+async fn deaths_and_replays_in_two_databases_are_messages_of_their_own() {
+    let (one, other, to) = (store().await, store().await, store().await);
+    let first = store().await;
+    first.append(&log("events"), &[NewEvent::json("t", "1")]).await.expect("appended");
+    drain((&first, "events"), (&one, "events")).await;
+    drain((&one, "events"), (&other, "events")).await;
+    for store in [&one, &other] {
+        die(store, "apply", &to).await;
+    }
+    assert_eq!(events(&to, "events").await.len(), 2, "a letter from each");
+    let sink = BusSink::new(Arc::new(to.clone()), log("events"), source());
+    for store in [&one, &other] {
+        let event = events(store, "events").await.remove(0);
+        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 1, trace: None };
+        assert!(sink.deliver(&[&delivery]).await[0].is_delivered());
+    }
+    assert_eq!(events(&to, "events").await.len(), 4, "and a replay from each");
+}
+
+#[tokio::test]
+async fn a_letter_of_an_event_with_as_many_headers_as_possible_arrives() {
+    let (one, to) = (store().await, store().await);
+    let many = (0..HEADERS_MAX).fold(NewEvent::json("t", "1"), |event, n| event.header(format!("h{n:02}"), "v"));
+    let large = NewEvent::json("t", "2").header("a", "v").header("z", "v".repeat(HEADER_BYTES_MAX - 3));
+    one.append(&log("events"), &[many, large]).await.expect("appended");
+    die(&one, "a", &to).await;
+    let letters = events(&to, "events").await;
+    assert_eq!(letters.len(), 2);
+    for letter in letters {
+        assert!(letter.headers.contains_key(dead_header::ID) && letter.headers.contains_key(dead_header::LEFT_OUT));
+    }
 }
 
 #[tokio::test]

@@ -64,7 +64,7 @@ table! {
     #[check(check)]
     pub struct MqttSourceTable {
         /// The server: `mqtt://HOST:PORT`, or `mqtts://` for TLS.
-        url: String = text(server), required(r#""mqtt://127.0.0.1:1883""#);
+        url: String = text(server), required(r#""mqtts://127.0.0.1:8883""#);
         /// The user; together with `password`.
         user: Option<String> = text(plain), unset("no login", r#""postbox""#);
         /// The user's password.
@@ -120,9 +120,17 @@ fn group(text: &str) -> Result<String, String> {
     }
 }
 
+fn check_connection(section: &Section<'_>, url: &str) {
+    section.both("user", "password");
+    if section.has("tls") && address(url).is_ok_and(|url| url.scheme() == "mqtt") {
+        let path = &section.path;
+        section.fault("url", format!("{path} has tls, but the address begins with mqtt://; write mqtts://"));
+    }
+}
+
 impl MqttSinkTable {
     fn check(&self, section: &Section<'_>) {
-        section.both("user", "password");
+        check_connection(section, &self.url);
     }
 
     pub(crate) fn server(&self) -> Server {
@@ -133,7 +141,7 @@ impl MqttSinkTable {
 
 impl MqttSourceTable {
     fn check(&self, section: &Section<'_>) {
-        section.both("user", "password");
+        check_connection(section, &self.url);
     }
 
     pub(crate) fn server(&self) -> Server {
@@ -210,6 +218,7 @@ mod tests {
                 "url = \"mqtt://h\"\ntopic = \"t\"\ntls = { client_cert = \"c\" }",
                 "client_cert and client_key; it needs both",
             ),
+            ("url = \"MQTT://h\"\ntopic = \"t\"\ntls = { ca_file = \"ca.pem\" }", "write mqtts://"),
         ] {
             let faults = read::<MqttSinkTable>(keys, ReadOptions::none()).expect_err("a fault").to_string();
             assert!(faults.contains(word) && !faults.contains("canary"), "{keys}: {faults}");
@@ -217,10 +226,12 @@ mod tests {
         let source = "url = \"mqtt://h\"\nclient_id = \"orders-1\"\ntopic = \"orders/#\"";
         let (source, _) = read::<MqttSourceTable>(source, ReadOptions::none()).expect("no faults");
         assert_eq!((source.id_property.as_str(), source.session_expiry), (ID, Duration::from_secs(7 * 86_400)));
-        let shared = "url = \"mqtt://h\"\nclient_id = \"a b\"\ntopic = \"$share/g/orders\"\nshare = \"a/b\"";
+        let shared = "url = \"mqtt://h\"\nclient_id = \"a b\"\ntopic = \"$share/g/orders\"\nshare = \"a/b\"\ntls = {}";
         let faults = read::<MqttSourceTable>(shared, ReadOptions::none()).expect_err("faults").to_string();
         assert!(
-            ["cannot be a client id;", "the key share", "cannot be a group"].iter().all(|it| faults.contains(it)),
+            ["cannot be a client id;", "the key share", "cannot be a group", "write mqtts://"]
+                .iter()
+                .all(|it| faults.contains(it)),
             "{faults}"
         );
     }

@@ -61,7 +61,12 @@ pub(crate) struct Refused(Arc<StdMutex<BTreeSet<String>>>);
 impl Refused {
     /// Whether one of them begins with this text.
     pub(crate) fn any(&self, begin: &str) -> bool {
-        lock(&self.0).iter().any(|subject| subject.starts_with(begin))
+        self.first(begin).is_some()
+    }
+
+    /// Returns the first of them that begins with this text.
+    pub(crate) fn first(&self, begin: &str) -> Option<String> {
+        lock(&self.0).iter().find(|subject| subject.starts_with(begin)).cloned()
     }
 
     fn note(&self, event: &Event) {

@@ -11,7 +11,9 @@ use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use postbox_config::SinkContext;
 use postbox_core::envelope::Binding;
-use postbox_core::{Capabilities, Clock, Delivery, Down, HighWaterMarks, Outcome, Result, Sink, header, hex};
+use postbox_core::{
+    Capabilities, Clock, Delivery, Down, ErrorKind, HighWaterMarks, Outcome, Result, Sink, header, hex,
+};
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
@@ -21,7 +23,7 @@ use crate::classify::{self, Answer, NO_STREAM, no_stream};
 use crate::config::{self, NatsSinkTable};
 use crate::connection::{Link, Refused};
 use crate::jetstream::{
-    NO_JETSTREAM, NewStream, Settings, create_stream, last_number, message_at, settings, streams_of,
+    API_TOO_SLOW, NO_JETSTREAM, NewStream, Settings, create_stream, last_number, message_at, settings, streams_of,
 };
 use crate::subject;
 
@@ -53,7 +55,7 @@ pub(crate) struct Target {
 /// What is known of the streams that take the events.
 #[derive(Debug, Default)]
 struct Known {
-    /// Set once a stream was found.
+    /// Set once a look found a stream, and read the settings of all it found.
     is_found: AtomicBool,
     /// Set once one was found that deletes messages when they are acknowledged.
     deletes_acked: AtomicBool,
@@ -96,12 +98,17 @@ impl NatsSink {
                 if target.create.is_some() {
                     return prepare(&client, &target, &known).await;
                 }
-                // A server does not answer a user without the right to ask. One that is only slow
-                // is asked again on the next connection.
-                if !known.is_checked.load(Ordering::Relaxed)
-                    && timeout(wait / 3, prepare(&client, &target, &known)).await.is_err()
-                {
-                    known.is_checked.fetch_or(refused.any("$JS.API.STREAM."), Ordering::Relaxed);
+                if known.is_checked.load(Ordering::Relaxed) {
+                    return Ok(());
+                }
+                let looked = timeout(wait / 3, prepare(&client, &target, &known)).await;
+                match looked.unwrap_or_else(|_| Err(look_too_slow())) {
+                    // A server does not answer a user without the right to ask.
+                    Err(_) if refused.any("$JS.API.STREAM.") => known.is_checked.store(true, Ordering::Relaxed),
+                    // The next connection may learn that the stream deletes what is acknowledged,
+                    // and would then repeat under another id what this one published.
+                    Err(down) if may_pass(&down) && !known.is_found.load(Ordering::Relaxed) => return Err(down),
+                    _ => {}
                 }
                 Ok(())
             }) as _
@@ -214,6 +221,13 @@ impl NatsSink {
         deletes_acked
     }
 
+    /// Returns why there was no connection within the time of a call. The API does not answer a
+    /// user without rights.
+    fn without_connection(&self) -> Down {
+        let refused = self.link.refused().first("$JS.API.");
+        refused.map_or_else(classify::connect_too_slow, |subject| classify::no_right(&subject))
+    }
+
     /// Returns the outcome of an event that no stream takes. If other events of the call were
     /// delivered, the server and its streams work, so the subject is the problem.
     fn without_stream(&self, others_delivered: bool) -> Outcome {
@@ -279,7 +293,7 @@ impl Sink for NatsSink {
         let connected = tokio::select! {
             biased;
             connected = self.link.client() => connected,
-            () = &mut deadline => Err(classify::connect_too_slow()),
+            () = &mut deadline => Err(self.without_connection()),
         };
         let client = match connected {
             Ok(client) => client,
@@ -392,21 +406,20 @@ pub(crate) const NO_ACK: &str = "it has no_ack, so no event ever counts as deliv
 async fn prepare(client: &Client, target: &Target, known: &Known) -> Result<(), Down> {
     let streams = match &target.stream {
         Some(stream) => vec![stream.clone()],
-        // If we have no permission to ask, nothing is known.
-        None => streams_of(client, &target.pattern).await.unwrap_or_default(),
+        None => streams_of(client, &target.pattern).await?,
     };
+    let mut is_found = false;
     for stream in streams.iter().take(STREAMS_MAX) {
-        let found = match (settings(client, stream).await, &target.create) {
-            (Ok(None), Some(new)) => {
+        let found = match (settings(client, stream).await?, &target.create) {
+            (None, Some(new)) => {
                 create_stream(client, stream, new).await?;
                 info!(stream, "stream made");
                 Some(Settings { duplicate_window: new.duplicate_window, ..Settings::default() })
             }
-            (Err(down), Some(_)) => return Err(down),
-            (found, _) => found.unwrap_or_default(),
+            (found, _) => found,
         };
         let Some(Settings { duplicate_window: window, deletes_acked, discards, no_ack }) = found else { continue };
-        known.is_found.store(true, Ordering::Relaxed);
+        is_found = true;
         known.deletes_acked.fetch_or(deletes_acked, Ordering::Relaxed);
         if discards && !known.discards.swap(true, Ordering::Relaxed) {
             warn!(code = "nats_interest_none", stream, "stream without a consumer: {DISCARDS}");
@@ -422,5 +435,18 @@ async fn prepare(client: &Client, target: &Target, known: &Known) -> Result<(), 
             );
         }
     }
+    known.is_found.fetch_or(is_found, Ordering::Relaxed);
     Ok(())
+}
+
+/// The settings of the streams did not come in time.
+fn look_too_slow() -> Down {
+    let text = "JetStream did not describe the stream in time; events wait, because their ids depend on its retention";
+    Down::new(ErrorKind::Unavailable, API_TOO_SLOW, text)
+}
+
+/// Returns whether a look that failed may succeed on the next connection. A stream in another
+/// domain or account can be published to, but its API stays out of reach.
+fn may_pass(down: &Down) -> bool {
+    down.code() != NO_JETSTREAM && !down.clone().error("inspect").is_permanent()
 }

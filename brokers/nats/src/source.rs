@@ -4,7 +4,7 @@
 //! present connection. While they are handed out, the server is notified that they are in progress.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -54,6 +54,9 @@ pub struct NatsSource {
     /// The server on which a connection was lost while messages were requested. If it still runs,
     /// one of the messages may be the reason.
     lost_on: Mutex<Option<String>>,
+    /// The number of the message from which the next look for unreadable ones goes on; 0 for the
+    /// first that is not acknowledged.
+    look_from: AtomicU64,
     /// We have no right to read messages by their numbers. Asking again would only wait for a
     /// timeout.
     may_not_look: AtomicBool,
@@ -104,6 +107,7 @@ impl NatsSource {
             pulling: AsyncMutex::default(),
             given: Arc::default(),
             lost_on: Mutex::default(),
+            look_from: AtomicU64::new(0),
             may_not_look: AtomicBool::new(false),
             settled: Notify::new(),
             closed: CancellationToken::new(),
@@ -161,8 +165,11 @@ impl NatsSource {
     }
 
     async fn look(&self, client: &Client) -> Option<Vec<Message>> {
-        let down = match unreadable(client, &self.table).await {
-            Ok(found) => return Some(found),
+        let down = match unreadable(client, &self.table, self.look_from.load(Ordering::Relaxed)).await {
+            Ok((found, next)) => {
+                self.look_from.store(next, Ordering::Relaxed);
+                return Some(found);
+            }
             Err(down) => down.error(OPERATION),
         };
         let stream = &self.table.stream;

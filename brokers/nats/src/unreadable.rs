@@ -19,25 +19,31 @@ use crate::classify;
 use crate::config::NatsSourceTable;
 use crate::jetstream::{NO_MESSAGE, call, filters};
 
-/// The most messages to look at: about twice what is in flight by default. Later ones are found
-/// once those before them are acknowledged.
+/// The most messages of a look, for each filter: about twice what is in flight by default. If the
+/// consumer has delivered more, behind one that is not acknowledged, the next look goes on there.
 const LOOK_MAX: usize = 1_000;
 
-/// Returns the messages that the consumer has delivered and that the client cannot read, with the
-/// readable part of their headers.
-pub(crate) async fn unreadable(client: &Client, table: &NatsSourceTable) -> Result<Vec<Message>, Down> {
+/// Looks, from the number `from` on, for messages that the consumer has delivered and that the
+/// client cannot read. Returns them, with the readable part of their headers, and the number from
+/// which the next look goes on; 0 if this one has seen all.
+pub(crate) async fn unreadable(
+    client: &Client,
+    table: &NatsSourceTable,
+    from: u64,
+) -> Result<(Vec<Message>, u64), Down> {
     let NatsSourceTable { stream, consumer: name, .. } = table;
     let not_done = |refusal| classify::not_done(&format!("the stream {stream} cannot be read by numbers"), &refusal);
     let info = call(client, &format!("CONSUMER.INFO.{stream}.{name}"), &Value::Null).await?.map_err(not_done)?;
     let number = |key: &str| info[key]["stream_seq"].as_u64().unwrap_or_default();
     let (settled, last) = (number("ack_floor"), number("delivered"));
-    let mut found = Vec::new();
+    let (mut found, mut rest) = (Vec::new(), None::<u64>);
     if info["num_ack_pending"] == 0 {
-        return Ok(found);
+        return Ok((found, 0));
     }
     for filter in filters(&info["config"]) {
-        let mut next = settled + 1;
-        for _ in 0..LOOK_MAX {
+        let (mut next, mut left) = (from.max(settled + 1), LOOK_MAX);
+        while left > 0 {
+            left -= 1;
             let question = json!({ "seq": next, "next_by_subj": filter });
             let message = match call(client, &format!("STREAM.MSG.GET.{stream}"), &question).await? {
                 Ok(mut answer) => answer["message"].take(),
@@ -51,9 +57,12 @@ pub(crate) async fn unreadable(client: &Client, table: &NatsSourceTable) -> Resu
                 warn!(code = "nats_message_unreadable", stream, number, cure, "message unreadable");
                 found.push(message);
             }
+            if left == 0 && number < last {
+                rest = Some(rest.map_or(next, |rest| rest.min(next)));
+            }
         }
     }
-    Ok(found)
+    Ok((found, rest.unwrap_or_default()))
 }
 
 /// Returns the readable part of a message; `None` if the client can read it.

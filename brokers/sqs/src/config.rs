@@ -141,6 +141,10 @@ fn build(target: Target, writing: Writing, context: &SinkContext) -> Arc<dyn Sin
 impl AwsTable {
     fn check(&self, section: &Section<'_>) {
         section.both("access_key_id", "secret_access_key");
+        if section.has("session_token") && !section.has("access_key_id") && !section.has("secret_access_key") {
+            let text = "has a session_token but no access_key_id and secret_access_key; set them, or leave it out";
+            section.fault("session_token", format!("{} {text}", section.path));
+        }
     }
 }
 
@@ -242,6 +246,9 @@ mod tests {
         for word in ["https://sqs.REGION.amazonaws.com", "http://HOST:PORT", "needs both", "out of range"] {
             assert!(faults.contains(word), "{word}: {faults}");
         }
+        let keys = "queue_url = \"https://h/q\"\naws = { session_token = \"canary\" }";
+        let faults = read::<SqsSinkTable>(keys, ReadOptions::none()).expect_err("a fault").to_string();
+        assert!(faults.contains("no access_key_id and secret") && !faults.contains("canary"), "{faults}");
         let keys = "queue_url = \"https://h/q\"\nvisibility = \"1500ms\"";
         let faults = read::<SqsSourceTable>(keys, ReadOptions::none()).expect_err("a fault").to_string();
         assert!(faults.contains("whole seconds"), "{faults}");

@@ -62,7 +62,7 @@ impl Writing {
     pub(crate) fn message(&self, delivery: &Delivery) -> Result<Outgoing, Outcome> {
         let event = &delivery.event;
         let wrapped = self.envelope.wrap(event, &self.source)?;
-        let body = body(wrapped.body.to_vec())?;
+        let body = body(wrapped.body.to_vec(), self.envelope)?;
         let id = delivery.dedupe_id();
         let mut attributes = vec![(ID.to_owned(), id.clone())];
         if self.envelope != Envelope::CloudEventsBinary {
@@ -90,8 +90,9 @@ impl Writing {
     }
 }
 
-fn body(body: Vec<u8>) -> Result<String, Outcome> {
+fn body(body: Vec<u8>, envelope: Envelope) -> Result<String, Outcome> {
     let body = String::from_utf8(body).unwrap_or_else(|_| "\0".to_owned());
+    let body = if Envelope::OBJECTS.contains(&envelope) { escaped(body) } else { body };
     match body.as_str() {
         "" => Err(Outcome::dead("body_empty", "SQS and SNS cannot carry an empty message; choose another envelope")),
         body if !is_text(body) => {
@@ -112,8 +113,16 @@ fn add(attributes: &mut Vec<(String, String)>, headers: impl Iterator<Item = (St
     }
     attributes.append(&mut plain);
     if !rest.is_empty() {
-        // JSON escapes the characters that an attribute's value may not contain.
-        attributes.push((HEADERS.to_owned(), serde_json::json!(rest).to_string()));
+        attributes.push((HEADERS.to_owned(), escaped(serde_json::json!(rest).to_string())));
+    }
+}
+
+/// Escapes the two characters that JSON may contain as they are and a message may not. Valid JSON
+/// has them in strings only.
+fn escaped(json: String) -> String {
+    match json.contains(['\u{fffe}', '\u{ffff}']) {
+        true => json.replace('\u{fffe}', r"\ufffe").replace('\u{ffff}', r"\uffff"),
+        false => json,
     }
 }
 
@@ -264,18 +273,28 @@ mod tests {
         let event = || NewEvent::new("order.paid", "{ \"é\": 1 }", "a/b").header("a", "1");
         let many = (0..HEADERS_MAX - 3).fold(event().key("k"), |event, n| event.header(format!("h{n}"), "v"));
         let odd = event().key("line\nbreak é").header("empty", "").header("!#$%&'*+-.^_`|~", "x").header("AWS.x", "y");
+        let odd = odd.header("noncharacters", "\u{ffff} and \u{fffe}");
         let forged = RESERVED[..3].iter().fold(event(), |event, name| event.header(*name, "forged"));
         let forged = forged.header("Postbox-Key", "forged").header(HEADERS, "{}");
         for event in [event(), event().key("k"), many, odd, forged] {
             let delivery = Delivery { replay: 1, ..delivery(event) };
             let outgoing = writing(Envelope::Raw).message(&delivery).expect("a message");
             assert!(outgoing.attributes.len() <= ATTRIBUTES_MAX, "{:?}", outgoing.attributes);
+            assert!(outgoing.attributes.iter().all(|(_, value)| is_text(value)), "{:?}", outgoing.attributes);
             let message = reading().message(received(&outgoing));
             let event = &delivery.event;
             assert_eq!(message.id, Some(delivery.dedupe_id()));
             assert_eq!((message.topic.as_str(), message.content_type.as_str()), ("order.paid", "a/b"));
             assert_eq!(message.key.as_deref(), event.key.as_ref().map(|key| key.as_str()));
             assert_eq!((message.headers, message.payload), (event.headers.clone(), event.payload.clone()));
+        }
+        let payload = "\"a \u{fffe} b \u{ffff}\"";
+        for envelope in Envelope::OBJECTS {
+            let event = delivery(NewEvent::json("t", payload).header("a", "\u{ffff}"));
+            let body = writing(envelope).message(&event).expect("a message").body;
+            let of = |json: &[u8]| serde_json::from_slice::<serde_json::Value>(json).expect("JSON");
+            let wrapped = envelope.wrap(&event.event, "us").expect("a body");
+            assert!(is_text(&body) && of(body.as_bytes()) == of(&wrapped.body), "{body}");
         }
     }
 

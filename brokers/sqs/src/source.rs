@@ -419,6 +419,16 @@ mod tests {
         assert_eq!(state.due(LATER), None);
     }
 
+    /// Before a refused message, a receiver gives back what is behind it, without a delay.
+    #[test]
+    fn other_groups_than_that_of_a_refused_message_are_due_at_once() {
+        let mut state = arrived(&["a1", "b1", "a2", "a3"]);
+        let tokens: Vec<AckToken> = state.give(3, Duration::ZERO).iter().map(|it| it.token).collect();
+        assert_eq!(state.put_back(&tokens[1..], Duration::ZERO, Duration::ZERO), [""; 0]);
+        assert_eq!(state.put_back(&tokens[..1], LATER, Duration::ZERO), ["a1", "a2", "a3"]);
+        assert_eq!(topics(&state.give(9, Duration::ZERO)), ["b1"]);
+    }
+
     #[test]
     fn the_refused_message_is_the_first_one_handed_out_wherever_it_arrived() {
         let mut state = arrived(&["a1", "b1", "c1"]);

@@ -6,7 +6,8 @@ use async_trait::async_trait;
 
 use crate::batch::{BatchLimit, Delivery, Unreadable};
 use crate::error::Result;
-use crate::event::{EventId, Seq, header};
+use crate::event::{EventId, Headers, Seq, check_headers, header};
+use crate::limits::MESSAGE_ID_BYTES_MAX;
 use crate::log::Lease;
 use crate::names::SubscriptionName;
 
@@ -24,8 +25,15 @@ pub mod dead_header {
     pub const SUBSCRIPTION: &str = "postbox-dead-subscription";
     /// The log that the event is in.
     pub const LOG: &str = "postbox-dead-log";
+    /// How many of the event's own headers were left out, because with these ones they would exceed
+    /// the limits of an event. Absent means none.
+    pub const LEFT_OUT: &str = "postbox-dead-left-out";
+
+    pub(super) const ALL: [&str; 7] = [ID, CODE, REASON, ATTEMPTS, SUBSCRIPTION, LOG, LEFT_OUT];
 }
 
+/// How many bytes at the end of an id differ between a letter and its event.
+const DEATH_BYTES: usize = 7;
 /// Longest reason in a letter, in bytes. Fits into a header under common limits.
 const REASON_BYTES_MAX: usize = 512;
 
@@ -67,10 +75,26 @@ impl DeadLetter {
         // The letter itself can be decoded: whoever receives it must not take it for poison.
         delivery.event.headers.remove(header::POISON);
         delivery.event.headers.extend(headers.map(|(name, value)| (name.to_owned(), value)));
+        leave_out(&mut delivery.event.headers);
         // Its end was that of the event: whoever looks after what died wants to have it.
         delivery.event.expires_at = None;
         delivery.event.id = letter_id(delivery.event.id, &lease.subscription, delivery.replay);
         Delivery { attempt: 1, replay: 0, ..delivery }
+    }
+}
+
+/// Leaves out headers of the event, the last one first, until a log would take the letter.
+fn leave_out(headers: &mut Headers) {
+    let mut left_out: u32 = headers.get(dead_header::LEFT_OUT).and_then(|count| count.parse().ok()).unwrap_or(0);
+    while check_headers(headers).is_err_and(|error| error.code().starts_with("headers_too_")) {
+        // The id that an inbox noted counts towards no limit, and ends rings of letters.
+        let is_note = |name: &str, value: &str| name == header::MESSAGE_ID && value.len() <= MESSAGE_ID_BYTES_MAX;
+        let is_own = |name: &str, value: &str| !dead_header::ALL.contains(&name) && !is_note(name, value);
+        let Some((name, _)) = headers.iter().rfind(|(name, value)| is_own(name, value)) else { break };
+        let name = name.clone();
+        headers.remove(&name);
+        left_out = left_out.saturating_add(1);
+        headers.insert(dead_header::LEFT_OUT.to_owned(), left_out.to_string());
     }
 }
 
@@ -87,7 +111,13 @@ pub fn death_of(delivery: &Delivery) -> Option<String> {
     let (id, of) = (id.as_bytes(), of.as_bytes());
     // The version bits are not compared.
     let is_letter = id[6] >> 4 == 8 && id[..6] == of[..6] && id[7..9] == of[7..9];
-    is_letter.then(|| id[9..].iter().zip(&of[9..]).map(|(byte, of)| format!("{:02x}", byte ^ of)).collect())
+    let bytes = id.iter().zip(of).skip(id.len() - DEATH_BYTES);
+    is_letter.then(|| bytes.map(|(byte, of)| format!("{:02x}", byte ^ of)).collect())
+}
+
+/// Returns whether a text can be what [`death_of`] returns. No group of a UUID is as long.
+pub fn is_death(text: &str) -> bool {
+    text.len() == 2 * DEATH_BYTES && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// A UUID (version 8) for one death: the event's, with 56 of its bits changed by a hash of
@@ -99,7 +129,7 @@ fn letter_id(id: EventId, subscription: &SubscriptionName, replay: u32) -> Event
         mark = (mark ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
     }
     let mut bytes = id.as_uuid().into_bytes();
-    bytes[9..].iter_mut().zip(mark.to_be_bytes()).for_each(|(byte, mark)| *byte ^= mark);
+    bytes[16 - DEATH_BYTES..].iter_mut().zip(mark.to_be_bytes()).for_each(|(byte, mark)| *byte ^= mark);
     bytes[6] = 0x80 | (bytes[6] & 0x0f);
     EventId::from_uuid(uuid::Uuid::from_bytes(bytes))
 }
@@ -141,6 +171,7 @@ const _: Option<&dyn DeadLetters> = None;
 mod tests {
     use super::*;
     use crate::event::{Event, NewEvent};
+    use crate::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
     use crate::names::{LogName, OwnerId};
 
     fn lease(subscription: &str) -> Lease {
@@ -195,11 +226,41 @@ mod tests {
     fn a_death_is_known_from_others_of_its_event() {
         let death = |subscription, replay| death_of(&letter("", replay).into_delivery(&lease(subscription)));
         let deaths = [death("hooks", 0), death("hooks", 1), death("other", 0)];
-        assert!(deaths.iter().all(|death| death.as_ref().is_some_and(|death| death.len() == 14)), "{deaths:?}");
+        assert!(deaths.iter().all(|death| death.as_deref().is_some_and(is_death)), "{deaths:?}");
+        assert!(!["00000000001", "0123456789abcdef", "0123456789-abc", "0123456789ABCD"].into_iter().any(is_death));
         assert_eq!(deaths.iter().collect::<std::collections::HashSet<_>>().len(), 3, "{deaths:?}");
         let sent = letter("", 0).into_delivery(&lease("hooks"));
         let arrived = Event { id: "0190163d-8694-739b-aea5-966c26f8ad90".parse().expect("an id"), ..sent.event };
         assert_eq!(death_of(&Delivery { event: arrived, ..letter("", 0).delivery }), None);
+    }
+
+    #[test]
+    fn a_letter_has_no_more_headers_than_an_event_may_have() {
+        let sent = |own: Headers| {
+            let mut letter = letter(&"x".repeat(600), 0);
+            letter.delivery.event.headers = own;
+            let headers = letter.into_delivery(&lease("hooks")).event.headers;
+            check_headers(&headers).expect("a log takes them");
+            assert_eq!(headers[dead_header::REASON].len(), REASON_BYTES_MAX);
+            assert!([dead_header::ID, dead_header::CODE, dead_header::LOG].iter().all(|it| headers.contains_key(*it)));
+            headers
+        };
+        let own = |count: usize, bytes: usize| -> Headers {
+            let note = (header::MESSAGE_ID.to_owned(), "i".repeat(MESSAGE_ID_BYTES_MAX));
+            (0..count).map(|n| (format!("h{n:02}"), "v".repeat(bytes))).chain([note]).collect()
+        };
+        assert!(!sent(own(HEADERS_MAX - 6, 1)).contains_key(dead_header::LEFT_OUT));
+        for full in [own(HEADERS_MAX, 1), own(HEADERS_MAX, HEADER_BYTES_MAX / HEADERS_MAX - 3)] {
+            let headers = sent(full);
+            let left_out: usize = headers[dead_header::LEFT_OUT].parse().expect("a number");
+            assert!(left_out >= 7 && headers.contains_key(header::MESSAGE_ID), "{headers:?}");
+            let has = |n: usize| headers.contains_key(&format!("h{n:02}"));
+            assert!(has(HEADERS_MAX - left_out - 1) && !has(HEADERS_MAX - left_out), "{headers:?}");
+            assert_eq!(sent(headers.clone()), headers, "a letter that dies again has room");
+        }
+        let one = [("a".to_owned(), "v".to_owned()), ("z".to_owned(), "v".repeat(HEADER_BYTES_MAX - 3))];
+        let headers = sent(one.into());
+        assert!(headers.contains_key("a") && !headers.contains_key("z") && headers[dead_header::LEFT_OUT] == "1");
     }
 
     #[test]

@@ -85,7 +85,7 @@ pub use clock::{Clock, Random};
 pub use context::Context;
 pub use criteria::Criteria;
 pub use database::{Database, HandledFuture, Handlers, Transact, Tx};
-pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header, death_of};
+pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header, death_of, is_death};
 pub use diagnose::{Arrival, Blocker, Diagnose, Hold};
 pub use down::{Down, Outage};
 pub use envelope::Envelope;

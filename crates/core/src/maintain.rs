@@ -85,9 +85,9 @@ pub trait Maintain: Send + Sync + 'static {
     /// Changes nothing. The error names the cure.
     async fn check_receiving(&self) -> Result<()>;
     /// Checks that the cursors fit their database, which they do not after a dump was restored into
-    /// another one, and that nothing of the schema was dropped or moved, where a store can tell.
-    /// Changes nothing. Errors: `Mismatch` `cursor_from_future`, `cursor_foreign` or
-    /// `schema_damaged`, whose cure is named.
+    /// another one, that nothing of the schema was dropped or moved, and that the role sees every
+    /// log that is read, where a store can tell. Changes nothing. Errors: `Mismatch`
+    /// `cursor_from_future`, `cursor_foreign`, `schema_damaged` or `log_hidden`, with the cure.
     async fn check_integrity(&self) -> Result<()>;
     /// Makes rows and cursors fit their database after a dump was restored into another one: the
     /// cure of `cursor_from_future` and `cursor_foreign`. Delivered events stay delivered, pending

@@ -119,6 +119,7 @@ pub type AppendFuture<'a> = Pin<Box<dyn Future<Output = Result<Appended>> + Send
     message = "`{Self}` is not a transaction that a Postbox of `{S}` can append to",
     label = "no transaction of `{S}`",
     note = "a pool or a client is no transaction: begin one, and pass `&mut tx`",
+    note = "in a `transaction` of a pooled connection of `diesel` or `diesel-async`, pass `&mut **tx`",
     note = "the drivers are features of `postbox`: `sqlx` and `sqlx-sqlite` mean sqlx 0.9, `sqlx08` means 0.8"
 )]
 pub trait Transaction<'a, S, Via> {

@@ -85,11 +85,30 @@ pub fn decode<T: TypedEvent + DeserializeOwned>(event: &Event) -> Result<T> {
         _ => return Err(version_differs::<T>(event)),
     }
     serde_json::from_slice(&event.payload).map_err(|error| {
-        // serde's text may quote the payload, and the place is enough to find the fault.
+        // serde's error does not become the source: it may quote the payload, and sources go into
+        // logs.
         let (line, column) = (error.line(), error.column());
-        let message = format!("the payload is no {} (line {line}, column {column})", std::any::type_name::<T>());
-        Error::invalid("decode", NOT_DECODED, message).with_source(error)
+        let cause = unquoted(&error.to_string()).map(|cause| format!(": {cause}")).unwrap_or_default();
+        let message = format!("the payload is no {} (line {line}, column {column}){cause}", std::any::type_name::<T>());
+        Error::invalid("decode", NOT_DECODED, message)
     })
+}
+
+/// What serde says of a payload, without the value that it quotes: errors go into logs and traces.
+/// `None` for any other text: it is a field's own, and may quote the payload in any form.
+fn unquoted(said: &str) -> Option<String> {
+    let begins = |forms: &[&str]| forms.iter().any(|form| said.starts_with(form));
+    // These name a field of the type.
+    if begins(&["missing field `", "duplicate field `"]) {
+        return Some(said.to_owned());
+    }
+    if !begins(&["invalid type: ", "invalid value: ", "invalid length ", "unknown variant `", "unknown field `"]) {
+        return None;
+    }
+    // The last of them: a value may contain such words, too.
+    let rest = [", expected", ", there are"].iter().filter_map(|rest| said.rfind(rest)).max()?;
+    let found = said[..rest].find(['"', '`']).map_or(&said[..rest], |quote| said[..quote].trim_end());
+    Some(format!("{found}{}", &said[rest..]))
 }
 
 fn version_differs<T: TypedEvent>(event: &Event) -> Error {
@@ -324,7 +343,23 @@ mod tests {
             let event = stored(new(payload).schema_version(2));
             let error = decode::<Paid>(&event).expect_err("refused");
             assert_eq!(error.code(), "payload_not_decoded");
-            assert!(!error.to_string().contains("secret"), "{error}");
+            let chain: Vec<_> =
+                std::iter::successors(Some(&error as &dyn std::error::Error), |it| it.source()).collect();
+            assert!(!format!("{chain:?}").contains("secret"), "{chain:?}");
+        }
+    }
+
+    #[test]
+    fn only_what_serde_says_in_its_own_words_is_repeated() {
+        for (said, repeated) in [
+            ("missing field `order` at line 1 column 2", Some("missing field `order` at line 1 column 2")),
+            ("invalid type: string \"a, expected b\", expected i64", Some("invalid type: string, expected i64")),
+            ("unknown field `a, expected b`, there are no fields", Some("unknown field, there are no fields")),
+            ("invalid length 3, expected a tuple of size 2", Some("invalid length 3, expected a tuple of size 2")),
+            ("parsed value '1', but unparsed input \"2\" remains (expected no unparsed input)", None),
+            ("no date: secret, expected another", None),
+        ] {
+            assert_eq!(unquoted(said).as_deref(), repeated, "{said}");
         }
     }
 }

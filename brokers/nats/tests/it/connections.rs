@@ -13,7 +13,7 @@ use tokio::net::{TcpListener, TcpSocket};
 use tokio::time::timeout;
 
 use crate::broker::{Broker, publish};
-use crate::stand::{AS_LIMITED, LIMITED, SHORT, sink, sink_with, source, table};
+use crate::stand::{AS_BLIND, AS_LIMITED, LIMITED, SHORT, sink, sink_with, source, table};
 
 /// The seed from the documentation of NATS, and its public key.
 const SEED: &str = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY";
@@ -97,6 +97,18 @@ async fn a_publish_that_we_have_no_right_to_is_named() {
         let outcomes: Vec<String> = deliver(&sink, &two).await.iter().map(said).collect();
         assert_eq!(outcomes, ["delivered", "ambiguous nats_publish_denied"], "{version:?}");
     }
+}
+
+/// The call ends before the API would count as too slow.
+#[tokio::test]
+async fn a_right_that_is_missing_to_create_a_stream_is_named() {
+    let broker = Broker::launch(NatsVersion::V2_15, LIMITED).await;
+    let sink = sink_with(&broker.server.url(), &format!("{KEYS}{AS_BLIND}"), &context(SHORT)).await;
+    let Outcome::Unavailable { code, error } = send(&sink, NewEvent::json("t", "{}")).await else {
+        panic!("nobody may")
+    };
+    assert_eq!(code, "nats_publish_denied", "{error}");
+    assert!(error.contains("publishing to $JS.API.STREAM.INFO.EVENTS; grant"), "{error}");
 }
 
 /// A request and an ack that are refused get no answer either.

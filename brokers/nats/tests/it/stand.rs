@@ -12,8 +12,8 @@ use postbox_testkit::{receiving, sending};
 pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
 /// Settings of a server where clients without credentials may do everything, and others less:
-/// `limited` may not look at messages, `blind` not at streams, `deaf` may not request messages, and
-/// `mute` not acknowledge them.
+/// `limited` may not look at messages, `blind` not at streams, `deaf` may not request messages,
+/// `mute` not acknowledge them, and no answer reaches `unanswered`.
 pub(crate) const LIMITED: &str = r#"
 no_auth_user: all
 authorization { users: [
@@ -22,6 +22,7 @@ authorization { users: [
     { user: blind, password: c, permissions: { publish: { deny: ["$JS.API.STREAM.NAMES", "$JS.API.STREAM.INFO.>"] } } }
     { user: deaf, password: d, permissions: { publish: { deny: ["$JS.API.CONSUMER.MSG.NEXT.>"] } } }
     { user: mute, password: d, permissions: { publish: { deny: ["$JS.ACK.>"] } } }
+    { user: unanswered, password: e, permissions: { subscribe: { deny: ["_INBOX.>"] } } }
 ] }
 "#;
 /// The credentials of `limited`.

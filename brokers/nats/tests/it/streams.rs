@@ -195,6 +195,24 @@ async fn a_stream_that_deletes_what_is_acknowledged_only_now_is_noticed() {
     }
 }
 
+/// A connection that learns the retention would repeat the event under another id.
+#[tokio::test]
+async fn nothing_is_published_before_the_settings_of_the_stream_are_known() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, LIMITED).await;
+        broker.stream("EVENTS", &["in.>"], json!({ "retention": "workqueue" })).await;
+        for keys in ["", "stream = \"EVENTS\"\n"] {
+            let keys =
+                format!("subject = \"in.{{topic}}\"\n{keys}auth = {{ user = \"unanswered\", password = \"e\" }}");
+            let sink = sink_with(&broker.server.url(), &keys, &context(SHORT)).await;
+            for _ in 0..2 {
+                assert_eq!(said(&send(&sink, event("t")).await), "unavailable nats_api_timeout", "{version:?}");
+            }
+        }
+        assert!(broker.stored("EVENTS").await.is_empty(), "{version:?}");
+    }
+}
+
 /// A known message that is gone may have been another subscription's.
 #[tokio::test]
 async fn on_a_stream_that_nobody_may_look_at_an_event_is_rather_stored_twice_than_never() {

@@ -1,12 +1,12 @@
 //! Messages that the client library cannot read: the connection is lost each time one arrives.
 
-use postbox_testkit::receiving::Receiving;
+use postbox_testkit::receiving::{Receiving, ack, take};
 use postbox_testkit::servers::NatsVersion;
 use postbox_testkit::warnings::Warnings;
 use serde_json::{Value, json};
 
 use crate::broker::{Broker, api, publish};
-use crate::stand::{AS_LIMITED, LIMITED, table};
+use crate::stand::{AS_LIMITED, LIMITED, source, table};
 
 /// Subject and header block of each message.
 const UNREADABLE: [(&[u8], &[u8]); 6] = [
@@ -53,6 +53,30 @@ async fn they_are_received_without_what_cannot_be_read() {
         let named = |line: &String| line.contains("nats_message_unreadable") && line.contains("stream rmm EVENTS 2");
         assert!(warnings.all().iter().any(named), "{:?}", warnings.all());
     }
+}
+
+/// The first message is never acknowledged, and one look is not enough to reach what is behind it.
+#[tokio::test]
+async fn they_are_found_however_far_behind_a_message_that_is_not_settled() {
+    const READABLE: usize = 2_100;
+    let broker = Broker::launch(NatsVersion::V2_15, "").await;
+    broker.stream("EVENTS", &["in.>"], json!({})).await;
+    for _ in 0..READABLE {
+        broker.client.publish("in.a", "readable".into()).await.expect("sent");
+    }
+    let source = source(&broker.server.url(), "stream = \"EVENTS\"\nack_wait = \"1s\"").await;
+    assert_eq!(take(&*source, 1).await.len(), 1);
+    let mut left = READABLE - 1;
+    while left > 0 {
+        let some = take(&*source, left.min(100)).await;
+        ack(&*source, &some).await;
+        left -= some.len();
+    }
+    let (subject, headers) = UNREADABLE[0];
+    broker.raw(subject, headers, b"unreadable").await;
+    // The first message comes again on each connection.
+    let found = async { while take(&*source, 1).await[0].message.payload != b"unreadable"[..] {} };
+    tokio::time::timeout(postbox_testkit::sending::PATIENCE, found).await.expect("found in time");
 }
 
 #[tokio::test]

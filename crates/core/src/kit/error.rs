@@ -20,6 +20,16 @@ pub fn settled_already() -> Error {
     Error::new(ErrorKind::Stale, "apply", "settled_already", message)
 }
 
+/// Handlers got events that another handle of the store read. Only the one that read them knows the
+/// window that a settlement belongs to, so every transaction would be rolled back.
+pub fn handlers_of_another_store(subscription: &SubscriptionName) -> Error {
+    let message = format!(
+        "the handlers' store did not read these events of {subscription}; build the router on a clone of the store \
+         that the relay reads"
+    );
+    Error::new(ErrorKind::Mismatch, "apply", "handlers_of_another_store", message)
+}
+
 /// Lanes of a subscription were deleted.
 pub fn lanes_missing(subscription: &SubscriptionName) -> Error {
     let message = format!(

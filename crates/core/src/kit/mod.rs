@@ -19,9 +19,9 @@ pub use apply::{BlockedKeys, entries_of, panic_text};
 pub use attempt::{attempts_from_json, attempts_to_json, note_attempt};
 pub use batch::{BatchLimiter, lane_of};
 pub use error::{
-    ROWS_MOVED_MAX, check_lanes, check_log, check_logs, check_message_id, lanes_apart, lanes_held, lanes_missing,
-    log_unknown, rebase_not_needed, rows_many, settled_already, subscription_changed, subscription_exists,
-    subscription_unknown, window_undone,
+    ROWS_MOVED_MAX, check_lanes, check_log, check_logs, check_message_id, handlers_of_another_store, lanes_apart,
+    lanes_held, lanes_missing, log_unknown, rebase_not_needed, rows_many, settled_already, subscription_changed,
+    subscription_exists, subscription_unknown, window_undone,
 };
 pub use row::{Due, RowAfter};
 pub use stats::{LOOK_EVENTS_MAX, LOOK_EVENTS_MIN, Share, StatsCounter, unrouted};
