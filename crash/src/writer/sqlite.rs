@@ -54,6 +54,8 @@ pub(super) fn write(job: &Job, mut ledger: Ledger, mut random: SmallRng, mut pac
 fn connect(path: &str) -> rusqlite::Result<Connection> {
     let connection = Connection::open(path)?;
     connection.busy_timeout(BUSY)?;
+    // The weakest setting that a producer may use: commits are visible before they are on disk.
+    connection.pragma_update(None, "synchronous", "NORMAL")?;
     Ok(connection)
 }
 

@@ -21,7 +21,7 @@ use crate::maintain::DELIVERY_STATE;
 use crate::schema::log_table;
 use crate::settle::release_head;
 use crate::store::SqliteStore;
-use crate::thread::{Flush, Session};
+use crate::thread::Session;
 use crate::window::DELIVERY_KEY_HELD;
 use crate::{lease, lifecycle};
 
@@ -65,21 +65,18 @@ impl Admin for SqliteStore {
         selection.validate(change.operation())?;
         let (operation, dry_run) = (change.operation(), selection.dry_run);
         let (name, change, selection) = (subscription.clone(), change.clone(), selection.clone());
-        // A dead letter of a marked event is handed over from its row, so the row must be on disk.
-        let flush = if matches!(change, Change::MarkDead { .. }) { Flush::Always } else { Flush::Configured };
         let step = move |tx: &Transaction<'_>, now| match change {
             Change::Retry => retry(tx, &name, &selection, now),
             Change::Discard | Change::MarkDead { .. } => End::of(tx, &name, &change, &selection, now)?.step(),
         };
-        self.change_or_look(flush, operation, dry_run, step).await
+        self.change_or_look(operation, dry_run, step).await
     }
 
     async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
         replay.validate()?;
         let (name, replay, dry_run) = (subscription.clone(), replay.clone(), replay.dry_run);
         let step = move |tx: &Transaction<'_>, now| crate::replay::replay(tx, &name, &replay, now);
-        // The events may never have been handed out, so they may not be on disk.
-        self.change_or_look(Flush::Always, "replay", dry_run, step).await
+        self.change_or_look("replay", dry_run, step).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
@@ -120,9 +117,7 @@ impl Admin for SqliteStore {
     async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()> {
         check_lanes("set_lanes", subscription, lanes)?;
         let name = subscription.clone();
-        // Events that leave the stream are delivered from their rows, so the rows must be on disk.
-        let change = move |tx: &Transaction<'_>, now| lifecycle::set_lanes(tx, &name, lanes, now);
-        self.write_with(Flush::Always, "set_lanes", change).await
+        self.write("set_lanes", move |tx, now| lifecycle::set_lanes(tx, &name, lanes, now)).await
     }
 }
 
@@ -133,35 +128,25 @@ impl SqliteStore {
         operation: &'static str,
         change: impl FnOnce(&Transaction<'_>, i64) -> Work<T> + Send + 'static,
     ) -> Result<T> {
-        self.write_with(Flush::Configured, operation, change).await
+        let now = self.now();
+        let write = move |session: &mut Session| session.transact(|tx| change(tx, now));
+        let changed = self.writer().call(operation, write).await?;
+        self.wake();
+        Ok(changed)
     }
 
     /// Runs a step over many events, or only its reads for a dry run.
     pub(crate) async fn change_or_look<T: Send + 'static>(
         &self,
-        flush: Flush,
         operation: &'static str,
         dry_run: bool,
         step: impl FnOnce(&Transaction<'_>, i64) -> Work<T> + Send + 'static,
     ) -> Result<T> {
         if !dry_run {
-            return self.write_with(flush, operation, step).await;
+            return self.write(operation, step).await;
         }
         let now = self.now();
         self.inspector().call(operation, move |session| step(&session.read()?, now)).await
-    }
-
-    pub(crate) async fn write_with<T: Send + 'static>(
-        &self,
-        flush: Flush,
-        operation: &'static str,
-        change: impl FnOnce(&Transaction<'_>, i64) -> Work<T> + Send + 'static,
-    ) -> Result<T> {
-        let now = self.now();
-        let write = move |session: &mut Session| session.transact(flush, |tx| change(tx, now));
-        let changed = self.writer().call(operation, write).await?;
-        self.wake();
-        Ok(changed)
     }
 }
 

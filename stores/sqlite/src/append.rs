@@ -10,7 +10,6 @@ use crate::classify::{Fault, Work};
 use crate::migrate::{checked_log, explain_missing};
 use crate::schema::log_table;
 use crate::store::SqliteStore;
-use crate::thread::Flush;
 
 /// The columns of an append, in the order of its parameters.
 pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, expires_at, payload, created_at";
@@ -25,10 +24,8 @@ impl Append for SqliteStore {
             return Ok(Appended::default());
         }
         let now = self.now();
-        let appended = self
-            .writer()
-            .call("append", move |session| session.transact(Flush::Configured, |tx| insert(tx, &log, &events, now)))
-            .await?;
+        let appended =
+            self.writer().call("append", move |session| session.transact(|tx| insert(tx, &log, &events, now))).await?;
         self.wake();
         Ok(appended)
     }

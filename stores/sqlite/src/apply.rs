@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, mpsc};
 
 use async_trait::async_trait;
-use postbox_core::kit::{BlockedKeys, entries_of, panic_text};
+use postbox_core::kit::{BlockedKeys, entries_of, handlers_of_another_store, panic_text};
 use postbox_core::trace::Traced;
 use postbox_core::{
     Apply, Database, Decide, Delivery, Error, ErrorKind, Handlers, Lease, Outcome, Result, Settlement, Transact,
@@ -15,11 +15,10 @@ use rusqlite::Transaction;
 use tokio::sync::oneshot;
 
 use crate::classify::Work;
-use crate::config::Synchronous;
 use crate::lease::held;
 use crate::settle::{Owned, OwnedEntry, refuse_settled, write};
 use crate::store::SqliteStore;
-use crate::thread::{Flush, Session};
+use crate::thread::Session;
 
 /// A handler whose effect is in the same database. It runs on the store's writing thread, inside
 /// the transaction that settles the event: both commit, or neither.
@@ -96,11 +95,6 @@ type Outcomes = Vec<Option<Outcome>>;
 
 #[async_trait]
 impl Apply for Applier {
-    /// Both are jobs of the thread that writes.
-    fn blocks_renewal(&self) -> bool {
-        true
-    }
-
     async fn apply(
         &self,
         lease: &Lease,
@@ -109,6 +103,9 @@ impl Apply for Applier {
         decide: &Decide<'_>,
     ) -> Result<Outcomes> {
         let (rewind, is_stream) = (settlement.rewind, settlement.position.is_some());
+        if is_stream && !self.store.knows_lane(lease) {
+            return Err(handlers_of_another_store(&lease.subscription));
+        }
         let owned = Owned::new("apply", settlement, self.store.cursor(lease))?;
         let job = Application {
             lease: lease.clone(),
@@ -154,12 +151,11 @@ impl Application {
         decided: &mpsc::Receiver<Vec<OwnedEntry>>,
     ) -> Work<()> {
         let now = session.settings.now();
-        let flushed = session.settings.synchronous == Synchronous::Full;
         // The caller answers as soon as it is polled. If it never is, it must not keep the write
         // lock.
         let patience = session.settings.busy_timeout;
         let settings = session.settings.clone();
-        session.transact(Flush::Configured, |tx| {
+        session.transact(|tx| {
             let lane = held("apply", tx, &self.lease, now)?;
             refuse_settled(tx, &self.lease, lane, &self.settlement, &self.deliveries)?;
             // A handler's COMMIT becomes a ROLLBACK: the work of earlier handlers is then repeated,
@@ -180,7 +176,7 @@ impl Application {
             self.settlement.entries.extend(entries);
             // The handlers may have taken long, so the lease is checked again at the end.
             let lane = held("apply", tx, &self.lease, settings.now())?;
-            write(tx, &self.lease, lane, &self.settlement, flushed, now)
+            write(tx, &self.lease, lane, &self.settlement, now)
         })
     }
 

@@ -14,30 +14,6 @@ use crate::SqliteStore;
 /// ours, shorter than a lease.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a commit of `append` and `settle` survives.
-///
-/// Opening a window and `receive` always commit with `Full`: what is published, or acknowledged to
-/// a sender, is on disk first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Synchronous {
-    /// A power cut undoes nothing that was committed.
-    #[default]
-    Full,
-    /// Faster. A crash of the process loses nothing. A power cut may undo the last appends, which
-    /// nobody has seen, because a window is flushed before it is read. It may also undo the last
-    /// settled positions, whose events are then delivered again.
-    Normal,
-}
-
-impl Synchronous {
-    pub(crate) fn as_pragma(self) -> &'static str {
-        match self {
-            Self::Full => "FULL",
-            Self::Normal => "NORMAL",
-        }
-    }
-}
-
 /// Where the file is, and how it is used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SqliteConfig {
@@ -46,14 +22,12 @@ pub struct SqliteConfig {
     /// How long a call waits for another process that holds the write lock. Default 5 s. Then the
     /// call fails as `Unavailable`, code `store_busy`.
     pub busy_timeout: Duration,
-    /// What a commit survives.
-    pub synchronous: Synchronous,
 }
 
 impl SqliteConfig {
     /// The default settings for a file.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into(), busy_timeout: BUSY_TIMEOUT, synchronous: Synchronous::default() }
+        Self { path: path.into(), busy_timeout: BUSY_TIMEOUT }
     }
 
     /// Returns the absolute path, or why no store can be there.

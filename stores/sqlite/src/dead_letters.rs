@@ -11,7 +11,7 @@ use crate::decode::{DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryR
 use crate::lease::{find, held};
 use crate::schema::log_table;
 use crate::store::SqliteStore;
-use crate::thread::{Flush, Session};
+use crate::thread::Session;
 
 /// By primary key; takes the write lock.
 const LETTER_DONE: &str = "UPDATE postbox_delivery SET letters = ?3 + 1 \
@@ -67,7 +67,7 @@ fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> Work<Vec<Dea
 
 fn write(session: &mut Session, lease: &Lease, handovers: &[Handover]) -> Work<()> {
     let now = session.settings.now();
-    session.transact(Flush::Configured, |tx| {
+    session.transact(|tx| {
         held("hand_over", tx, lease, now)?;
         let name = lease.subscription.as_str();
         for Handover { seq, replay, again } in handovers {

@@ -15,7 +15,7 @@ use crate::clock::{micros, timestamp};
 use crate::inspect::Reader;
 use crate::migrate::{enter_wal, require_log, validate};
 use crate::schema::log_table;
-use crate::thread::{Flush, Session};
+use crate::thread::Session;
 use crate::unrouted::routed;
 
 /// The lanes of a subscription that asks for no number. The replicas of a file share one machine
@@ -251,7 +251,7 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
     validate(connection)?;
     // Another program may have left WAL mode, and then readers would wait for writers.
     enter_wal(connection)?;
-    session.transact(Flush::Configured, |tx| {
+    session.transact(|tx| {
         let log = require_log("subscribe", tx, &subscription.log)?;
         let last: i64 = tx.prepare_cached(LOG_LAST)?.query_row([log_table(&log)], |row| row.get(0))?;
         let Filter { topics, kinds, aggregates, headers, .. } = &subscription.filter;
@@ -385,7 +385,7 @@ pub(crate) fn peek(session: &mut Session, request: &AcquireRequest) -> Work<Opti
 /// Records the heartbeat and takes a free lane if there is one.
 pub(crate) fn acquire(session: &mut Session, request: &AcquireRequest) -> Work<Acquired> {
     let settings = session.settings.clone();
-    session.transact(Flush::Configured, |tx| {
+    session.transact(|tx| {
         let stored = require("acquire", tx, &request.subscription)?;
         heartbeat(tx, &request.subscription, &request.owner, request.asked_at, request.ttl)?;
         let paused = stored.paused(request.asked_at).cloned();
@@ -441,7 +441,7 @@ fn heartbeat(tx: &Transaction<'_>, name: &SubscriptionName, owner: &OwnerId, now
 /// Extends the lease, or ends it if the subscription is paused. Returns whether it is still held.
 pub(crate) fn renew(session: &mut Session, lease: &Lease, ttl: Duration) -> Work<bool> {
     let now = session.settings.now();
-    session.transact(Flush::Configured, |tx| {
+    session.transact(|tx| {
         if find(tx, &lease.subscription)?.is_none_or(|stored| stored.paused(now).is_some()) {
             return Ok(false);
         }
@@ -459,7 +459,7 @@ pub(crate) fn renew(session: &mut Session, lease: &Lease, ttl: Duration) -> Work
 /// Gives the lane back. Returns whether it was ours.
 pub(crate) fn release(session: &mut Session, lease: &Lease) -> Work<bool> {
     let now = session.settings.now();
-    session.transact(Flush::Configured, |tx| {
+    session.transact(|tx| {
         let (name, owner) = (lease.subscription.as_str(), lease.owner.as_str());
         let row = params![name, lease.lane, lease.epoch, owner, now, lease.crashes];
         Ok(tx.prepare_cached(LANE_RELEASE)?.execute(row)? == 1)
@@ -468,7 +468,7 @@ pub(crate) fn release(session: &mut Session, lease: &Lease) -> Work<bool> {
 
 /// Stops counting the owner as a replica.
 pub(crate) fn leave(session: &mut Session, subscription: &SubscriptionName, owner: &OwnerId) -> Work<()> {
-    session.transact(Flush::Configured, |tx| {
+    session.transact(|tx| {
         tx.prepare_cached(REPLICA_LEAVES)?.execute([subscription.as_str(), owner.as_str()])?;
         Ok(())
     })
@@ -497,7 +497,7 @@ pub(crate) fn held(operation: &'static str, tx: &Transaction<'_>, lease: &Lease,
 /// Switches the lane to the subscription's present filter.
 pub(crate) fn take_filter(session: &mut Session, lease: &Lease, position: i64) -> Work<()> {
     let now = session.settings.now();
-    session.transact(Flush::Configured, |tx| {
+    session.transact(|tx| {
         let row = params![lease.subscription.as_str(), lease.lane, lease.epoch, lease.owner.as_str(), now, position];
         tx.prepare_cached(PASSAGE_NOTE)?.execute(row)?;
         match tx.prepare_cached(LANE_TAKE_FILTER)?.execute(row)? {

@@ -33,10 +33,11 @@ mod store;
 mod tail;
 mod thread;
 mod unrouted;
+mod wal;
 mod window;
 
 pub use append::{Rusqlite, Sqlite};
 pub use apply::TxHandler;
-pub use config::{SqliteConfig, SqliteTable, Synchronous};
+pub use config::{SqliteConfig, SqliteTable};
 pub use once::once_in;
 pub use store::SqliteStore;

@@ -15,7 +15,7 @@ use crate::migrate::{self, checked_log, require_log};
 use crate::parts::check_parts;
 use crate::schema::log_table;
 use crate::store::SqliteStore;
-use crate::thread::{Flush, Session};
+use crate::thread::Session;
 use crate::unrouted::{UNROUTED_FORGET, is_unrouted, note_unrouted, routed};
 
 /// Subscriptions of a log: a walk of a small table; no lock of its own.
@@ -39,17 +39,12 @@ impl Maintain for SqliteStore {
 
     async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
         let log = log.clone();
-        // Events that a filter matches now may never have been handed out, so they may not be on
-        // disk.
-        self.write_with(Flush::Always, "note_unrouted", move |tx, now| note_unrouted(tx, &log, now)).await
+        self.write("note_unrouted", move |tx, now| note_unrouted(tx, &log, now)).await
     }
 
     async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
         let (log, wanted) = (log.clone(), prune.clone());
-        self.change_or_look(Flush::Configured, "prune", prune.dry_run, move |tx, now| {
-            prune_step(tx, &log, &wanted, now)
-        })
-        .await
+        self.change_or_look("prune", prune.dry_run, move |tx, now| prune_step(tx, &log, &wanted, now)).await
     }
 
     async fn time(&self) -> Result<jiff::Timestamp> {

@@ -13,7 +13,7 @@ use crate::clock::timestamp;
 use crate::inspect::undelivered;
 use crate::schema::{self, MIGRATION_TABLE, MIGRATIONS, TABLES, VERSION, log_ddl, log_table};
 use crate::store::SqliteStore;
-use crate::thread::{Flush, Session};
+use crate::thread::Session;
 
 /// How often to try to switch to WAL mode while other processes start too: half a second in all.
 const WAL_ATTEMPTS_MAX: u32 = 50;
@@ -66,7 +66,7 @@ impl Migrate for SqliteStore {
 /// Creates a log, the table `postbox_NAME`. Idempotent.
 pub(crate) fn create_log(session: &mut Session, log: &LogName) -> Work<()> {
     validate(session.connection()?)?;
-    session.transact(Flush::Configured, |tx| {
+    session.transact(|tx| {
         if log_exists(tx, log)? {
             return Ok(());
         }
@@ -95,7 +95,7 @@ fn up(session: &mut Session) -> Work<Vec<String>> {
         );
         return Err(Error::new(ErrorKind::Mismatch, "migrate", "wal_unavailable", message).into());
     }
-    session.transact(Flush::Always, |tx| {
+    session.transact(|tx| {
         tx.execute_batch(MIGRATION_TABLE)?;
         let last = applied(tx)?.unwrap_or(0);
         refuse_newer(Some(last))?;
@@ -139,7 +139,7 @@ fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<
     if !discard_events {
         refuse_undelivered(&session.read()?)?;
     }
-    session.transact(Flush::Always, |tx| {
+    session.transact(|tx| {
         let Some(last) = applied(tx)? else { return Ok(Vec::new()) };
         refuse_newer(Some(last))?;
         // Under the write lock nothing is appended between this check and the end.

@@ -12,7 +12,6 @@ use crate::classify::Work;
 use crate::clock::micros;
 use crate::migrate::require_log;
 use crate::store::SqliteStore;
-use crate::thread::Flush;
 
 /// By primary key; no lock of its own.
 const RECEIPT_FIND: &str = "SELECT digest FROM postbox_receipt WHERE source = ?1 AND tenant = ?2 AND message_id = ?3";
@@ -46,8 +45,7 @@ impl Receive for SqliteStore {
         let received = self
             .writer()
             .call("receive", move |session| {
-                // Always flushed: the sender forgets the message once it is accepted.
-                session.transact(Flush::Always, |tx| {
+                session.transact(|tx| {
                     let log = require_log("receive", tx, &log)?;
                     inbound.iter().map(|inbound| receive(tx, &log, inbound, now)).collect::<Work<Vec<_>>>()
                 })
@@ -63,7 +61,7 @@ impl Receive for SqliteStore {
         let oldest_kept = self.now().saturating_sub(micros(older_than));
         self.writer()
             .call("forget", move |session| {
-                session.transact(Flush::Configured, |tx| {
+                session.transact(|tx| {
                     let step = params![oldest_kept, STEP_ROWS_MAX as i64];
                     let receipts = tx.prepare_cached(RECEIPT_FORGET)?.execute(step)?;
                     let onces = tx.prepare_cached(ONCE_FORGET)?.execute(step)?;

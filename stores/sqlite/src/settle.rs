@@ -10,10 +10,9 @@ use rusqlite::{OptionalExtension, Transaction, named_params, params};
 
 use crate::classify::Work;
 use crate::clock::{micros, timestamp};
-use crate::config::Synchronous;
 use crate::lease::{LaneRow, held};
 use crate::schema::log_table;
-use crate::thread::{Flush, Session};
+use crate::thread::Session;
 use crate::window::{Cursor, log_end};
 
 /// Lane by primary key; takes the write lock. The epoch was checked in this transaction.
@@ -93,23 +92,14 @@ impl From<Entry<'_>> for OwnedEntry {
 /// Settles in its own transaction.
 pub(crate) fn settle(session: &mut Session, lease: &Lease, settlement: &Owned) -> Work<()> {
     let now = session.settings.now();
-    let flushed = session.settings.synchronous == Synchronous::Full;
-    session.transact(Flush::Configured, |tx| {
+    session.transact(|tx| {
         let lane = held("settle", tx, lease, now)?;
-        write(tx, lease, lane, settlement, flushed, now)
+        write(tx, lease, lane, settlement, now)
     })
 }
 
-/// Writes a settlement in a transaction that has already checked the lease. `flushed`: whether the
-/// commit will be flushed.
-pub(crate) fn write(
-    tx: &Transaction<'_>,
-    lease: &Lease,
-    lane: LaneRow,
-    settlement: &Owned,
-    flushed: bool,
-    now: i64,
-) -> Work<()> {
+/// Writes a settlement in a transaction that has already checked the lease.
+pub(crate) fn write(tx: &Transaction<'_>, lease: &Lease, lane: LaneRow, settlement: &Owned, now: i64) -> Work<()> {
     // The position never moves back, nor beyond the window: if the file was set back to an older
     // copy while it was open, the places beyond it belong to other events.
     let position = settlement.position.unwrap_or(lane.position).min(lane.window_end).max(lane.position);
@@ -126,7 +116,7 @@ pub(crate) fn write(
     }
     if position > lane.position || delivered > 0 {
         // This commit flushes all that is visible, so it can open the next window as well.
-        let window_end = if flushed { log_end(tx, &log_table(&lease.log))? } else { 0 };
+        let window_end = log_end(tx, &log_table(&lease.log))?;
         let row = params![lease.subscription.as_str(), lease.lane, position, window_end, delivered as i64];
         tx.prepare_cached(LANE_SETTLE)?.execute(row)?;
     }

@@ -38,9 +38,9 @@ struct Shared {
     inspector: Thread,
     // Closed last, because it may write what the WAL holds into the file.
     writer: Thread,
-    /// How far each lane has been read. Not stored: after a crash, reading starts again from the
-    /// settled position.
-    cursors: Mutex<HashMap<(SubscriptionName, u16), Cursor>>,
+    /// How far each lane has been read, if at all; one entry for each that was ever granted or read
+    /// here. Not stored: after a crash, reading starts again from the settled position.
+    cursors: Mutex<HashMap<(SubscriptionName, u16), Option<Cursor>>>,
     /// Incremented by every local change that may give a lane work.
     wakeups: watch::Sender<u64>,
 }
@@ -67,8 +67,8 @@ impl SqliteStore {
         let settings = Arc::new(Settings {
             path: config.resolved()?,
             busy_timeout: config.busy_timeout,
-            synchronous: config.synchronous,
             file: OnceLock::new(),
+            wal: Mutex::default(),
             clock,
         });
         let thread = |name, role| Thread::start(name, role, settings.clone());
@@ -132,24 +132,26 @@ impl SqliteStore {
     pub(crate) fn cursor(&self, lease: &Lease) -> Option<Cursor> {
         self.cursors()
             .get(&(lease.subscription.clone(), lease.lane))
+            .and_then(Option::as_ref)
             .filter(|cursor| cursor.epoch == lease.epoch)
             .cloned()
     }
 
+    /// Whether this store ever granted or read the lane.
+    pub(crate) fn knows_lane(&self, lease: &Lease) -> bool {
+        self.cursors().contains_key(&(lease.subscription.clone(), lease.lane))
+    }
+
     pub(crate) fn set_cursor(&self, lease: &Lease, cursor: Option<Cursor>) {
-        let lane = (lease.subscription.clone(), lease.lane);
-        match cursor {
-            Some(cursor) => _ = self.cursors().insert(lane, cursor),
-            None => _ = self.cursors().remove(&lane),
-        }
+        self.cursors().insert((lease.subscription.clone(), lease.lane), cursor);
     }
 
     pub(crate) fn forget_cursors(&self) {
-        self.cursors().clear();
+        self.cursors().values_mut().for_each(|cursor| *cursor = None);
     }
 
-    fn cursors(&self) -> MutexGuard<'_, HashMap<(SubscriptionName, u16), Cursor>> {
-        // Every change is one insert or remove, so a panic elsewhere leaves nothing half-done.
+    fn cursors(&self) -> MutexGuard<'_, HashMap<(SubscriptionName, u16), Option<Cursor>>> {
+        // Every change leaves a whole map, so a panic elsewhere leaves nothing half-done.
         lock(&self.shared.cursors)
     }
 }

@@ -6,19 +6,19 @@
 //! no delivery.
 
 use std::cell::Cell;
-use std::os::unix::fs::MetadataExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use postbox_core::{Clock, Error, ErrorKind, Result};
+use postbox_core::{Clock, Error, ErrorKind, Result, lock};
+use rusqlite::config::DbConfig;
 use rusqlite::{Connection, OpenFlags, Transaction, TransactionBehavior};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::classify::{Fault, Work, file_missing, read_only};
-use crate::config::Synchronous;
+use crate::wal::{FileId, WalFiles, file_id, wal_removed};
 
 /// How many jobs may wait at one thread. Each lane has at most a few at once, and a full queue
 /// makes callers wait, which is the intended back-pressure.
@@ -64,9 +64,10 @@ pub(crate) enum Role {
 pub(crate) struct Settings {
     pub(crate) path: PathBuf,
     pub(crate) busy_timeout: Duration,
-    pub(crate) synchronous: Synchronous,
     /// The file that was opened first. The store uses that file and no other.
     pub(crate) file: OnceLock<FileId>,
+    /// The write-ahead log of that file, while any thread has it open.
+    pub(crate) wal: Mutex<Weak<WalFiles>>,
     pub(crate) clock: Arc<dyn Clock>,
 }
 
@@ -104,7 +105,7 @@ impl Thread {
     /// Starts a thread. It ends when the last handle is dropped and its queue is empty.
     pub(crate) fn start(name: &str, role: Role, settings: Arc<Settings>) -> Result<Self> {
         let (jobs, mut queue) = mpsc::channel::<Job>(QUEUE_JOBS_MAX);
-        let mut session = Session { settings: settings.clone(), role, connection: None };
+        let mut session = Session { settings: settings.clone(), role, connection: None, wal: None };
         let running = std::thread::Builder::new()
             .name(name.to_owned())
             .spawn(move || {
@@ -180,34 +181,14 @@ fn store_replaced(is_there: bool) -> Error {
     Error::new(kind, "open", "store_replaced", message)
 }
 
-fn commit<T>(connection: &mut Connection, work: impl FnOnce(&Transaction<'_>) -> Work<T>) -> Work<T> {
-    let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
-    let done = work(&transaction)?;
-    transaction.commit()?;
-    Ok(done)
-}
-
-/// Whether a commit is flushed before it returns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Flush {
-    /// Whatever the configuration says, because someone outside will be answered or sent something.
-    Always,
-    /// As [`Synchronous`] says.
-    Configured,
-}
-
 /// What a job works on: the thread's connection, opened when first needed.
 pub(crate) struct Session {
     pub(crate) settings: Arc<Settings>,
     role: Role,
     connection: Option<Connection>,
-}
-
-/// Identifies the file that a path leads to: device and inode.
-pub(crate) type FileId = (u64, u64);
-
-fn file_id(path: &Path) -> Option<FileId> {
-    std::fs::metadata(path).ok().map(|file| (file.dev(), file.ino()))
+    /// The log that the connection has open. Kept after that was removed, so that no other one is
+    /// ever used.
+    wal: Option<Arc<WalFiles>>,
 }
 
 impl Session {
@@ -220,13 +201,41 @@ impl Session {
             // remembered of it does not fit the new one.
             return Err(store_replaced(file.is_some()).into());
         }
+        if self.is_wal_gone() {
+            self.wal.iter().for_each(|files| files.give_up());
+            self.close();
+            return Err(wal_removed().into());
+        }
         if self.connection.is_none() {
             if file.is_none() {
                 return Err(file_missing("open", &self.settings.path).into());
             }
             self.connection = Some(self.open(OpenFlags::empty())?);
         }
-        Ok(self.connection.as_mut().expect("opened just above"))
+        let connection = self.connection.as_mut().expect("opened just above");
+        if self.wal.is_none()
+            && let Some(files) = WalFiles::of(connection)
+        {
+            let mut shared = lock(&self.settings.wal);
+            let files = shared.upgrade().unwrap_or_else(|| Arc::new(files));
+            *shared = Arc::downgrade(&files);
+            self.wal = Some(files);
+        }
+        Ok(connection)
+    }
+
+    /// Whether the write-ahead log that this thread or another one has open was removed.
+    fn is_wal_gone(&self) -> bool {
+        let open = self.wal.clone().or_else(|| lock(&self.settings.wal).upgrade());
+        open.is_some_and(|files| files.are_gone())
+    }
+
+    fn close(&mut self) {
+        let Some(connection) = self.connection.take() else { return };
+        if self.is_wal_gone() {
+            // The last one to close would fold pages into the file that do not fit it any more.
+            _ = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true);
+        }
     }
 
     /// The connection to a file that is created if it is missing.
@@ -250,21 +259,14 @@ impl Session {
     /// write lock with its first statement, so that it never fails halfway because it cannot get
     /// the lock.
     ///
-    /// With `Flush::Always` the commit is flushed to disk whatever the configuration says. That
-    /// flush covers everything that the transaction can see, including commits of other processes
-    /// with weaker settings: there is one write-ahead log, and it is flushed as a whole.
-    pub(crate) fn transact<T>(&mut self, flush: Flush, work: impl FnOnce(&Transaction<'_>) -> Work<T>) -> Work<T> {
-        let configured = self.settings.synchronous;
-        let raise = flush == Flush::Always && configured != Synchronous::Full;
-        let connection = self.connection()?;
-        if raise {
-            connection.pragma_update(None, "synchronous", Synchronous::Full.as_pragma())?;
-        }
-        let done = commit(connection, work);
-        if raise {
-            connection.pragma_update(None, "synchronous", configured.as_pragma())?;
-        }
-        done
+    /// The commit is flushed to disk, and with it everything that the transaction can see,
+    /// including commits of other processes with weaker settings: there is one write-ahead log, and
+    /// it is flushed as a whole.
+    pub(crate) fn transact<T>(&mut self, work: impl FnOnce(&Transaction<'_>) -> Work<T>) -> Work<T> {
+        let transaction = self.connection()?.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        let done = work(&transaction)?;
+        transaction.commit()?;
+        Ok(done)
     }
 
     /// Begins one snapshot for several reads.
@@ -292,7 +294,8 @@ impl Session {
         if connection.is_readonly("main")? {
             return Err(read_only("open").into());
         }
-        connection.pragma_update(None, "synchronous", self.settings.synchronous.as_pragma())?;
+        // What is published, or acknowledged to a sender, is on disk first.
+        connection.pragma_update(None, "synchronous", "FULL")?;
         connection.pragma_update_and_check(None, "journal_size_limit", WAL_BYTES_KEPT, |_| Ok(()))?;
         if self.role == Role::Reader {
             connection.pragma_update(None, "query_only", true)?;
@@ -306,8 +309,15 @@ impl Session {
         if self.connection.as_ref().is_some_and(|connection| !connection.is_autocommit())
             || !self.settings.path.exists()
         {
-            self.connection = None;
+            self.close();
+            self.wal = None;
         }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 
@@ -318,35 +328,28 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(60);
 
-    fn thread(synchronous: Synchronous) -> (tempfile::TempDir, Thread) {
+    fn thread() -> (tempfile::TempDir, Thread) {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("shop.db");
         Connection::open(&path).expect("opened").execute_batch("PRAGMA journal_mode = WAL").expect("set");
         let clock = Arc::new(MachineClock::new());
-        let settings = Settings { path, busy_timeout: PATIENCE, synchronous, file: OnceLock::new(), clock };
+        let settings = Settings { path, busy_timeout: PATIENCE, file: OnceLock::new(), wal: Mutex::default(), clock };
         (folder, Thread::start("test", Role::Writer, Arc::new(settings)).expect("started"))
     }
 
-    async fn synchronous_in(thread: &Thread, flush: Flush) -> i64 {
-        let ask = move |session: &mut Session| {
-            session.transact(flush, |tx| Ok(tx.query_row("PRAGMA synchronous", [], |row| row.get(0))?))
-        };
-        thread.call("test", ask).await.expect("asked")
-    }
-
     #[tokio::test]
-    async fn an_answer_is_flushed_before_it_is_given_whatever_the_configuration_says() {
-        const NORMAL: i64 = 1;
+    async fn a_commit_is_flushed_before_it_is_answered() {
         const FULL: i64 = 2;
-        let (_folder, thread) = thread(Synchronous::Normal);
-        assert_eq!(synchronous_in(&thread, Flush::Configured).await, NORMAL);
-        assert_eq!(synchronous_in(&thread, Flush::Always).await, FULL);
-        assert_eq!(synchronous_in(&thread, Flush::Configured).await, NORMAL, "and back");
+        let (_folder, thread) = thread();
+        let ask = |session: &mut Session| {
+            session.transact(|tx| Ok(tx.query_row("PRAGMA synchronous", [], |row| row.get::<_, i64>(0))?))
+        };
+        assert_eq!(thread.call("test", ask).await.expect("asked"), FULL);
     }
 
     #[tokio::test]
     async fn the_writer_tries_for_the_lock_each_millisecond_until_the_busy_timeout_is_over() {
-        let (folder, thread) = thread(Synchronous::Full);
+        let (folder, thread) = thread();
         let other = Connection::open(folder.path().join("shop.db")).expect("opened");
         other.execute_batch("BEGIN IMMEDIATE").expect("locked");
         let (began, short) = (Instant::now(), Duration::from_millis(20));
@@ -354,7 +357,7 @@ mod tests {
             session.connection()?;
             // SQLite's own handler would wait for a minute here.
             let (patience, _) = LOCK_WAIT.replace((short, None));
-            let code = session.transact(Flush::Configured, |_| Ok(())).err().map(|it| it.into_error("test"));
+            let code = session.transact(|_| Ok(())).err().map(|it| it.into_error("test"));
             Ok((patience, code.map(|it| it.code().to_owned())))
         };
         let (patience, code) = thread.call("test", waited).await.expect("asked");
@@ -379,10 +382,10 @@ mod tests {
 
     #[tokio::test]
     async fn a_panicking_job_is_an_error_and_rolls_back() {
-        let (_folder, thread) = thread(Synchronous::Full);
+        let (_folder, thread) = thread();
         let broken: Result<()> = thread
             .call("test", |session| {
-                session.transact(Flush::Configured, |tx| {
+                session.transact(|tx| {
                     tx.execute_batch("CREATE TABLE half (id)")?;
                     panic!("on purpose")
                 })

@@ -22,7 +22,7 @@ use crate::clock::{timestamp, until};
 use crate::decode::{Decoded, Head, LOG_COLUMNS, WALK_COLUMNS, payload_len, read_whole, row_lane, seq};
 use crate::lease::{self, LOG_LAST, LaneRow, SubscriptionRow, held};
 use crate::schema::log_table;
-use crate::thread::{Flush, Session};
+use crate::thread::Session;
 
 /// How many rows one read looks at if the lane wants few of them: bounds the time of a call, not
 /// its result.
@@ -59,6 +59,8 @@ WHERE h.subscription = d.subscription AND h.key = d.key AND h.holds = 1 AND h.se
 #[derive(Debug, Clone)]
 pub(crate) struct Cursor {
     pub(crate) epoch: i64,
+    /// The last row of the log at the first read under the lease, or after a rewind.
+    began: i64,
     /// The last row that was read.
     pub(crate) read: i64,
     /// The last row of the last batch that was handed out. It is unsettled while it is beyond the
@@ -135,6 +137,10 @@ pub(crate) fn read(
     {
         return Err(window_undone("next_batch").into());
     }
+    let began = match &cursor {
+        Some(cursor) => cursor.began,
+        None => log_end(&tx, &log_table(&stored.log))?,
+    };
     if lane.revision != stored.revision {
         // Everything that was read with the former filter is settled first, so that each event is
         // judged by one filter only. Events that it rejected may be wanted now, and are read again.
@@ -146,7 +152,7 @@ pub(crate) fn read(
             }
             _ => Read {
                 batch: Batch { more: true, ..Batch::default() },
-                cursor: Cursor { epoch, read, given: 0, position: read, unsettled: Vec::new(), wakeups, idle: None },
+                cursor: Cursor { epoch, began, read, given: 0, position: read, unsettled: vec![], wakeups, idle: None },
                 update: Some(Update::Filter(lane.position)),
             },
         });
@@ -161,7 +167,8 @@ pub(crate) fn read(
     let idle = (page.last == from).then_some(Idle { data_version, lease_until: lane.lease_until, due_at });
     let more = page.last < page.end;
     let Page { batch, last, end } = page;
-    let mut batch = Batch { due_in: due_at.map(|at| until(now, at)), more, ..batch };
+    let (due_in, caught_up) = (due_at.map(|at| until(now, at)), last >= began);
+    let mut batch = Batch { due_in, more, caught_up, ..batch };
     leave_out(&tx, lease, from, last, &mut batch)?;
     hold(&tx, lease, &mut batch)?;
     batch.end = (!batch.deliveries.is_empty()).then_some(Seq(last));
@@ -177,7 +184,7 @@ pub(crate) fn read(
     let unsettled = cursor.into_iter().flat_map(|cursor| cursor.unsettled).filter(|seq| *seq > lane.position);
     let unsettled = unsettled.chain(batch.deliveries.iter().map(|delivery| delivery.seq.0)).collect();
     let position = if passes { last } else { lane.position };
-    let cursor = Cursor { epoch: lease.epoch, read: last, given, position, unsettled, wakeups, idle };
+    let cursor = Cursor { epoch: lease.epoch, began, read: last, given, position, unsettled, wakeups, idle };
     Ok(Read { batch, cursor, update })
 }
 
@@ -191,15 +198,14 @@ fn is_undone(tx: &Transaction<'_>, stored: &SubscriptionRow, lane: LaneRow, curs
     Ok(cursor.given > lane.window_end || cursor.position > lane.position || cursor.read > last)
 }
 
-/// Writes the update of a read. Flushes it if an event of the batch is going to be published.
+/// Writes the update of a read.
 pub(crate) fn open(session: &mut Session, lease: &Lease, update: &Update) -> Work<()> {
     let update = match update {
         Update::Window(update) => update,
         Update::Filter(position) => return lease::take_filter(session, lease, *position),
     };
     let now = session.settings.now();
-    let flush = if update.window_end > 0 { Flush::Always } else { Flush::Configured };
-    session.transact(flush, |tx| {
+    session.transact(|tx| {
         let (name, owner) = (lease.subscription.as_str(), lease.owner.as_str());
         let row = params![name, lease.lane, lease.epoch, owner, now, update.window_end, update.position];
         match tx.prepare_cached(LANE_OPEN_WINDOW)?.execute(row)? {

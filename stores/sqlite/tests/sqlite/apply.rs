@@ -8,7 +8,7 @@ use postbox_core::{
     Settlement, SourceName, State, Store as _, Subscription, SubscriptionName,
 };
 use postbox_engine::{Relay, RelaySettings};
-use postbox_sqlite::{Sqlite, TxHandler, once_in};
+use postbox_sqlite::{Sqlite, SqliteStore, TxHandler, once_in};
 use rusqlite::Transaction;
 
 use crate::common::{self, Fixture, fixture};
@@ -101,6 +101,19 @@ async fn what_a_handler_appends_comes_next() {
     let next = fixture.next(&lease).await;
     assert_eq!(next.deliveries.len(), 1);
     assert_eq!(next.deliveries[0].event.topic.as_str(), "followed");
+}
+
+/// Only the handle that reads knows how far: every other one would be refused for ever.
+#[tokio::test]
+async fn handlers_of_a_second_handle_are_named() {
+    let (fixture, lease) = prepared(&[("a", "1")]).await;
+    let batch = fixture.next(&lease).await;
+    let deliveries: Vec<&Delivery> = batch.deliveries.iter().collect();
+    let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
+    let other = SqliteStore::open(common::config(fixture.path())).await.expect("opened");
+    let applied = other.apply(ledger).apply(&lease, &deliveries, settlement, &decide).await;
+    assert_eq!(applied.expect_err("it read nothing").code(), "handlers_of_another_store");
+    assert!(fixture.entries().is_empty());
 }
 
 #[tokio::test]

@@ -223,3 +223,55 @@ async fn a_file_that_was_replaced_is_not_read_on() {
         assert!(error.message().contains("restart postbox"), "{error}");
     }
 }
+
+/// Other programs begin another log then, or the file was overwritten with a copy. What the store
+/// has open fits neither.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_file_whose_log_was_removed_is_neither_used_nor_changed() {
+    for (endings, overwritten) in [(&["-wal"][..], false), (&["-shm"][..], false), (&["-wal", "-shm"][..], true)] {
+        let fixture = fixture().await;
+        let (path, copy) = (fixture.path(), fixture.path().with_extension("copy"));
+        let lease = fixture.lane().await;
+        fixture.connect().execute("VACUUM INTO ?1", [copy.display().to_string()]).expect("copied");
+        fixture.store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
+        for ending in endings {
+            fs::remove_file(format!("{}{ending}", path.display())).expect("removed");
+        }
+        if overwritten {
+            fs::copy(&copy, &path).expect("overwritten");
+        }
+        let before = fs::read(&path).expect("read");
+        for error in [
+            fixture.store.renew(&lease, LONG).await.expect_err("its log is gone"),
+            fixture.store.next_batch(&lease, BatchLimit::default()).await.expect_err("its log is gone"),
+            fixture.store.stats(&name()).await.expect_err("its log is gone"),
+        ] {
+            assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "store_replaced"), "{endings:?}");
+        }
+        drop(fixture.store);
+        assert!(fs::read(&path).expect("read") == before, "{endings:?}: the old log was folded into it");
+    }
+}
+
+/// The next log may get the inodes of the one that was removed, once nobody has that open.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_store_whose_log_was_removed_uses_no_later_one() {
+    let fixture = fixture().await;
+    let lease = fixture.lane().await;
+    fixture.store.stats(&name()).await.expect("counted");
+    for ending in ["-wal", "-shm"] {
+        fs::remove_file(format!("{}{ending}", fixture.path().display())).expect("removed");
+    }
+    let mut others = Vec::new();
+    for _ in 0..2 {
+        for error in [
+            fixture.store.renew(&lease, LONG).await.expect_err("its log is gone"),
+            fixture.store.stats(&name()).await.expect_err("its log is gone"),
+        ] {
+            assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "store_replaced"));
+        }
+        let other = fixture.connect();
+        other.execute_batch("PRAGMA journal_mode = WAL; CREATE TABLE IF NOT EXISTS other (x)").expect("written");
+        others.push(other);
+    }
+}

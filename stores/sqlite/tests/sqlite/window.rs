@@ -8,7 +8,7 @@ use postbox_core::{
     Append, BatchLimit, Criteria, Filter, Headers, Inspect, Lease, ListQuery, Log, LogName, NewEvent, Settlement, Tail,
     TopicPattern,
 };
-use postbox_sqlite::{SqliteConfig, SqliteStore, Synchronous};
+use postbox_sqlite::SqliteStore;
 
 use crate::common::{self, Fixture, fixture};
 
@@ -25,26 +25,21 @@ async fn read(store: &SqliteStore, lease: &Lease, events: usize) -> postbox_core
     store.next_batch(lease, BatchLimit { events, ..BatchLimit::default() }).await.expect("read")
 }
 
-/// A test next to the writing thread checks that this commit is flushed whatever the configuration.
+/// A test next to the writing thread checks that this commit is flushed.
 #[tokio::test]
 async fn no_batch_is_handed_out_beyond_the_window() {
-    for synchronous in [Synchronous::Full, Synchronous::Normal] {
-        let fixture = fixture().await;
-        let config = SqliteConfig { synchronous, ..common::config(fixture.path()) };
-        let store = SqliteStore::open(config).await.expect("opened");
-        let lease = fixture.lane().await;
-        for round in 0..10 {
-            append(&store, 7).await;
-            let batch = read(&store, &lease, 3).await;
-            let last = batch.deliveries.last().expect("there are more than are read").seq.0;
-            let end = window_end(&fixture);
-            assert!(last <= end, "{synchronous:?}, round {round}");
-            let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
-            append(&store, 1).await;
-            store.settle(&lease, settlement).await.expect("settled");
-            let moved = window_end(&fixture) > end;
-            assert_eq!(moved, synchronous == Synchronous::Full, "only a flushed settlement opens the next window");
-        }
+    let fixture = fixture().await;
+    let (store, lease) = (&fixture.store, fixture.lane().await);
+    for round in 0..10 {
+        append(store, 7).await;
+        let batch = read(store, &lease, 3).await;
+        let last = batch.deliveries.last().expect("there are more than are read").seq.0;
+        let end = window_end(&fixture);
+        assert!(last <= end, "round {round}");
+        let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
+        append(store, 1).await;
+        store.settle(&lease, settlement).await.expect("settled");
+        assert!(window_end(&fixture) > end, "a settlement opens the next window");
     }
 }
 
