@@ -3,12 +3,22 @@
 mod apply;
 
 pub use apply::DieselAsync;
+use diesel_async::pooled_connection::deadpool::Object;
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
 use postbox_core::{AppendFuture, Appended, LogName, NewEvent, Result, Transaction};
 use postbox_postgres::Postgres;
 use postbox_postgres_sql::{AppendStatement, no_transaction};
 
 impl<'a> Transaction<'a, Postgres, DieselAsync> for AsyncPgConnection {
+    type Appended = AppendFuture<'a>;
+
+    fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+        Box::pin(append_in(self, to, log, events))
+    }
+}
+
+/// What `transaction(…)` of a connection of the pool hands over.
+impl<'a> Transaction<'a, Postgres, DieselAsync> for Object<AsyncPgConnection> {
     type Appended = AppendFuture<'a>;
 
     fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {

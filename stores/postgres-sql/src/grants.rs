@@ -8,9 +8,9 @@ use crate::schema::SchemaName;
 
 /// The tables of which every relay has these rights on all columns.
 pub const RELAY_TABLES: [(&str, &[&str]); 3] = [
-    ("SELECT, INSERT, UPDATE", &["sleeper", "passage"]),
+    ("SELECT, INSERT, UPDATE", &["passage"]),
     ("SELECT, INSERT, DELETE", &["unrouted", "sent"]),
-    ("SELECT, INSERT, UPDATE, DELETE", &["delivery", "replica", "receipt", "once", "conflict"]),
+    ("SELECT, INSERT, UPDATE, DELETE", &["delivery", "replica", "sleeper", "receipt", "once", "conflict"]),
 ];
 
 /// Database roles by what they do. A role may be named in several.
@@ -81,7 +81,7 @@ impl Roles {
             }
         }
         grant("SELECT", "{s}.migration, {s}.log, {s}.stats", relays);
-        grant("UPDATE (routed_xid, routed_seq, taken_snap, epoch_next)", "{s}.log", relays);
+        grant("UPDATE (routed_xid, routed_seq, taken_snap, epoch_next, kept_from)", "{s}.log", relays);
         grant("SELECT", "{s}.filter", relays);
         grant("INSERT", "{s}.filter", &relays_for_all);
         for (rights, tables) in RELAY_TABLES {

@@ -75,6 +75,8 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
     use ErrorKind::*;
     let make = |kind: ErrorKind, code: &str, message: String| Error::new(kind, operation, code.to_owned(), message);
     let text = || fields.message.to_owned();
+    let cured = |cure: &str| format!("{}; {cure}", fields.message);
+    let hint = fields.hint.unwrap_or_default();
     match fields.state {
         // The constraint is of the application: its handler wrote the row. An internal error counts
         // as a failure of the event.
@@ -100,10 +102,7 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
         "23503" | "23001" if ["prune", "forget"].contains(&operation) => make(
             Conflict,
             "reference_held",
-            format!(
-                "{}; drop the foreign key that refers to the log, or give it ON DELETE CASCADE",
-                fields.message
-            ),
+            cured("drop the foreign key that refers to the log, or give it ON DELETE CASCADE"),
         ),
         "23503" => make(NotFound, REFERENCE_MISSING, text()),
         // character_not_in_repertoire, untranslatable_character, invalid text or binary
@@ -111,16 +110,15 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
         "22021" | "22P05" | "22P02" | "22P03" | "22P04" | "22032" | "54001" => make(Invalid, "text_invalid", text()),
         "54000" | "22001" | "22003" | "22007" | "22008" => make(Invalid, "value_out_of_range", text()),
         // undefined table, schema; undefined function, column, type.
-        "42P01" | "3F000" => make(Mismatch, "schema_missing", format!("{}; {MIGRATE}", fields.message)),
-        "42883" | "42703" | "42704" => {
-            make(Mismatch, "schema_old", format!("{}; {MIGRATE}", fields.message))
-        }
+        "42P01" | "3F000" => make(Mismatch, "schema_missing", cured(MIGRATE)),
+        "42883" | "42703" | "42704" => make(Mismatch, "schema_old", cured(MIGRATE)),
         "42501" if fields.message.contains("row-level security") => make(
             Unauthorized,
             "tenant_denied",
             format!(
-                "{}: the transaction works for another tenant, or names none; name it with set_config('postbox.tenant', NAME, true) \
-                 or `tenant` in [store], and give the event the same tenant (postbox send: --tenant NAME)",
+                "{}: the transaction works for another tenant, or names none; name it with \
+                 set_config('postbox.tenant', NAME, true) or `tenant` in [store], and give the event the same tenant \
+                 (postbox send: --tenant NAME)",
                 fields.message
             ),
         ),
@@ -130,16 +128,18 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
                     "use the role that owns the database, or Postbox's schema: only it may change tables \
                      (to let a role create the schema: GRANT CREATE ON DATABASE NAME TO ROLE)"
                 }
-                _ => "`postbox migrate grants --relay ROLE` (or --writer, --reader) prints the rights that the role needs",
+                _ => {
+                    "`postbox migrate grants --relay ROLE` (or --writer, --reader) prints the rights that the role needs"
+                }
             };
-            make(Unauthorized, "permission_denied", format!("{}; {cure}", fields.message))
+            make(Unauthorized, "permission_denied", cured(cure))
         }
-        "3D000" => make(Mismatch, "database_missing", format!("{}; create it first", fields.message)),
+        "3D000" => make(Mismatch, "database_missing", cured("create it first")),
         // ALLOW_CONNECTIONS is false.
         "55000" if fields.message.contains("not currently accepting connections") => make(
             Unavailable,
             "store_unavailable",
-            format!("{}; delivery continues once it does: ALTER DATABASE NAME ALLOW_CONNECTIONS true", fields.message),
+            cured("delivery continues once it does: ALTER DATABASE NAME ALLOW_CONNECTIONS true"),
         ),
         "57014" => {
             // These may have to pass a large log, 200,000 rows, or many subscriptions. The
@@ -154,33 +154,29 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
             make(Unavailable, "statement_timeout", text)
         }
         // A standby refuses BEGIN READ WRITE as an unsupported feature.
-        "0A000" if fields.message.contains("recovery") => {
-            make(Unavailable, "store_read_only", STANDBY.to_owned())
-        }
+        "0A000" if fields.message.contains("recovery") => make(Unavailable, "store_read_only", STANDBY.to_owned()),
         "25006" => make(
             Unavailable,
             "store_read_only",
-            "the database is read-only: a standby, or default_transaction_read_only is on; name the primary in the store's URL".to_owned(),
+            "the database is read-only: a standby, or default_transaction_read_only is on; name the primary in the \
+             store's URL"
+                .to_owned(),
         ),
         // Raised by `subscription_unknown`.
-        "PB002" => {
-            make(NotFound, "subscription_unknown", format!("{}; {}", fields.message, fields.hint.unwrap_or_default()))
-        }
+        "PB002" => make(NotFound, "subscription_unknown", cured(hint)),
         // Raised by `<log>_window`.
         "PB001" => cursor_foreign(operation),
         // Raised by `create_log`.
-        "PB003" => {
-            make(Mismatch, SCHEMA_DAMAGED, format!("{}; {}", fields.message, fields.hint.unwrap_or_default()))
-        }
+        "PB003" => make(Mismatch, SCHEMA_DAMAGED, cured(hint)),
         "53300" => make(
             Unavailable,
             "store_unavailable",
-            format!("{}; lower `pool` in [store], or raise the limit of the role or the server", fields.message),
+            cured("lower `pool` in [store], or raise the limit of the role or the server"),
         ),
         state if state == "53100" || is_disk_full(fields) => make(
             Unavailable,
             "store_full",
-            format!("{}; free space on the database's disk, and delivery continues by itself", fields.message),
+            cured("free space on the database's disk, and delivery continues by itself"),
         ),
         // No transaction is open, or our savepoint is not part of it. Between our statements, only
         // a handler can have ended the transaction.
@@ -189,24 +185,19 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
         "25P01" if operation == "append" => no_transaction(operation),
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
         "40001" | "40P01" => make(Unavailable, "store_contention", text()),
-        "55P03" => make(Unavailable, "store_contention", format!("{}; {LOCKS_NAMED}", fields.message)),
+        "55P03" => make(Unavailable, "store_contention", cured(LOCKS_NAMED)),
         // A row, or its out-of-line (TOAST) storage, is damaged.
         "XX001" | "XX002" => make(Internal, "row_damaged", text()),
         state => match state.get(..2).unwrap_or_default() {
             "28" if fields.message.contains("pg_hba.conf") => make(
                 Unauthorized,
                 "login_refused",
-                format!(
-                    "{}; allow this user, database and address in the server's pg_hba.conf, or write sslmode=require in the store's \
-                     URL if it allows them only with TLS",
-                    fields.message
+                cured(
+                    "allow this user, database and address in the server's pg_hba.conf, or write sslmode=require in \
+                     the store's URL if it allows them only with TLS",
                 ),
             ),
-            "28" => make(
-                Unauthorized,
-                "login_refused",
-                format!("{}; correct the user or the password in the store's URL", fields.message),
-            ),
+            "28" => make(Unauthorized, "login_refused", cured("correct the user or the password in the store's URL")),
             // connection exceptions, insufficient resources (memory, too many connections),
             // operator intervention (shutdown, starting up), system errors, idle transaction ended.
             "08" | "53" | "57" | "58" | "25" => make(Unavailable, "store_unavailable", text()),

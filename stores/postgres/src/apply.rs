@@ -162,9 +162,9 @@ impl<H: TxHandler> Apply for TxApply<H> {
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
-        let mut session = self.store.session("apply").await?;
+        let mut session = self.store.session_for_handlers().await?;
         let (settings, subscription) =
-            futures::join!(settings_of(&session), self.store.leased_for_handlers(&session, lease));
+            futures::join!(settings_of(&session), self.store.leased_for_handlers(&session, lease, &settlement));
         let (settings, subscription) = (settings?, subscription?);
         let mut tx = session
             .client_mut()
@@ -291,7 +291,7 @@ pub(crate) async fn call_each<'d>(
 async fn is_committed(store: &PostgresStore, xid: &str, ended: &Error) -> Result<bool> {
     let sql = XACT_STATUS.replace("{xid}", xid);
     let asked = async {
-        let session = store.session("apply").await?;
+        let session = store.session_for_handlers().await?;
         for _ in 0..STATUS_ASKED_MAX {
             let status: Option<String> = session.row(&sql, &[]).await?.get(0);
             match status.as_deref() {

@@ -124,7 +124,7 @@ pub async fn apply_in<'a, D>(
 where
     D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
 {
-    let subscription = store.leased_for_handlers(&store.session("apply").await?, lease).await?;
+    let subscription = store.leased_for_handlers(&store.session_for_handlers().await?, lease, &settlement).await?;
     let mut lent = Lent::<D> { connection, handlers };
     let outcomes = apply::call_each(store, &mut lent, lease, deliveries, &mut settlement, decide).await?;
     let soon_over = &store.inner.modes.soon_over;
@@ -162,7 +162,7 @@ FROM pg_catalog.pg_database AS d, pg_catalog.pg_control_system() AS c WHERE d.da
 /// lane looks as if another relay held it.
 async fn same_database<D: Settles>(store: &PostgresStore, connection: &mut D::Connection) -> Result<()> {
     let theirs = D::rows(connection, Statement::of(DATABASE, &[])).await?.into_iter().flatten().flatten().next();
-    let ours: String = store.session("apply").await?.row(DATABASE, &[]).await?.get(0);
+    let ours: String = store.session_for_handlers().await?.row(DATABASE, &[]).await?.get(0);
     if theirs.is_none_or(|theirs| theirs == ours) {
         return Ok(());
     }
@@ -201,12 +201,12 @@ impl<C> Drop for Borrowed<C> {
     }
 }
 
-/// Longest wait for a connection of the handlers' pool. Long enough to open one, and far shorter
-/// than the 30 seconds after which a waiting event counts as failed.
+/// Longest wait for a connection for handlers. Long enough to open one, and far shorter than the 30
+/// seconds after which a waiting event counts as failed.
 const WAIT: Duration = Duration::from_secs(10);
 
-/// Waits for a connection of the handlers' pool, for 10 seconds at most: the pool may wait longer
-/// than an event may take, or for ever.
+/// Waits for a connection for handlers, for 10 seconds at most: the pool may wait longer than an
+/// event may take, or for ever.
 pub async fn in_time<T>(connection: impl Future<Output = T>) -> Option<T> {
     tokio::time::timeout(WAIT, connection).await.ok()
 }

@@ -34,9 +34,16 @@ const LISTEN_RETRY: Duration = Duration::from_secs(1);
 /// writers, for a moment, after waiting for the transactions that are writing.
 const NOTIFY_ENABLE: &str = "SELECT {s}.notify_enable($1)";
 
-/// Declares a relay asleep. Index: primary key of `sleeper`. Locks the row. The table is unlogged,
-/// so that nothing waits for the disk.
+/// Declares a relay asleep, and deletes declarations that ended more than a minute ago: every start
+/// of a relay makes one, and every append reads those of its log. Those that end in more than a
+/// minute were made before the clock was set back. Skips locked rows: they are being declared
+/// again, and two relays that waited for each other's row would be a deadlock. Index: primary key
+/// of `sleeper`. Locks the rows. The table is unlogged, so that nothing waits for the disk.
 const SLEEPER_DECLARE: &str = "
+WITH gone AS (DELETE FROM {s}.sleeper AS o WHERE o.log {=} $1 AND o.owner {=} ANY (ARRAY(
+  SELECT p.owner FROM {s}.sleeper AS p WHERE p.log {=} $1 AND p.owner {<>} $2
+    AND (p.asleep_until {<} (pg_catalog.clock_timestamp() {-} interval '1 minute')
+      OR p.asleep_until {>} (pg_catalog.clock_timestamp() {+} interval '1 minute')) FOR UPDATE SKIP LOCKED)))
 INSERT INTO {s}.sleeper (log, owner, asleep_until) VALUES ($1, $2, pg_catalog.clock_timestamp() {+} ($3 {*} interval '1 microsecond'))
 ON CONFLICT (log, owner) DO UPDATE SET asleep_until = excluded.asleep_until";
 

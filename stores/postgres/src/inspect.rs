@@ -21,7 +21,7 @@ use crate::decode::{Raw, Stored};
 use crate::diagnose::{holder, named};
 use crate::lease::pause_of;
 use crate::payload::{fill_payloads, fitting};
-use crate::row_security::require_sight;
+use crate::row_security::{require_sight, require_sight_for};
 use crate::session::Session;
 use crate::subscription::{filter_of, look_up};
 use crate::unrouted::count_unrouted;
@@ -79,10 +79,12 @@ SELECT source, tenant, message_id, digest_stored, digest_refused, times, first_a
 FROM {s}.conflict ORDER BY last_at DESC LIMIT $1";
 
 /// The number of events in a log, up to a limit, and the number of places between its first and
-/// last event. Index: the log's primary key. No lock.
-const LOG_COUNT: &str = "
-SELECT (SELECT count(*) FROM (SELECT FROM {log} AS l ORDER BY l.seq LIMIT $1) AS looked),
-  coalesce((SELECT l.seq FROM {log} AS l ORDER BY l.seq DESC LIMIT 1) - (SELECT l.seq FROM {log} AS l ORDER BY l.seq LIMIT 1) + 1, 0)";
+/// last event. Index: the log's primary key, from where retention left the first event. No lock.
+pub(crate) const LOG_COUNT: &str = "
+WITH g AS MATERIALIZED (SELECT kept_from FROM {s}.log WHERE name = '{name}')
+SELECT (SELECT count(*) FROM (SELECT FROM {log} AS l WHERE l.seq >= (SELECT kept_from FROM g) ORDER BY l.seq LIMIT $1) AS looked),
+  coalesce((SELECT l.seq FROM {log} AS l WHERE l.seq >= (SELECT kept_from FROM g) ORDER BY l.seq DESC LIMIT 1)
+    - (SELECT l.seq FROM {log} AS l WHERE l.seq >= (SELECT kept_from FROM g) ORDER BY l.seq LIMIT 1) + 1, 0)";
 
 /// The session or prepared transaction that locks writers out of one of our tables, as CREATE INDEX
 /// does, in the columns of `diagnose.rs`. One that locks out readers as well goes first. Reads the
@@ -272,9 +274,15 @@ impl PostgresStore {
         let (sql, rows_max) = (self.schema().sql(SUBSCRIPTION_DEPTH), share.rows_max());
         let params = params![names, rows_max];
         let read = async |session: &Session| {
-            let Some(lock) = lock else { return session.rows(&sql, &params).await };
-            let (limited, rows) = futures::join!(session.run(lock), session.rows(&sql, &params));
-            limited.and(rows)
+            let limit = async {
+                match lock {
+                    Some(lock) => session.run(lock).await,
+                    None => Ok(()),
+                }
+            };
+            let seen = require_sight_for(session, subscriptions);
+            let (limited, seen, rows) = futures::join!(limit, seen, session.rows(&sql, &params));
+            limited.and(seen).and(rows)
         };
         self.look("stats", read).await
     }
@@ -369,7 +377,7 @@ impl PostgresStore {
             Ok((subscription.log, rows))
         };
         let modes = &self.inner.modes;
-        self.report_in(if stream.is_some() { &modes.dry_run } else { &modes.report }, "list", read).await
+        self.report_in(if stream.is_some() { &modes.dry_run } else { &modes.list }, "list", read).await
     }
 
     async fn get_row(&self, name: &SubscriptionName, id: EventId, inline: i32) -> Result<(LogName, Vec<Row>)> {

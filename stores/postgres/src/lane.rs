@@ -49,6 +49,8 @@ pub(crate) struct Position {
     pub(crate) given: VecDeque<i64>,
     /// Whether nothing of the window is left beyond `read`.
     pub(crate) drained: bool,
+    /// Whether the window was opened under this lease.
+    pub(crate) opened: bool,
     /// Where the window's rows are, once known, and if it has no stragglers.
     pub(crate) bounds: Option<Bounds>,
     /// Incremented by every rewind, so that a read in progress does not undo it.
@@ -69,13 +71,13 @@ pub(crate) struct Bounds {
 impl Position {
     /// Starts from the position in the database, under a lease that has not read yet.
     pub(crate) fn at(epoch: Epoch, window: Arc<str>, revision: i32, settled: i64) -> Self {
-        let (given, drained, bounds, rewinds) = (VecDeque::new(), false, None, 0);
-        Self { epoch, window, revision, settled, read: settled, given, drained, bounds, rewinds }
+        let (given, drained, opened, bounds, rewinds) = (VecDeque::new(), false, false, None, 0);
+        Self { epoch, window, revision, settled, read: settled, given, drained, opened, bounds, rewinds }
     }
 
     /// Starts the next window, which was opened.
     pub(crate) fn enter(&mut self, window: Arc<str>) {
-        self.window = window;
+        (self.window, self.opened) = (window, true);
         (self.settled, self.read, self.drained, self.bounds) = (0, 0, false, None);
         self.given.clear();
     }
@@ -110,6 +112,12 @@ impl Lane {
     /// granted through another store.
     pub(crate) fn is_of(&self, epoch: Epoch) -> bool {
         lock(&self.granted).is_none_or(|granted| granted == epoch)
+    }
+
+    /// Whether this store ever granted or read the lane. A lease that was lost meanwhile does not
+    /// change that.
+    pub(crate) fn is_ours(&self) -> bool {
+        lock(&self.granted).is_some() || lock(&self.position).is_some()
     }
 
     /// The position under `epoch`, if known.

@@ -114,8 +114,8 @@ const PASSAGE_CUT: &str = "UPDATE {s}.passage SET seq_max = least(seq_max, $2) W
 /// that none of them has had. Index: primary key. Locks the row.
 const SUBSCRIPTION_RESET: &str = "
 UPDATE {s}.subscription AS s SET revision = s.revision + 2, rerouted_seq = 0,
-  replays = s.replays + (log.last > $2)::int,
-  again_replay = CASE WHEN log.last > $2 THEN s.replays + 1 ELSE s.again_replay END,
+  replays = least(s.replays + (log.last > $2)::int, 2000000000),
+  again_replay = CASE WHEN log.last > $2 THEN least(s.replays + 1, 2000000000) ELSE s.again_replay END,
   again_seq = CASE WHEN log.last > $2 THEN log.last ELSE s.again_seq END
 FROM (SELECT coalesce(max(l.seq), 0) AS last FROM {log} AS l) AS log WHERE s.id = $1";
 
@@ -166,21 +166,25 @@ SELECT (SELECT from_snap::text FROM begins), (SELECT to_snap::text FROM ends), (
   max(n.last_seq), max(n.epoch) + 1, sum(greatest(0, least(n.delivered, 1000000000000000)))::bigint, max(n.lease_until), max(n.lease_ttl), bool_or(n.cluster <> {s}.cluster_id())
 FROM n";
 
+/// How far `{unpassed}` goes for a change of lanes: no new lane has passed anything later.
+const LANES_END: (&str, &str) = ("through", "max(pg_snapshot_xmax(n.to_snap))");
+
 /// Adds a delivery row for each event that an old lane has still to read and that the new lanes
-/// will have passed. Indexes: the log's `(xid, seq)`, primary keys.
+/// will have passed. Only for these it looks for a row that is there already. Indexes: the log's
+/// `(xid, seq)`, primary keys.
 pub(crate) const DELIVERY_LEAVE: &str = "
 WITH n AS MATERIALIZED (SELECT * FROM {s}.lane WHERE subscription = $1),
 ahead AS MATERIALIZED (
-  SELECT n.lane, l.seq, l.key, s.ordering, CASE WHEN l.seq <= s.again_seq THEN s.again_replay ELSE 0 END AS replays,
+  SELECT l.lane, l.seq, l.key, s.ordering, CASE WHEN l.seq <= s.again_seq THEN s.again_replay ELSE 0 END AS replays,
     {later} AS later
-  FROM {s}.subscription AS s
-  JOIN {log} AS l ON l.xid >= (SELECT min(pg_snapshot_xmin(n.from_snap)) FROM n)
-    AND l.xid < pg_snapshot_xmax($3::text::pg_snapshot)
-  CROSS JOIN LATERAL (SELECT x.* FROM n AS x WHERE x.lane = l.slot % s.lanes OFFSET 0) AS n
-  WHERE s.id = $1
-    AND (pg_visible_in_snapshot(l.xid, $2::text::pg_snapshot) OR (pg_visible_in_snapshot(l.xid, $3::text::pg_snapshot) AND l.seq <= $4))
-    AND {is_unread} AND {is_wanted}
-    AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq OFFSET 0)
+  FROM (
+    SELECT n.lane, l.* FROM {s}.subscription AS s CROSS JOIN {unpassed} AS l
+    CROSS JOIN LATERAL (SELECT x.* FROM n AS x WHERE x.lane = l.slot % s.lanes OFFSET 0) AS n
+    WHERE s.id = $1
+      AND (pg_visible_in_snapshot(l.xid, $2::text::pg_snapshot) OR (pg_visible_in_snapshot(l.xid, $3::text::pg_snapshot) AND l.seq <= $4))
+      AND {is_unread} OFFSET 0) AS l
+  JOIN {s}.subscription AS s ON s.id = $1
+  WHERE {is_wanted} AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq OFFSET 0)
   LIMIT $5)
 INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, replays, due_at)
 SELECT $1, a.lane, a.seq, a.key, CASE WHEN a.later IS NULL THEN 'retrying' ELSE 'scheduled' END, a.ordering = 'key', a.replays,
@@ -273,7 +277,7 @@ async fn place_of(session: &Session, log: &LogName, to: ResetTo) -> Result<i64> 
 /// times rise with places; but nearly only, so a margin before the place found is walked.
 async fn place_since(session: &Session, log: &LogName, time: jiff::Timestamp) -> Result<i64> {
     let [at, since] = [LOG_AT, LOG_SINCE].map(|template| session.log_sql(template, log));
-    let (first, mut high) = ends(session, log).await?;
+    let (first, mut high) = ends(session, log, 0).await?;
     let mut low = first - 1;
     let mut found = None;
     while high - low > SINCE_MARGIN {
@@ -356,7 +360,8 @@ pub(crate) async fn set_lanes(session: &Session, name: &SubscriptionName, lanes:
     let [low, high, last, epoch, delivered, ttl] = [2, 3, 4, 5, 6, 8].map(|column| row.get::<_, i64>(column));
     let lease_until: Option<jiff::Timestamp> = row.get(7);
     let most = LANES_APART_MAX as i64 + 1;
-    let left = session.rows(&sql(DELIVERY_LEAVE), &params![id, from, to, last, most]).await?;
+    let leave = session.schema().log_sql_with(DELIVERY_LEAVE, &known.log, &[LANES_END]);
+    let left = session.rows(&leave, &params![id, from, to, last, most]).await?;
     if left.len() > LANES_APART_MAX {
         return Err(lanes_apart(name));
     }

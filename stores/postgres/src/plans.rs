@@ -202,7 +202,7 @@ async fn a_list_of_what_is_pending_skips_what_was_passed() {
             session.commit().await.expect("ended");
             (found, events)
         };
-        for (stands, pending) in [("pg_current_snapshot()", 0_usize), ("'300:400:300'", 1)] {
+        for (stands, pending) in [("pg_current_snapshot()", 0_usize), ("'50:400:50'", 0), ("'300:400:300'", 1)] {
             let set = format!("UPDATE postbox.lane SET from_snap = {stands}, to_snap = {stands}");
             session.client().batch_execute(&set).await.expect("set");
             let (found, events) = list(State::Pending, None).await;

@@ -18,14 +18,15 @@ use crate::session::Session;
 /// the log's row, so that no filter changes meanwhile, and no other step runs: two at once would
 /// wait for each other's rows. A dry run neither waits nor locks.
 const PRUNE_BEGIN: &str = "
-SELECT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name), {takes_everything}
+SELECT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name), {takes_everything}, g.kept_from
 FROM {s}.log AS g WHERE g.name = $1{lock}";
 
 /// Of the next events in `seq` order, finds those that every subscription of the log has passed and
 /// that nobody needs any more, and handles them as `{gone}` says. `$1` is the age, `$2` the log,
 /// `$3` the place after which the step begins, `$5` to `$9` the criteria. Returns their number,
-/// where the step ended if there are more, and whether so many were young that later events need
-/// not be read. Indexes: primary keys.
+/// where the step ended if there are more, whether so many were young that later events need not
+/// be read, the last place of the step, and whether every transaction that still runs began after
+/// those of the step. Indexes: primary keys.
 ///
 /// Conditions that nobody asked for are left out, because Postgres plans the statement in each step
 /// (measured: a third of a step).
@@ -49,7 +50,7 @@ WITH reader AS MATERIALIZED (
   FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id WHERE s.log = $2),
 horizon AS MATERIALIZED (SELECT pg_snapshot_xmin(r.from_snap) AS xid FROM reader AS r ORDER BY 1 LIMIT 1),
 step AS MATERIALIZED (
-  SELECT CASE count(*) WHEN {rows_max} THEN max(l.seq) END AS last, max(l.xid) AS newest
+  SELECT CASE count(*) WHEN {rows_max} THEN max(l.seq) END AS last, max(l.xid) AS newest, max(l.seq) AS looked
   FROM (SELECT l.seq, l.xid FROM {log} AS l WHERE l.seq > $3 ORDER BY l.seq LIMIT {rows_max}) AS l),
 behind AS MATERIALIZED (SELECT r.* FROM reader AS r WHERE pg_snapshot_xmin(r.from_snap) <= (SELECT newest FROM step)),
 needed AS MATERIALIZED (
@@ -62,7 +63,17 @@ SELECT (SELECT count(*) FROM gone), (SELECT last FROM step),
   (SELECT count(*) FROM gone) <= {rows_max} - {young_max} AND {young_max} = (SELECT count(*) FROM (
     SELECT FROM {log} AS l WHERE l.seq > $3 AND l.seq <= (SELECT last FROM step)
       AND l.created_at > statement_timestamp() - $1 * interval '1 microsecond'
-      AND l.created_at <= statement_timestamp() LIMIT {young_max}) AS young)";
+      AND l.created_at <= statement_timestamp() LIMIT {young_max}) AS young),
+  (SELECT looked FROM step), (SELECT newest < pg_snapshot_xmin(pg_current_snapshot()) FROM step)";
+
+/// Moves the place where counts begin to the first event that the step left, or behind the step.
+/// Only if nothing was kept before the step: then `kept_from` is behind `$2`. Forward only with
+/// `$4`: an event that commits later then nearly always has a higher place. Back in any case, to an
+/// event that has a lower one. Index: the log's primary key. The log's row is locked already.
+const LOG_KEPT_FROM: &str = "
+UPDATE {s}.log AS g SET kept_from = first.seq
+FROM (SELECT coalesce((SELECT l.seq FROM {log} AS l WHERE l.seq > $2 AND l.seq <= $3 ORDER BY l.seq LIMIT 1), $3 + 1) AS seq) AS first
+WHERE g.name = $1 AND g.kept_from > $2 AND (first.seq < g.kept_from OR first.seq > g.kept_from AND $4)";
 
 /// The events of the step that are unrouted.
 const UNROUTED: &str = "
@@ -144,7 +155,7 @@ pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Re
     let lock = if prune.dry_run { "" } else { " FOR NO KEY UPDATE" };
     let rows = session.rows(&sql(PRUNE_BEGIN, &[("lock", lock)]), &params![name]).await?;
     let Some(row) = rows.first() else { return Err(log_not_locked(session, log).await) };
-    let (has_readers, takes_everything): (bool, bool) = (row.get(0), row.get(1));
+    let (has_readers, takes_everything, kept_from): (bool, bool, i64) = (row.get(0), row.get(1), row.get(2));
     if !has_readers || prune.limit == Some(0) {
         return Ok(Changed::default());
     }
@@ -180,6 +191,12 @@ pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Re
     let row = session.row(&step, &params).await?;
     let (count, last, is_young): (i64, Option<i64>, Option<bool>) = (row.get(0), row.get(1), row.get(2));
     let count = count.unsigned_abs();
+    if let (Some(looked), false) = (row.get::<_, Option<i64>>(3), prune.dry_run || kept_from <= after) {
+        // A role to which policies show one tenant only would pass over events of others. It can
+        // delete none.
+        let forward = count > 0 && row.get::<_, Option<bool>>(4) == Some(true);
+        session.execute(&sql(LOG_KEPT_FROM, &[]), &params![name, after, looked, forward]).await?;
+    }
     if prune.limit.is_some_and(|limit| count >= limit as u64) {
         return Ok(Changed { count, next: None });
     }
@@ -196,4 +213,80 @@ pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Re
     let template = DELIVERY_PRUNE_MISSING.replace("{missing}", MISSING_CHOOSE);
     let missing = session.execute(&sql(&template, &[]), &params![age_micros, name]).await?;
     Ok(Changed { count: count + missing, next: (missing > 0).then_some(Seq(after)) })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use postbox_core::kit::LOOK_EVENTS_MAX;
+    use postbox_testkit::servers::Version;
+
+    use super::*;
+    use crate::inspect::LOG_COUNT;
+    use crate::plans::filled;
+    use crate::subscription::LOG_IS_FROM_FUTURE;
+
+    /// The entries of the log's indexes that were looked up in this transaction, those of rows that
+    /// nobody sees included.
+    const ENTRIES: &str = "
+SELECT sum(pg_stat_get_xact_tuples_returned(i.indexrelid))::bigint FROM pg_index AS i WHERE i.indrelid = 'postbox.outbox'::regclass";
+
+    /// Entries of deleted events stay in the indexes while anyone holds a snapshot, and rows of a
+    /// transaction that runs count towards no limit. No count may look at all of them.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn counts_pass_by_what_is_deleted_and_what_still_runs() {
+        const LOOK: i64 = LOOK_EVENTS_MAX as i64 + 1;
+        for version in Version::ALL {
+            // Old, and so are their transactions: others on this server may run for longer.
+            let insert = "INSERT INTO postbox.outbox (xid, topic, payload, created_at)
+                SELECT '101'::xid8, 'topic', 'x', now() - CASE WHEN n <= 90000 THEN interval '1 day' ELSE interval '0' END";
+            let store = filled(version, insert).await;
+            let session = store.session("test").await.expect("a session");
+            let read = "INSERT INTO postbox.subscription (name, log, topics, ordering, lanes) VALUES ('s', 'outbox', '{rare}', 'key', 1);
+                INSERT INTO postbox.lane (subscription, lane, from_snap, to_snap, low, high, last_seq)
+                SELECT s.id, 0, '700:700:', '700:700:', 0, 0, 0 FROM postbox.subscription AS s;
+                UPDATE postbox.log SET routed_xid = '102' WHERE name = 'outbox'";
+            session.client().batch_execute(read).await.expect("read");
+            let hold = "BEGIN ISOLATION LEVEL REPEATABLE READ; SET LOCAL idle_in_transaction_session_timeout = 0; SELECT FROM postbox.outbox LIMIT 1";
+            let holder = store.session("test").await.expect("a session");
+            holder.client().batch_execute(hold).await.expect("held");
+            let (mut deleted, mut after) = (0, None);
+            loop {
+                let wanted = Prune { older_than: Duration::from_secs(3_600), after, ..Prune::default() };
+                session.begin(&store.inner.modes.prune).await.expect("begun");
+                let step = prune(&session, &LogName::outbox(), &wanted).await.expect("pruned");
+                session.commit().await.expect("ended");
+                (deleted, after) = (deleted + step.count, step.next);
+                if after.is_none() {
+                    break;
+                }
+            }
+            assert_eq!(deleted, 90_000);
+            let kept =
+                session.row("SELECT kept_from FROM postbox.log WHERE name = 'outbox'", &[]).await.expect("noted");
+            assert_eq!(kept.get::<_, i64>(0), 90_001, "counts begin at the first event that is left");
+            let append = "BEGIN; SET LOCAL idle_in_transaction_session_timeout = 0;
+                INSERT INTO postbox.outbox (topic, payload) SELECT 'rare', 'x' FROM generate_series(1, 50000)";
+            let writer = store.session("test").await.expect("a session");
+            writer.client().batch_execute(append).await.expect("appended");
+            // One that ends later: the snapshot's end is beyond the one that runs.
+            session.client().batch_execute("SELECT pg_current_xact_id()").await.expect("ended");
+            let depths = format!("SELECT count(*) FROM postbox.depths(ARRAY['s'], {LOOK})");
+            let count = session.log_sql(LOG_COUNT, &LogName::outbox()).replace("$1", "5000");
+            for (sql, entries_max) in
+                [(depths, 3 * LOOK), (count, 60_000), (session.log_sql(LOG_IS_FROM_FUTURE, &LogName::outbox()), 100)]
+            {
+                session.begin(&store.inner.modes.count).await.expect("begun");
+                let before: i64 = session.row(ENTRIES, &[]).await.expect("counted").get(0);
+                session.row(&sql, &[]).await.expect("executed");
+                let entries = session.row(ENTRIES, &[]).await.expect("counted").get::<_, i64>(0) - before;
+                session.commit().await.expect("ended");
+                assert!(entries <= entries_max, "{entries} entries (Postgres {}) by {sql}", version.number());
+            }
+            for open in [&holder, &writer] {
+                open.client().batch_execute("ROLLBACK").await.expect("ended");
+            }
+        }
+    }
 }

@@ -75,9 +75,9 @@ FROM (SELECT p.subscription, p.revision, p.lanes, p.lane, coalesce(max(l.seq), 0
   WHERE s.log = '{name}' GROUP BY p.subscription, p.revision, p.lanes, p.lane) AS passed
 WHERE (p.subscription, p.revision, p.lanes, p.lane) = (passed.subscription, passed.revision, passed.lanes, passed.lane)";
 
-/// Makes the search for unrouted events start again from the beginning.
+/// Makes the search for unrouted events and the counts start again from the beginning.
 const LOG_ROUTE_ANEW: &str = "
-UPDATE {s}.log SET routed_xid = '0', routed_seq = 0,
+UPDATE {s}.log SET routed_xid = '0', routed_seq = 0, kept_from = 1,
   taken_snap = CASE WHEN pg_snapshot_xmax(taken_snap) > '1' THEN '4:4:' ELSE taken_snap END WHERE name = '{name}'";
 
 /// Gives every row the oldest possible id: 3, the first of any cluster. Rewrites the table, with

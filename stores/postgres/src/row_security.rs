@@ -1,6 +1,6 @@
 //! What row-level security hides from the store, and what that means.
 
-use postbox_core::{Error, ErrorKind, LogName, Result};
+use postbox_core::{Error, ErrorKind, LogName, Result, SubscriptionName};
 use postbox_postgres_sql::{log_unknown, params};
 
 use crate::PostgresStore;
@@ -18,21 +18,35 @@ impl PostgresStore {
     }
 }
 
-/// Whether this role sees no subscription: the policies let other roles work for all tenants, and
-/// no tenant was named. Reads the catalog; no lock.
+/// A table of `{tables}` in which this role sees no row: no policy is for it, or only one for the
+/// tenant that is named, and none is. Reads the catalog; no lock.
 const SEES_NONE: &str = "
-SELECT row_security_active(c.oid) AND nullif(current_setting('postbox.tenant', true), '') IS NULL
+SELECT c.relname::pg_catalog.text FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = $1 AND c.relname IN ({tables}) AND row_security_active(c.oid)
   AND NOT EXISTS (SELECT FROM pg_policy AS p, unnest(p.polroles) AS role
-    WHERE p.polrelid = c.oid AND p.polname = 'all_tenants' AND (role = 0 OR pg_has_role(role, 'USAGE')))
-FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
-WHERE c.relname = 'subscription' AND n.nspname = $1";
+    WHERE p.polrelid = c.oid AND p.polpermissive AND p.polcmd IN ('r', '*') AND (role = 0 OR pg_has_role(role, 'USAGE'))
+      AND (p.polname NOT IN ('tenant', 'tenant_reads') OR nullif(current_setting('postbox.tenant', true), '') IS NOT NULL))
+LIMIT 1";
+
+/// The tables that `$2` names.
+const TABLES: &str = "SELECT unnest($2::pg_catalog.text[])";
+
+/// The logs of the subscriptions that `$2` names. Index: the unique name.
+const LOGS_OF: &str = "SELECT s.log FROM {s}.subscription AS s WHERE s.name = ANY ($2::pg_catalog.text[])";
+
+/// The first of some tables in which this role sees no row. `tables` selects them by `names`.
+async fn unseen(session: &Session, tables: &str, names: Vec<&str>) -> Result<Option<String>> {
+    let sql = session.schema().sql_with(SEES_NONE, &[("tables", &session.sql(tables))]);
+    let rows = session.rows(&sql, &params![session.schema().as_str(), names]).await?;
+    Ok(rows.first().map(|row| row.get(0)))
+}
 
 /// Returns why no subscription of a name was found. Either it does not exist (`unknown`), or the
 /// role sees none. In the second case they all exist, and a relay must not treat them as removed.
 pub(crate) async fn subscription_not_seen(session: &Session, unknown: Error) -> Error {
-    match session.rows(SEES_NONE, &params![session.schema().as_str()]).await {
-        Ok(rows) if rows.first().is_some_and(|row| row.get(0)) => tenant_limited(session.operation()),
-        Ok(_) => unknown,
+    match unseen(session, TABLES, vec!["subscription"]).await {
+        Ok(Some(_)) => tenant_limited(session.operation()),
+        Ok(None) => unknown,
         Err(error) => error,
     }
 }
@@ -40,13 +54,34 @@ pub(crate) async fn subscription_not_seen(session: &Session, unknown: Error) -> 
 /// Refuses a role that sees no subscription because it named no tenant. Otherwise everything would
 /// look empty to it.
 pub(crate) async fn require_sight(session: &Session) -> Result<()> {
-    let rows = session.rows(SEES_NONE, &params![session.schema().as_str()]).await?;
-    if rows.first().is_some_and(|row| row.get(0)) {
+    if unseen(session, TABLES, vec!["subscription"]).await?.is_some() {
         let message = "row-level security shows this role nothing, because no tenant is named: set `tenant` in [store], \
                        or use a role that was named in `postbox migrate grants --all-tenants`";
         return Err(Error::new(ErrorKind::Unauthorized, session.operation(), "tenant_not_named", message));
     }
     Ok(())
+}
+
+/// Refuses a role that sees no event of this log. Otherwise nothing would ever be pending in it.
+pub(crate) async fn require_sight_of(session: &Session, log: &LogName) -> Result<()> {
+    seen(session, unseen(session, TABLES, vec![log.as_str()]).await?)
+}
+
+/// The same for the logs that these subscriptions read.
+pub(crate) async fn require_sight_for(session: &Session, subscriptions: &[SubscriptionName]) -> Result<()> {
+    let names = subscriptions.iter().map(SubscriptionName::as_str).collect();
+    seen(session, unseen(session, LOGS_OF, names).await?)
+}
+
+fn seen(session: &Session, unseen: Option<String>) -> Result<()> {
+    let Some(log) = unseen else { return Ok(()) };
+    let message = format!(
+        "row-level security shows this role no event of log {log}: the log has no policy for it; run what \
+         `postbox migrate grants` prints for all roles once more or, without --all-tenants, \
+         ALTER TABLE {}.\"{log}\" DISABLE ROW LEVEL SECURITY, NO FORCE ROW LEVEL SECURITY",
+        session.schema().quoted()
+    );
+    Err(Error::new(ErrorKind::Mismatch, session.operation(), "log_hidden", message))
 }
 
 /// Returns why the row of a log could not be locked: it does not exist, or the role works for one

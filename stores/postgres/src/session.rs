@@ -15,6 +15,7 @@ use tokio_postgres::{Client, Row};
 
 use crate::PostgresStore;
 use crate::classify::classify;
+use crate::driver::in_time;
 
 /// How much longer than the server's statement timeout a call may take before its connection is
 /// given up. It covers round trips, which take far less.
@@ -183,6 +184,18 @@ impl PostgresStore {
         self.borrowed(operation, self.inner.pool.get().await)
     }
 
+    /// The same for a transaction of handlers. The time that it takes counts against its events, so
+    /// the wait is short, however long the caller's pool would wait.
+    pub(crate) async fn session_for_handlers(&self) -> Result<Session> {
+        let pool = &self.inner.pool;
+        let got = in_time(pool.get()).await.unwrap_or_else(|| {
+            let status = pool.status();
+            let is_full = status.size >= status.max_size;
+            Err(PoolError::Timeout(if is_full { TimeoutType::Wait } else { TimeoutType::Create }))
+        });
+        self.borrowed("apply", got)
+    }
+
     /// The same for status queries.
     pub(crate) async fn look_session(&self, operation: &'static str) -> Result<Session> {
         self.borrowed(operation, self.inner.look_pool.get().await)
@@ -280,6 +293,9 @@ pub(crate) struct TransactionModes {
     pub(crate) call: String,
     /// For an operator's queries, which may scan a table. They never wait long for a lock.
     pub(crate) report: String,
+    /// For a list of events by state: as a report, but pinned to nested loops over indexes. Without
+    /// statistics, or far from the log's start, another plan reads the log up to the page.
+    pub(crate) list: String,
     /// For a dry run, and a list that walks the log: as a report, but through indexes.
     pub(crate) dry_run: String,
     /// For counts, which are polled: never slow, whatever the reason.
@@ -345,6 +361,7 @@ impl TransactionModes {
             call: format!("{writing}; {limited}"),
             dry_run: format!("{report}; {by_index}"),
             count: format!("{report}; SET LOCAL statement_timeout = {count_ms}"),
+            list: format!("{report}; {planner}"),
             report,
             change: format!("{writing}; {patient}; {durable}"),
             settle: format!("{writing}; {of_relay}; {durable}"),

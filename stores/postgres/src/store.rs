@@ -77,7 +77,8 @@ impl PostgresStore {
     /// While others hold connections of the pool, the store waits for them, and so does the renewal
     /// of leases: a relay that gets no connection for seconds loses its lanes. Leave three
     /// connections for each lane (a subscription has two lanes unless you set another number), and
-    /// two for renewals and status queries.
+    /// two for renewals and status queries. A transaction of handlers waits for 10 seconds at most,
+    /// and its events then wait without a failed attempt (`pool_exhausted`).
     pub fn from_pool(pool: Pool, schema: SchemaName) -> Self {
         let config = PostgresConfig { schema: schema.to_string(), ..PostgresConfig::new("") };
         Self::on((pool.clone(), pool), None, None, schema, config)

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use postbox_core::kit::{check_log, subscription_unknown};
+use postbox_core::kit::{check_log, handlers_of_another_store, subscription_unknown};
 use postbox_core::{
-    Error, ErrorKind, Filter, Lease, LogName, Ordering, Result, Seq, StartAt, Subscription, SubscriptionName, Tenant,
-    TopicPattern, lock,
+    Error, ErrorKind, Filter, Lease, LogName, Ordering, Result, Seq, Settlement, StartAt, Subscription,
+    SubscriptionName, Tenant, TopicPattern, lock,
 };
 use postbox_postgres_sql::{cursor_foreign, params};
 use tokio_postgres::Row;
@@ -14,7 +14,7 @@ use crate::PostgresStore;
 use crate::admin::lock_lanes;
 use crate::criteria::headers_json;
 use crate::migrate::check_parts;
-use crate::row_security::{log_not_locked, subscription_not_seen};
+use crate::row_security::{log_not_locked, require_sight_of, subscription_not_seen};
 use crate::session::Session;
 
 /// The lanes of a subscription that asks for no number: a second replica takes half of the work,
@@ -27,30 +27,35 @@ pub(crate) const LOG_LOCK: &str = "
 SELECT FROM {s}.log WHERE name = $1 FOR NO KEY UPDATE";
 
 /// Whether the newest row of a log comes from a transaction that this cluster has not reached.
-/// Index: `(xid, seq)` of the log, read from its end. No lock. The transaction of every visible row
-/// has ended, so its id is below the current snapshot's `xmax`, unless the row came with a dump.
-const LOG_IS_FROM_FUTURE: &str = "
+/// Index: `(xid, seq)` of the log, read from its end down to the current snapshot's `xmax`: many
+/// entries of deleted events may lie below. No lock. The transaction of every visible row has
+/// ended, so its id is below that, unless the row came with a dump. Rows of a running transaction
+/// are walked too, while no later one has ended.
+pub(crate) const LOG_IS_FROM_FUTURE: &str = "
 SELECT EXISTS (
-  SELECT FROM (SELECT l.xid FROM {log} AS l ORDER BY l.xid DESC LIMIT 1) AS newest
-  WHERE newest.xid >= pg_snapshot_xmax(pg_current_snapshot()))";
+  SELECT FROM (
+    SELECT FROM {log} AS l WHERE l.xid >= pg_snapshot_xmax(pg_current_snapshot()) ORDER BY l.xid DESC LIMIT 1) AS newest)";
 
-/// Creates the subscription, or updates its filter and order. Index: the unique name. Locks the
-/// row.
+/// Updates the filter and order of the subscription, or creates it. The log is locked, so nobody
+/// else creates one of its subscriptions meanwhile; one of the same name for another log wins. An
+/// upsert would use up an id at every start. Index: the unique name. Locks the row.
 ///
 /// The revision makes replicas that read with the former filter notice: they go on with this one,
 /// whatever their own configuration says.
 const SUBSCRIPTION_UPSERT: &str = "
-WITH known AS (SELECT {takes_all_new} AS everything, s.revision FROM {s}.subscription AS s JOIN {s}.log AS g ON g.name = s.log WHERE s.name = $1)
-INSERT INTO {s}.subscription AS s (name, log, topics, tenant, kinds, aggregates, headers, ordering, on_dead, lanes, generation)
-VALUES ($1, $2, $3, $4, $7, $8, $9::text::jsonb, $5, $10, $6, (SELECT max(g.epoch_next) FROM {s}.log AS g))
-ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, kinds = $7, aggregates = $8, headers = $9::text::jsonb, ordering = $5, on_dead = $10,
-  revision = s.revision + ((s.topics, s.tenant, s.kinds, s.aggregates, s.headers)
-    IS DISTINCT FROM ($3::text[], $4::text, $7::text[], $8::text[], $9::text::jsonb))::int,
-  mixed = s.mixed OR s.tenant IS DISTINCT FROM $4
-WHERE s.log = $2
-RETURNING id, xmax = 0 AS is_new,
-  coalesce((SELECT k.everything FROM known AS k), false) AS took_everything,
-  coalesce((SELECT k.revision FROM known AS k), revision) <> revision AS is_changed";
+WITH known AS (SELECT {takes_all_new} AS everything, s.revision FROM {s}.subscription AS s JOIN {s}.log AS g ON g.name = s.log WHERE s.name = $1),
+changed AS (
+  UPDATE {s}.subscription AS s SET topics = $3, tenant = $4, kinds = $7, aggregates = $8, headers = $9::text::jsonb, ordering = $5, on_dead = $10,
+    revision = s.revision + ((s.topics, s.tenant, s.kinds, s.aggregates, s.headers)
+      IS DISTINCT FROM ($3::text[], $4::text, $7::text[], $8::text[], $9::text::jsonb))::int,
+    mixed = s.mixed OR s.tenant IS DISTINCT FROM $4
+  WHERE s.name = $1 AND s.log = $2 RETURNING s.id, s.revision),
+made AS (
+  INSERT INTO {s}.subscription (name, log, topics, tenant, kinds, aggregates, headers, ordering, on_dead, lanes, generation)
+  SELECT $1, $2, $3, $4, $7, $8, $9::text::jsonb, $5, $10, $6, (SELECT max(g.epoch_next) FROM {s}.log AS g)
+  WHERE NOT EXISTS (SELECT FROM known) ON CONFLICT (name) DO NOTHING RETURNING id)
+SELECT c.id, false AS is_new, k.everything AS took_everything, k.revision <> c.revision AS is_changed FROM changed AS c CROSS JOIN known AS k
+UNION ALL SELECT m.id, true, false, false FROM made AS m";
 
 /// Without order no row holds its key, and no row waits for a turn: neither a blocked one, nor a
 /// follower that has no due time until the row before it is settled. Goes on after a place in the
@@ -222,7 +227,7 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
     if session.rows(&session.sql(LOG_LOCK), &params![log.as_str()]).await?.is_empty() {
         return Err(log_not_locked(session, log).await);
     }
-    check_log_xids(session, log).await?;
+    check_log_rows(session, log).await?;
     let topics: Vec<&str> = filter.topics.iter().map(TopicPattern::as_str).collect();
     let tenant = filter.tenant.as_ref().map(Tenant::as_str);
     let order = match ordering {
@@ -277,17 +282,18 @@ pub(crate) async fn unblock(
     Ok(ends.first().map(|row| (row.get(0), row.get(1))))
 }
 
-/// Checks that every log that is read, and every cursor, fits this cluster, and first that the
-/// schema is whole.
+/// Checks that every log that is read is seen and fits this cluster, that every cursor fits it, and
+/// first that the schema is whole.
 pub(crate) async fn check_integrity(session: &Session) -> Result<()> {
     check_parts(session).await?;
     for row in session.rows(&session.sql(LOGS_READ), &[]).await? {
-        check_log_xids(session, &LogName::from_stored(row.get::<_, &str>(0))).await?;
+        check_log_rows(session, &LogName::from_stored(row.get::<_, &str>(0))).await?;
     }
     check_lanes(session, None).await
 }
 
-async fn check_log_xids(session: &Session, log: &LogName) -> Result<()> {
+async fn check_log_rows(session: &Session, log: &LogName) -> Result<()> {
+    require_sight_of(session, log).await?;
     match session.row(&session.log_sql(LOG_IS_FROM_FUTURE, log), &[]).await?.get(0) {
         true => Err(from_future(session, &format!("log {log}"))),
         false => Ok(()),
@@ -329,11 +335,16 @@ impl PostgresStore {
         })
     }
 
-    /// The same for handlers in a transaction. The relay may read another store than theirs, which
-    /// would look like a lost lease, for ever.
-    pub(crate) async fn leased_for_handlers(&self, session: &Session, lease: &Lease) -> Result<Arc<SubscriptionRow>> {
+    /// The same for handlers in a transaction. The relay may read another store than theirs, or
+    /// another handle of it, which would look like a lost lease, for ever.
+    pub(crate) async fn leased_for_handlers(
+        &self,
+        session: &Session,
+        lease: &Lease,
+        settlement: &Settlement<'_>,
+    ) -> Result<Arc<SubscriptionRow>> {
         let name = &lease.subscription;
-        self.subscription(session, name).await.map_err(|error| match error.kind() {
+        let subscription = self.subscription(session, name).await.map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
                 let message = format!(
                     "the handlers' store has no subscription {name}; build the router on the store that the relay reads, unless \
@@ -342,7 +353,11 @@ impl PostgresStore {
                 Error::new(ErrorKind::Mismatch, session.operation(), "handlers_of_another_store", message)
             }
             _ => error,
-        })
+        })?;
+        match settlement.position {
+            Some(_) if !self.lane(lease).is_ours() => Err(handlers_of_another_store(name)),
+            _ => Ok(subscription),
+        }
     }
 
     /// Reads the subscription from the database and remembers it. A subscription that is gone is
@@ -384,11 +399,30 @@ fn from_future(session: &Session, what: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use postbox_core::Log as _;
-    use postbox_testkit::servers::Version;
+    use postbox_core::{Log as _, Migrate as _};
+    use postbox_testkit::servers::{Postgres, Version};
 
     use super::*;
+    use crate::PostgresConfig;
     use crate::plans::filled;
+
+    /// Relays subscribe at every start, and there are two billion ids.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_subscription_that_is_known_uses_up_no_id() {
+        let url = Postgres::shared(Version::V15).await.fresh_database().await;
+        let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
+        store.up().await.expect("migrated");
+        let session = store.session("test").await.expect("a session");
+        let name = SubscriptionName::new("s").expect("a name");
+        for ordering in [Ordering::Key, Ordering::Key, Ordering::None] {
+            let subscription = Subscription { ordering, ..Subscription::new(name.clone(), LogName::outbox()) };
+            store.subscribe(&subscription).await.expect("subscribed");
+            let elsewhere = store.subscribe(&Subscription::new(name.clone(), LogName::inbox())).await;
+            assert!(elsewhere.is_err(), "its name is taken");
+            let last = session.row("SELECT last_value FROM postbox.subscription_id_seq", &[]).await.expect("asked");
+            assert_eq!(last.get::<_, i64>(0), 1);
+        }
+    }
 
     /// What a step unblocks leaves dead entries in the index, which the next one does not read.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

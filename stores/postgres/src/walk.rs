@@ -18,14 +18,12 @@ const STEP_LOOK_MAX: i64 = 50_000;
 /// No lock.
 const STEP_END: &str = "SELECT l.seq FROM {log} AS l WHERE l.seq > $1 ORDER BY l.seq OFFSET $2 LIMIT 1";
 
-/// The first event after `$2` that a lane may not have passed. What is below the `xmin` of a
-/// lane's `from_snap` is visible in it, so this finds a row of an old transaction that committed
-/// late as well. Index: `(xid, seq)`, all of it since that `xmin`: 0.3 s for 1.5 million events.
-/// `OFFSET 0`, because otherwise `min` walks the primary key. No lock.
+/// The first event after `$2` that a lane may not have passed. Finds a row of an old transaction
+/// that committed late as well. Index: `(xid, seq)`, all of it since the first lane's window began:
+/// 0.3 s for 1.5 million events. No lock.
 const PENDING_FIRST: &str = "
-SELECT min(rest.seq) FILTER (WHERE rest.seq > $2) FROM (
-  SELECT l.seq FROM {log} AS l WHERE l.xid >= (
-    SELECT pg_snapshot_xmin(n.from_snap) FROM {s}.lane AS n WHERE n.subscription = $1 ORDER BY 1 LIMIT 1) OFFSET 0) AS rest";
+WITH n AS MATERIALIZED (SELECT * FROM {s}.lane WHERE subscription = $1)
+SELECT min(l.seq) FILTER (WHERE l.seq > $2) FROM {unpassed} AS l";
 
 /// Records of one step, whose state follows from the cursor. Index: the log's primary key, walked
 /// from `$4` to `$6`. No lock.
@@ -51,7 +49,9 @@ pub(crate) async fn walk(
     }
     let (id, lanes, log) = (subscription.id, i32::from(subscription.lanes), &subscription.log);
     let sql = session.schema().log_sql_with(RECORD_LIST_STREAM, log, &[("is_meant", &is_meant([5, 8, 9, 10, 11]))]);
-    let (step_end, pending_first) = (session.log_sql(STEP_END, log), session.log_sql(PENDING_FIRST, log));
+    let through = ("through", "pg_snapshot_xmax(pg_current_snapshot())");
+    let pending_first = session.schema().log_sql_with(PENDING_FIRST, log, &[through]);
+    let step_end = session.log_sql(STEP_END, log);
     let Meant { topic, key, since, until, tenant } = Meant::by(&query.which);
     let (name, headers, page) = (state.as_str(), headers_json(&query.headers), query.page().events);
     let mut after = query.after.map_or(i64::MIN, |seq| seq.0);

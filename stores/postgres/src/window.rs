@@ -248,6 +248,7 @@ impl NextBatch<'_> {
         let mut due_in = None;
         // Looked through up to here, and nothing beyond `at.read` is for the lane.
         let mut looked = at.read;
+        let mut is_over = false;
         for _ in 0..WINDOWS_PER_CALL_MAX {
             let unsettled = at.settled < at.read;
             let after = if !at.drained {
@@ -278,6 +279,7 @@ impl NextBatch<'_> {
                 continue;
             }
             if answer.verdict == "nothing" || (at.drained && unsettled) {
+                is_over = true;
                 break;
             }
             at.drained = true;
@@ -288,8 +290,10 @@ impl NextBatch<'_> {
         // A call that found nothing in a long stretch passes it, so that the next one looks on.
         let end = Some(looked).filter(|looked| !at.drained && *looked > at.read);
         at.read = end.unwrap_or(at.read);
+        // A former holder's window may end with the last step. What came since was not looked at.
+        let more = at.drained && !at.opened && !is_over;
         let is_current = self.lane.advance(at);
-        Ok(Batch { end: end.filter(|_| is_current).map(Seq), due_in, ..Batch::default() })
+        Ok(Batch { end: end.filter(|_| is_current).map(Seq), more, due_in, ..Batch::default() })
     }
 
     /// Starts from the position in the database.
@@ -456,6 +460,7 @@ impl NextBatch<'_> {
         let (held, discarded) = self.held_and_discarded(exceptions, &rows).await?;
         let end = looked.filter(|_| !more).or(rows.last().map(Stored::seq)).unwrap_or(at.read);
         (at.read, at.drained) = (end, !more && looked.is_none());
+        let caught_up = at.opened && at.drained;
         at.given.extend(rows.iter().map(Stored::seq));
         if !self.lane.advance(at) {
             if !self.lane.is_of(self.lease.epoch) {
@@ -464,8 +469,8 @@ impl NextBatch<'_> {
             // Rewound while we read, so these rows are obsolete. The next call reads them again.
             return Ok(Batch { more: true, due_in: exceptions.due_in, ..Batch::default() });
         }
-        let mut batch =
-            Batch { end: Some(Seq(end)), held, discarded, more, due_in: exceptions.due_in, ..Batch::default() };
+        let (end, due_in) = (Some(Seq(end)), exceptions.due_in);
+        let mut batch = Batch { end, held, discarded, more, caught_up, due_in, ..Batch::default() };
         batch.deliveries.reserve_exact(rows.len());
         rows.into_iter().for_each(|row| row.into_batch(&mut batch));
         Ok(batch)

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use postbox_core::{
     Append as _, Criteria, Delivery, Disposition, Event, Headers, Inspect as _, Lease, ListQuery, Log as _, LogName,
-    NewEvent, Outcome, Record, RetryPolicy, State, Subscription, SubscriptionName, Tx,
+    NewEvent, Outcome, Record, RetryPolicy, Seq, Settlement, State, Subscription, SubscriptionName, Tx,
 };
 use postbox_engine::{Relay, RelaySettings};
+use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_router::Router;
 use postbox_testkit::conformance::{ApplyFixture as _, StoreFixture as _};
 use postbox_testkit::servers::Version;
@@ -190,6 +191,17 @@ async fn handlers_of_another_store_are_named() {
     let ((_store, lease), other) = (leased().await, direct().await);
     let applied = other.apply().apply(&lease, &[], Default::default(), &DELIVERED).await;
     assert_eq!(applied.expect_err("it is elsewhere").code(), "handlers_of_another_store");
+}
+
+/// Its lane is there, but another handle read it.
+#[tokio::test]
+async fn handlers_of_a_second_handle_are_named() {
+    let (mut store, lease) = leased().await;
+    store.store = PostgresStore::connect(PostgresConfig::new(&store.front)).await.expect("a store");
+    let pool = pool(&store.front);
+    let settlement = Settlement { position: Some(Seq(1)), ..Settlement::default() };
+    let applied = Fixture::of(store, pool).apply().apply(&lease, &[], settlement, &DELIVERED).await;
+    assert_eq!(applied.expect_err("it read nothing").code(), "handlers_of_another_store");
 }
 
 /// The same.

@@ -110,6 +110,7 @@ BEGIN
       ('log', 'routed_seq', 'up to which place within that transaction'),
       ('log', 'taken_snap', 'events that this snapshot sees had a reader that took everything'),
       ('log', 'epoch_next', 'the first epoch of new lanes'),
+      ('log', 'kept_from', 'the place before which retention left no event; counts begin here'),
       ('subscription', 'id', 'its number, which other tables refer to'),
       ('subscription', 'name', 'its name'),
       ('subscription', 'log', 'the log that it reads'),

@@ -28,11 +28,11 @@ ${tag}$;
 
 -- Creates the function `<log>_depth` of a log. Idempotent.
 --
--- A call costs the same however many events the log holds. For each subscription it reads at most
--- `look_max` rows of each kind. If there are more, it reads blocks of 32 places sampled from the
--- log: 64 blocks for 10,000 rows, fewer for fewer, at least 16. It runs in the database because
--- statements like these cost more to plan than to run, and each scrape runs them for each
--- subscription.
+-- A call reads a bounded number of rows, however many events the log holds, were deleted from it,
+-- or are being appended. For each subscription it reads at most `look_max` rows of each kind. If
+-- there are more, it reads blocks of 32 places sampled from the log: 64 blocks for 10,000 rows,
+-- fewer for fewer, at least 16. It runs in the database because statements like these cost more to
+-- plan than to run, and each scrape runs them for each subscription.
 --
 -- The result, by `state`:
 --   dispatched  delivered since the subscription began, counted when settled
@@ -89,6 +89,10 @@ BEGIN
       first_seq bigint;
       last_seq bigint;
       passed_before xid8;
+      xid_low xid8;
+      xid_high xid8;
+      kept_from bigint := (SELECT g.kept_from FROM {s}.log AS g WHERE g.name = '{name}');
+      candidates bigint[];
       passed_low bigint;
       passed_high bigint;
       has_passages boolean;
@@ -147,7 +151,10 @@ BEGIN
         -- Unread events are in one of three places: in an open window, after all windows, or in a
         -- transaction that was running at the edge of a window. Each is a walk of an index. The
         -- limit is on what is read, not on what is found, because otherwise a rare topic would walk
-        -- the whole log.
+        -- the whole log. Rows of a transaction that still runs count towards no limit, so the walk
+        -- after all windows leaves its id out.
+        xid_low := ahead;
+        xid_high := greatest(ahead, pg_snapshot_xmax(pg_current_snapshot()));
         SELECT sum(t.looked), min(t.first_seq), array_agg(t.topic), array_agg(t.events), array_agg(t.since)
           INTO looked, first_seq, topics, counts, sinces
           FROM (
@@ -160,8 +167,11 @@ BEGIN
                 (SELECT {looked_at}, 'window' AS place FROM {log} AS l
                   WHERE l.seq > window_low AND l.seq <= window_high ORDER BY l.seq LIMIT look_max)
                 UNION ALL
-                (SELECT {looked_at}, 'ahead' FROM {log} AS l
-                  WHERE l.xid >= ahead ORDER BY l.xid, l.seq LIMIT look_max)
+                (SELECT l.*, 'ahead' FROM {between_running} AS gap
+                  CROSS JOIN LATERAL (
+                    SELECT {looked_at} FROM {log} AS l
+                    WHERE l.xid > gap.low AND l.xid < gap.high ORDER BY l.xid, l.seq LIMIT look_max OFFSET 0) AS l
+                  LIMIT look_max)
                 UNION ALL
                 (SELECT l.*, 'late' FROM unnest(late) AS ended(xid)
                   CROSS JOIN LATERAL (
@@ -177,7 +187,13 @@ BEGIN
           -- Too many: blocks of places, sampled from equal parts of the range between the first row
           -- read and the end. The estimate divides by places rather than rows, so that gaps are
           -- accounted for.
-          SELECT l.seq INTO last_seq FROM {log} AS l ORDER BY l.seq DESC LIMIT 1;
+          -- The newest transaction may have appended before a larger, older one ended, so one row
+          -- is not enough.
+          xid_low := '1';
+          SELECT max(l.seq) INTO last_seq FROM {between_running} AS gap
+            CROSS JOIN LATERAL (
+              SELECT l.seq FROM {log} AS l
+              WHERE l.xid > gap.low AND l.xid < gap.high ORDER BY l.xid DESC, l.seq DESC LIMIT 100 OFFSET 0) AS l;
           RETURN QUERY SELECT of_name, 'pending', NULL::text, 0::bigint, NULL::bigint, true;
           RETURN QUERY SELECT of_name, 'pending', coalesce(r.topic, sampled.topic), greatest(r.events, sampled.events), {age_of_oldest}, true
             FROM unnest(topics, counts, sinces) AS r(topic, events, since)
@@ -195,21 +211,27 @@ BEGIN
         has_sent := EXISTS (SELECT FROM {s}.sent AS t WHERE t.subscription = of_subscription);
         has_unrouted := EXISTS (SELECT FROM {s}.unrouted AS u WHERE u.log = '{name}');
         -- Candidates are the rows written before the windows, and the settled part of the windows.
-        looked := (SELECT count(*) FROM (
-          (SELECT FROM {log} AS l WHERE l.xid < passed_before ORDER BY l.xid, l.seq LIMIT look_max)
+        -- The newest first, and none before `kept_from`: while anyone holds a snapshot, the entries
+        -- of deleted events remain in the indexes. If little else was passed, the walk comes to
+        -- them, but it reads no row of theirs; so it is done once.
+        xid_low := '1';
+        xid_high := passed_before;
+        SELECT count(*), max(l.seq), array_agg(l.seq) INTO looked, last_seq, candidates FROM (
+          (SELECT l.seq FROM (SELECT gap.low, gap.high FROM {between_running} AS gap ORDER BY gap.low DESC) AS gap
+            CROSS JOIN LATERAL (
+              SELECT l.seq FROM {log} AS l
+              WHERE l.xid > gap.low AND l.xid < gap.high AND l.seq >= kept_from ORDER BY l.xid DESC, l.seq DESC LIMIT look_max OFFSET 0) AS l
+            LIMIT look_max)
           UNION ALL
-          (SELECT FROM {log} AS l WHERE l.seq > passed_low AND l.seq <= passed_high ORDER BY l.seq LIMIT look_max)
-          LIMIT look_max) AS l);
+          (SELECT l.seq FROM {log} AS l
+            WHERE l.seq > passed_low AND l.seq >= kept_from AND l.seq <= passed_high ORDER BY l.seq DESC LIMIT look_max)
+          LIMIT look_max) AS l;
         IF looked < look_max THEN
           RETURN QUERY SELECT of_name, 'skipped', NULL::text, count(*), NULL::bigint, false
-            FROM (
-              SELECT {looked_at} FROM {log} AS l WHERE l.xid < passed_before
-              UNION ALL
-              SELECT {looked_at} FROM {log} AS l WHERE l.seq > passed_low AND l.seq <= passed_high AND l.xid >= passed_before) AS l
+            FROM (SELECT {looked_at} FROM {log} AS l WHERE l.seq = ANY (candidates)) AS l
             WHERE {is_skipped};
         ELSE
-          SELECT l.seq INTO first_seq FROM {log} AS l ORDER BY l.seq LIMIT 1;
-          SELECT l.seq INTO last_seq FROM {log} AS l WHERE l.xid < passed_before ORDER BY l.xid DESC, l.seq DESC LIMIT 1;
+          SELECT l.seq INTO first_seq FROM {log} AS l WHERE l.seq >= kept_from ORDER BY l.seq LIMIT 1;
           last_seq := greatest(last_seq, passed_high);
           RETURN QUERY SELECT of_name, 'skipped', NULL::text, round(count(*) * ((last_seq - first_seq + 1)::float8 / (blocks * 32)))::bigint, NULL::bigint, true
             FROM {sample} WHERE {is_skipped};

@@ -102,9 +102,9 @@ BEGIN
     -- primary key. Locks the rows.
     EXECUTE replace(CASE action WHEN 'retry' THEN ${tag}_sql$
         WITH raised AS (UPDATE {s}.subscription AS s SET replays = greatest(s.replays, r.replays)
-          FROM (SELECT max(d.replays) + 1 AS replays FROM {s}.delivery AS d WHERE d.ctid = ANY ({places})) AS r WHERE s.id = $1),
+          FROM (SELECT least(max(d.replays) + 1, 2000000000) AS replays FROM {s}.delivery AS d WHERE d.ctid = ANY ({places})) AS r WHERE s.id = $1),
         changed AS (UPDATE {s}.delivery AS d SET
-            replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
+            replays = least(d.replays + (d.state = 'dead')::int, 2000000000), attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
             crashes = CASE d.state WHEN 'dead' THEN least(d.crashes, 1) ELSE d.crashes END,
             state = 'retrying', halt = false, letter_at = '-infinity', due_at = $3, updated_at = clock_timestamp()
           WHERE d.ctid = ANY ({places}) AND {tag}_may AND ($7::text IS NULL OR d.code = $7) RETURNING d.key)
@@ -175,7 +175,8 @@ BEGIN
     RAISE EXCEPTION 'nobody can wait until %', until USING ERRCODE = 'check_violation', CONSTRAINT = 'until_invalid',
       HINT = 'leave it out to pause until somebody resumes';
   END IF;
-  UPDATE {s}.subscription AS s SET paused_by = coalesce(pause.by, session_user), paused_why = coalesce(pause.why, ''), paused_until = pause.until
+  UPDATE {s}.subscription AS s SET paused_by = left(coalesce(pause.by, session_user), 255), paused_why = left(coalesce(pause.why, ''), 2048),
+      paused_until = pause.until
     WHERE s.name = pause.subscription;
   IF NOT FOUND THEN
     PERFORM {s}.subscription_unknown(subscription);

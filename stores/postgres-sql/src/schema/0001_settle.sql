@@ -77,3 +77,8 @@ BEGIN
   END IF;
 END
 ${tag}$;
+
+-- The id of this cluster: transaction ids of another mean nothing here. PUBLIC may execute it.
+CREATE FUNCTION {s}.cluster_id() RETURNS bigint LANGUAGE sql STABLE AS ${tag}$
+  SELECT c.system_identifier FROM pg_catalog.pg_control_system() AS c
+${tag}$;

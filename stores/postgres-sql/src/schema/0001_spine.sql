@@ -158,7 +158,11 @@ CREATE TABLE {s}.log (
   -- Events that this snapshot sees had a reader that took everything, even if it is removed by now.
   taken_snap pg_snapshot NOT NULL DEFAULT '1:1:',
   -- New lanes begin with this epoch: no lease of an earlier subscription of the name is valid.
-  epoch_next bigint NOT NULL DEFAULT 0
+  epoch_next bigint NOT NULL DEFAULT 0,
+  -- Retention found no event before this place. An event whose transaction lasted longer than
+  -- events are kept can still appear there, so only counts begin here; what decides about events
+  -- looks at all of them.
+  kept_from bigint NOT NULL DEFAULT 1
 );
 
 -- Adds the rules to a log. NOT VALID: new rows are still checked, but a dump restores such a
@@ -237,11 +241,6 @@ BEGIN
 END
 ${tag}$;
 
--- The id of this cluster: transaction ids of another mean nothing here. PUBLIC may execute it.
-CREATE FUNCTION {s}.cluster_id() RETURNS bigint LANGUAGE sql STABLE AS ${tag}$
-  SELECT c.system_identifier FROM pg_catalog.pg_control_system() AS c
-${tag}$;
-
 CREATE TABLE {s}.subscription (
   id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   name text NOT NULL UNIQUE,
@@ -262,15 +261,15 @@ CREATE TABLE {s}.subscription (
   rerouted int NOT NULL DEFAULT 0,
   rerouted_seq bigint NOT NULL DEFAULT 0,
   -- The highest replay that any of its events had. The next one is a number that no destination has
-  -- seen.
-  replays int NOT NULL DEFAULT 0,
+  -- seen. One tenant's role may write it, so it has a bound, at which no statement overflows.
+  replays int NOT NULL DEFAULT 0 CHECK (replays BETWEEN 0 AND 2000000000),
   -- Since the last reset: up to which place events of the stream belong to which replay.
   again_seq bigint NOT NULL DEFAULT 0,
   again_replay int NOT NULL DEFAULT 0,
   -- Distinguishes it from earlier subscriptions with the same name.
   generation bigint NOT NULL DEFAULT 0,
-  paused_by text,
-  paused_why text,
+  paused_by text CHECK (char_length(paused_by) <= 255),
+  paused_why text CHECK (char_length(paused_why) <= 2048),
   paused_until timestamptz CHECK (paused_until > '-infinity' AND paused_until < '9999-12-30 22:00:01+00'),
   created_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
@@ -362,22 +361,22 @@ CREATE TABLE {s}.delivery (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   seq bigint NOT NULL,
   lane smallint NOT NULL,
-  key text,
+  key text CHECK (octet_length(key) <= 1024),
   state text NOT NULL CONSTRAINT state_unknown CHECK (state IN ('retrying', 'blocked', 'scheduled', 'dead', 'discarded')),
   ordered boolean NOT NULL,
   halt boolean NOT NULL DEFAULT false,
   holds boolean NOT NULL GENERATED ALWAYS AS
     (ordered AND key IS NOT NULL AND (state IN ('retrying', 'blocked') OR (state = 'dead' AND halt))) STORED,
   attempts int NOT NULL DEFAULT 0,
-  replays int NOT NULL DEFAULT 0,
+  replays int NOT NULL DEFAULT 0 CHECK (replays BETWEEN 0 AND 2000000000),
   -- How many relays crashed while they sent it alone.
   crashes int NOT NULL DEFAULT 0,
   due_at timestamptz CHECK (due_at > '-infinity' AND due_at < '9999-12-30 22:00:01+00'),
-  code text,
-  error text,
+  code text CHECK (char_length(code) <= 128),
+  error text CHECK (char_length(error) <= 2048),
   updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
   -- The last 8 failed attempts.
-  last_attempts jsonb NOT NULL DEFAULT '[]',
+  last_attempts jsonb NOT NULL DEFAULT '[]' CHECK (octet_length(last_attempts::text) <= 32768),
   -- The last death that was handed to a dead-letter sink, counted from 1. While this is at most
   -- `replays`, a dead event still has a letter to hand over, at `letter_at`.
   letters int NOT NULL DEFAULT 0,
@@ -566,10 +565,11 @@ CREATE UNLOGGED TABLE {s}.sleeper (
 
 -- Runs after every INSERT statement on a log whose writers notify. It notifies only if a relay
 -- sleeps, because a commit with a NOTIFY takes a server-wide lock. It runs with its owner's rights,
--- so that writers need no right to read `sleeper`.
+-- so that writers need no right to read `sleeper`. No relay declares more than a second: what ends
+-- later than in ten seconds was declared before the clock was set back.
 CREATE FUNCTION {s}.notify_sleepers() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
-  IF EXISTS (SELECT FROM {s}.sleeper WHERE log = TG_TABLE_NAME AND asleep_until > clock_timestamp()) THEN
+  IF EXISTS (SELECT FROM {s}.sleeper WHERE log = TG_TABLE_NAME AND asleep_until > clock_timestamp() AND asleep_until < clock_timestamp() + interval '10 seconds') THEN
     PERFORM pg_notify('postbox_' || TG_RELID, '');
   END IF;
   RETURN NULL;

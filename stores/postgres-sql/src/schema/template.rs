@@ -144,6 +144,18 @@ const FRAGMENTS: &[(&str, &str)] = &[
         "(NOT pg_visible_in_snapshot(l.xid, n.from_snap) \
          AND (NOT pg_visible_in_snapshot(l.xid, n.to_snap) OR l.seq > n.last_seq))",
     ),
+    // The rows of a log that a lane of `n` may not have passed, up to the transaction `{through}`:
+    // a snapshot does not see what is at its `xmax` or above, nor the transactions that it lists.
+    // Not everything from its `xmin` on, because an idle transaction holds that back for hours.
+    // `OFFSET 0` keeps the index `(xid, seq)`.
+    (
+        "unpassed",
+        "(SELECT o.* FROM (
+    SELECT min(pg_snapshot_xmax(n.from_snap)) AS low, {through} AS high FROM n
+    UNION SELECT late.xid, late.xid FROM n CROSS JOIN LATERAL pg_snapshot_xip(n.from_snap) AS late(xid)
+      WHERE late.xid < ALL (SELECT pg_snapshot_xmax(n.from_snap) FROM n)) AS part
+  CROSS JOIN LATERAL (SELECT x.* FROM {log} AS x WHERE x.xid >= part.low AND x.xid <= part.high ORDER BY x.xid, x.seq OFFSET 0) AS o)",
+    ),
     // The columns of a log that its depth is computed from.
     ("looked_at", "l.seq, l.xid, l.slot, l.topic, l.tenant, l.kind, l.aggregate, l.headers, l.created_at, l.deliver_at"),
     // Blocks of 32 places, one from each equal part of a range. They are spread as evenly as random
@@ -157,6 +169,19 @@ const FRAGMENTS: &[(&str, &str)] = &[
         CROSS JOIN LATERAL (
           SELECT {looked_at} FROM {log} AS l
           WHERE l.seq >= place.seq AND l.seq < place.seq + 32 AND l.seq <= last_seq OFFSET 0) AS l",
+    ),
+    // Ranges of transaction ids, each without its two ends. Together they are the ids from
+    // `xid_low` to before `xid_high`, without the transactions that still run. In the function that
+    // counts.
+    (
+        "between_running",
+        "(SELECT edge AS low, lead(edge) OVER (ORDER BY edge) AS high
+            FROM (
+              SELECT (xid_low::text::numeric - 1)::text::xid8 AS edge
+              UNION ALL SELECT running.xid FROM pg_snapshot_xip(pg_current_snapshot()) AS running(xid)
+                WHERE running.xid >= xid_low AND running.xid < xid_high
+              UNION ALL SELECT xid_high
+            ) AS edges)",
     ),
     // True for rows `l` that their lane has not read; the first two also say in which part of the
     // cursor. Every lane has two snapshots. Most rows are on the same side of those of all lanes,

@@ -29,13 +29,33 @@ async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     let mut hint = store.hint(&lease);
     assert!(futures::poll!(&mut hint).is_pending(), "nothing to wake for");
     // A declaration holds for a second. If the write took longer, no notification would be sent,
-    // and the relay's poll would find the event.
-    let still_asleep = "UPDATE postbox.sleeper SET asleep_until = clock_timestamp() + interval '1 hour'";
-    assert_eq!(writer.execute(still_asleep, &[]).await.expect("prolonged"), 1);
-    writer.batch_execute("INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '{}')").await.expect("written");
+    // and the relay's poll would find the event. So it is prolonged in the transaction that writes.
+    let declared = "SELECT count(*) FROM postbox.sleeper";
+    assert_eq!(writer.query_one(declared, &[]).await.expect("asked").get::<_, i64>(0), 1);
+    let write = "UPDATE postbox.sleeper SET asleep_until = clock_timestamp() + interval '9 seconds';
+        INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '{}')";
+    writer.batch_execute(write).await.expect("written");
     timeout(LONG, hint).await.expect("woken by another connection's commit");
     let read = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
     assert_eq!(read.deliveries.len(), 1, "what was written");
+}
+
+/// Each start of a relay declares under a name of its own, and each append reads what is declared.
+#[tokio::test]
+async fn a_declaration_deletes_those_of_relays_that_are_gone() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig { notify: true, ..PostgresConfig::new(&url) }).await;
+    let client = support::client(&url).await;
+    let lease = support::leased(&store, "reader").await;
+    let old = "INSERT INTO postbox.sleeper (log, owner, asleep_until) VALUES
+        ('outbox', 'gone', now() - interval '1 hour'),
+        ('outbox', 'before the clock was set back', now() + interval '1 hour'),
+        ('inbox', 'gone', now() - interval '1 hour')";
+    client.batch_execute(old).await.expect("declared");
+    timeout(LONG, store.hint(&lease)).await.expect("a declaration lets the caller read once more");
+    let left = client.query("SELECT log, owner FROM postbox.sleeper ORDER BY log", &[]).await.expect("asked");
+    let left: Vec<(&str, &str)> = left.iter().map(|row| (row.get(0), row.get(1))).collect();
+    assert_eq!(left, [("inbox", "gone"), ("outbox", lease.owner.as_str())]);
 }
 
 /// The listener connects in the background. Until it has, a hint may be lost; that is allowed.
@@ -82,12 +102,14 @@ async fn writers_are_silent_while_nobody_sleeps() {
     let channel: String = row.get(0);
     listener.batch_execute(&format!("LISTEN \"{channel}\"")).await.expect("listening");
     let append = "SELECT postbox.enqueue('t', '{}')";
-    listener.batch_execute(append).await.expect("appended");
-    listener
-        .batch_execute("INSERT INTO postbox.sleeper VALUES ('outbox', 'x', clock_timestamp() + interval '1 minute')")
-        .await
-        .expect("declared");
-    listener.batch_execute(append).await.expect("appended");
+    // The second was declared before the clock was set back.
+    for (owner, until) in [("gone", "- interval '1 second'"), ("of old", "+ interval '1 hour'")] {
+        let declare = format!("INSERT INTO postbox.sleeper VALUES ('outbox', '{owner}', clock_timestamp() {until})");
+        listener.batch_execute(&declare).await.expect("declared");
+        listener.batch_execute(append).await.expect("appended");
+    }
+    let asleep = "INSERT INTO postbox.sleeper VALUES ('outbox', 'x', clock_timestamp() + interval '9 seconds')";
+    listener.batch_execute(&format!("{asleep}; {append}")).await.expect("declared, and appended");
     listener.batch_execute(&format!("NOTIFY \"{channel}\", 'the end'")).await.expect("sent");
     let mut all = Vec::new();
     while all.last().is_none_or(|last| last != "the end") {

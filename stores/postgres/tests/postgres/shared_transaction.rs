@@ -4,13 +4,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use deadpool_postgres::{Manager, Pool};
 use postbox_core::{
     Append as _, Apply, BatchLimit, Delivery, Disposition, Lease, Log as _, LogName, NewEvent, Outcome, Result,
     Settlement,
 };
-use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
+use postbox_engine::RelaySettings;
+use postbox_postgres::{PostgresConfig, PostgresStore, SchemaName, TxHandler};
 use postbox_testkit::conformance::ApplyFixture as _;
 use postbox_testkit::servers::Version;
+use tokio::time::timeout;
+use tokio_postgres::NoTls;
 
 use crate::support::{self, Fixture};
 
@@ -56,6 +60,15 @@ async fn handlers_of_another_store_are_named() {
     let lease = support::leased(&fixture.store, "s").await;
     let decide = |_: &Delivery, _: &Outcome| Disposition::Delivered;
     let error = other.apply().apply(&lease, &[], Settlement::default(), &decide).await.expect_err("it is elsewhere");
+    assert_eq!(error.code(), "handlers_of_another_store");
+}
+
+/// It finds the lane, but does not know the window that was read, for ever.
+#[tokio::test]
+async fn handlers_of_a_second_handle_are_named() {
+    let fixture = support::on(Version::V15).await;
+    let other = PostgresStore::connect(PostgresConfig::new(&fixture.front)).await.expect("a store");
+    let error = apply_all(&fixture, other.apply(Sets), ["a", "b", "c"]).await.expect_err("it read nothing");
     assert_eq!(error.code(), "handlers_of_another_store");
 }
 
@@ -124,13 +137,46 @@ impl TxHandler for Commits {
 /// The handler has the store's only connection.
 #[tokio::test]
 async fn a_commit_that_the_store_cannot_ask_about_is_not_known() {
-    let fixture = support::on(Version::V15).await;
+    let mut fixture = support::on(Version::V15).await;
     let mut config = PostgresConfig::new(&fixture.front);
     (config.pool_size, config.pool_timeout) = (1, Duration::from_millis(50));
-    let store = PostgresStore::connect(config).await.expect("a store");
-    let error = apply_all(&fixture, store.apply(Commits), ["a", "b", "c"]).await.expect_err("nothing is settled");
+    fixture.store = PostgresStore::connect(config).await.expect("a store");
+    let apply = fixture.store.apply(Commits);
+    let error = apply_all(&fixture, apply, ["a", "b", "c"]).await.expect_err("nothing is settled");
     assert_eq!(error.code(), "handler_ended_transaction");
     assert!(error.message().contains("not known whether it was committed"), "{error}");
+}
+
+/// A store on a pool of one connection, which waits for it for ever.
+fn on_one_connection(fixture: &Fixture) -> (PostgresStore, Pool) {
+    let manager = Manager::new(fixture.front.parse().expect("a URL"), NoTls);
+    let pool = Pool::builder(manager).max_size(1).build().expect("a pool");
+    (PostgresStore::from_pool(pool.clone(), SchemaName::default()), pool)
+}
+
+#[tokio::test]
+async fn a_pool_of_yours_without_a_free_connection_says_so() {
+    let fixture = support::on(Version::V15).await;
+    let lease = support::leased(&fixture.store, "s").await;
+    let (store, pool) = on_one_connection(&fixture);
+    let (apply, decide) = (store.apply(Sets), |_: &Delivery, _: &Outcome| Disposition::Delivered);
+    let taken = pool.get().await.expect("connected");
+    let applied = apply.apply(&lease, &[], Settlement::default(), &decide);
+    let applied = timeout(RelaySettings::default().deliver_timeout, applied).await;
+    let error = applied.expect("the event would have to answer for it").expect_err("no connection");
+    assert_eq!(error.code(), "pool_exhausted");
+    drop(taken);
+    apply.apply(&lease, &[], Settlement::default(), &decide).await.expect("applied");
+}
+
+/// Later, the event would be retried for its time, and do again what it committed.
+#[tokio::test]
+async fn a_commit_that_a_full_pool_of_yours_cannot_ask_about_is_noticed_in_time() {
+    let mut fixture = support::on(Version::V15).await;
+    (fixture.store, _) = on_one_connection(&fixture);
+    let applied = apply_all(&fixture, fixture.store.apply(Commits), ["a", "b", "c"]);
+    let applied = timeout(RelaySettings::default().deliver_timeout, applied).await;
+    assert_eq!(applied.expect("in time").expect_err("nothing is settled").code(), "handler_ended_transaction");
 }
 
 /// Renews a lease while it holds its connection.

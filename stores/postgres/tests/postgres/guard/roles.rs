@@ -65,7 +65,13 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
         by_hand(&support::client(&url_as(&fixture.url, &relay)).await, "postbox").await;
         let relaying = store(&relay).await;
         relaying.check_relay_rights(&[LogName::outbox()]).await.expect("sufficient");
-        let revoked = [("UPDATE", "passage"), ("DELETE", "unrouted"), ("SELECT", "outbox"), ("UPDATE", "lane")];
+        let revoked = [
+            ("UPDATE", "passage"),
+            ("DELETE", "unrouted"),
+            ("DELETE", "sleeper"),
+            ("SELECT", "outbox"),
+            ("UPDATE", "lane"),
+        ];
         for (right, table) in revoked {
             owner.batch_execute(&format!("REVOKE {right} ON postbox.{table} FROM {relay}")).await.expect("revoked");
             let error = relaying.check_relay_rights(&[LogName::outbox()]).await.expect_err(table);

@@ -1,10 +1,13 @@
 //! What a role of one tenant plants, for others to run or to send.
 
-use postbox_core::{BatchLimit, DeadLetters as _, Lease, Log as _, OwnerId, Tenant};
+use postbox_core::{
+    Admin as _, BatchLimit, DeadLetters as _, Filter, Lease, Log as _, LogName, Maintain as _, OwnerId, Replay,
+    Subscription, Tenant,
+};
 use postbox_postgres::PostgresStore;
 use postbox_testkit::servers::Version;
 
-use super::world::{LONG, TENANTS, World, named, within};
+use super::world::{LONG, READERS, TENANTS, World, named, reader_of, within};
 
 /// Makes `text` a type of the writer's own, and calls what runs with the owner's rights. Fails if
 /// the type was used.
@@ -80,7 +83,29 @@ async fn what_an_operator_plants_sends_no_event_of_another_tenant() {
     }
 }
 
-/// One row that cannot be read would fail every command that looks at all subscriptions.
+/// Routing is done for all tenants, with a number that an operator of one of them may write.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replay_number_at_its_bound_stops_no_routing() {
+    for version in Version::ALL {
+        let world = World::new(version).await;
+        world.filled().await;
+        let operator = world.client(&world.operator).await;
+        let bound = "UPDATE postbox.subscription SET replays = 2000000000";
+        assert!(within(&operator, TENANTS[0], bound).await.expect("written") > 0);
+        let beyond = within(&operator, TENANTS[0], "UPDATE postbox.subscription SET replays = 2147483647").await;
+        let relay = world.store(&world.relay, None).await;
+        let reader = reader_of(TENANTS[0], READERS[0], LogName::outbox());
+        let filter = Filter { topics: Vec::new(), ..reader.filter.clone() };
+        relay.subscribe(&Subscription { filter, ..reader }).await.expect("changed");
+        while relay.note_unrouted(&LogName::outbox()).await.expect("routed").more {}
+        assert!(relay.replay(&named(READERS[0]), &Replay::default()).await.expect("replayed").count > 0);
+        assert_eq!(beyond.expect_err("refused").code().map(|state| state.code()), Some("23514"));
+        world.end().await;
+    }
+}
+
+/// One row that cannot be read would fail every command that looks at all subscriptions. One that
+/// is far larger than what the store writes would fill the memory of the relay of all tenants.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn values_that_nobody_can_read_are_refused() {
     for version in Version::ALL {
@@ -93,7 +118,14 @@ async fn values_that_nobody_can_read_are_refused() {
             "UPDATE postbox.subscription SET topics = '{{a,b},{c,d}}'",
             "UPDATE postbox.subscription SET kinds = '{NULL}'",
             "UPDATE postbox.subscription SET aggregates = '{{a},{b}}'",
+            "UPDATE postbox.subscription SET paused_by = repeat('x', 256)",
+            "UPDATE postbox.subscription SET paused_why = repeat('x', 2049)",
             "UPDATE postbox.lane SET lease_until = 'infinity'",
+            "UPDATE postbox.delivery SET key = repeat('x', 1025)",
+            "UPDATE postbox.delivery SET code = repeat('x', 129)",
+            "UPDATE postbox.delivery SET error = repeat('x', 2049)",
+            "UPDATE postbox.delivery SET last_attempts = to_jsonb(repeat('x', 40000))",
+            "UPDATE postbox.delivery SET replays = -1",
             "UPDATE postbox.delivery SET due_at = '-infinity', state = 'scheduled'",
             "UPDATE postbox.conflict SET first_at = 'infinity'",
         ] {

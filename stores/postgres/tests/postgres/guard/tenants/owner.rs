@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use postbox_core::{
     Append as _, Delivery, EventId, Inspect as _, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId,
-    Subscription,
+    Store as _, Subscription,
 };
 use postbox_engine::Relay;
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
@@ -14,7 +14,7 @@ use postbox_router::handler_sink;
 use postbox_testkit::servers::{Postgres, Version};
 use tokio_util::sync::CancellationToken;
 
-use super::world::{World, named, within};
+use super::world::{World, named, reader_of, within};
 use crate::support::{self, WORKER, url_as};
 
 /// If the owner saw only one tenant's rows, a rebase would leave out those of the others, and a
@@ -100,6 +100,54 @@ async fn a_relay_that_is_named_no_more_does_not_take_its_subscription_for_remove
     acquire("out").await.expect("granted again");
     assert_eq!(acquire("nobody").await.expect_err("it was never made").code(), "subscription_unknown");
     admin.batch_execute(&format!("DROP OWNED BY {relay}; DROP ROLE {relay}")).await.expect("cleaned up");
+}
+
+/// It would look as if nothing were pending in it.
+#[tokio::test]
+async fn each_log_without_its_policies_is_named() {
+    let world = World::new(Version::V15).await;
+    let relay = world.store(&world.relay, None).await;
+    let operator = world.store(&world.operator, Some("acme")).await;
+    let logs = [LogName::outbox(), LogName::inbox()];
+    let names = ["outbox", "inbox"].map(named);
+    let reader = |log: &LogName| reader_of("acme", log.as_str(), log.clone());
+    for log in &logs {
+        relay.subscribe(&reader(log)).await.expect("made");
+    }
+    for log in &logs {
+        relay.check_integrity().await.expect("all is seen");
+        let bare = format!("DROP POLICY all_tenants ON postbox.{log}; DROP POLICY tenant_reads ON postbox.{log}");
+        world.owner.batch_execute(&bare).await.expect("dropped");
+        for refused in [
+            relay.check_integrity().await,
+            relay.subscribe(&reader(log)).await,
+            relay.stats(&named(log.as_str())).await.map(drop),
+            operator.stats(&named(log.as_str())).await.map(drop),
+        ] {
+            let error = refused.expect_err("it is hidden");
+            assert_eq!(error.code(), "log_hidden");
+            assert!(error.message().contains(&format!("log {log}:")), "{error}");
+        }
+        let counted = relay.stats_of(&names).await;
+        assert_eq!(counted.iter().filter(|it| it.is_ok()).count(), 1, "{counted:?}");
+        world.grant().await;
+    }
+    world.end().await;
+}
+
+/// Without tenants there are no policies, and somebody turned it on.
+#[tokio::test]
+async fn a_log_that_row_security_hides_is_named_with_its_cure() {
+    let fixture = support::on(Version::V15).await;
+    support::leased(&fixture.store, "s").await;
+    let enable = "ALTER TABLE postbox.outbox ENABLE ROW LEVEL SECURITY";
+    fixture.client().await.batch_execute(enable).await.expect("enabled");
+    let error = fixture.store.check_integrity().await.expect_err("it is hidden");
+    assert_eq!(error.code(), "log_hidden");
+    fixture.by_owner().check_integrity().await.expect("no policy binds the owner");
+    let (_, cure) = error.message().split_once("--all-tenants, ").expect("a cure");
+    fixture.client().await.batch_execute(cure).await.expect(cure);
+    fixture.store.check_integrity().await.expect("cured");
 }
 
 /// Relays and writers lock the same tables in different orders.
