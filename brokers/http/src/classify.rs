@@ -76,7 +76,8 @@ pub(crate) fn retry_after(value: &str, now: Timestamp) -> Option<Duration> {
     }
     let forms = ["%a, %d %b %Y %H:%M:%S GMT", "%A, %d-%b-%y %H:%M:%S GMT", "%a %b %e %H:%M:%S %Y"];
     let date = forms.iter().find_map(|form| DateTime::strptime(form, value).ok())?;
-    let at = date.to_zoned(jiff::tz::TimeZone::UTC).ok()?.timestamp();
+    // The last days of the year 9999 are beyond the range of a timestamp, and a long wait as well.
+    let Ok(at) = jiff::tz::TimeZone::UTC.to_timestamp(date) else { return Some(RETRY_AFTER_MAX) };
     let wait = Duration::try_from(at.duration_since(now)).unwrap_or(Duration::ZERO);
     Some(wait.min(RETRY_AFTER_MAX))
 }
@@ -171,6 +172,7 @@ mod tests {
         assert_eq!(wait("Sun, 06 Nov 1994 08:00:00 GMT"), Some(0), "in the past");
         assert_eq!(wait("99999999999999999999999999"), Some(RETRY_AFTER_MAX.as_secs()));
         assert_eq!(wait("Thu, 31 Dec 9998 23:59:59 GMT"), Some(RETRY_AFTER_MAX.as_secs()));
+        assert_eq!(wait("Fri, 31 Dec 9999 23:59:59 GMT"), Some(RETRY_AFTER_MAX.as_secs()));
         for nonsense in ["", "-1", "+1", "1.5", "soon", "Sun, 06 Nov", "1e3"] {
             assert_eq!(wait(nonsense), None, "{nonsense:?}");
         }

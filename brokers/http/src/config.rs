@@ -18,7 +18,7 @@ use postbox_webhook::standard::{SignKey, Signer};
 use url::Url;
 
 use crate::guard::{Guard, Ourselves};
-use crate::request::is_ours;
+use crate::reserved::is_ours;
 use crate::tls;
 
 pub use table::HttpSinkTable;

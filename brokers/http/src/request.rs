@@ -9,10 +9,8 @@
 //! | the event's own headers | as they are, unless reserved |
 //!
 //! An event's header is *reserved*, and left out, if HTTP itself, Postbox, a credential or a proxy
-//! uses its name ([`is_reserved`]), or if the target's configuration sets it. So no event can pose
-//! as another or as a proxy, smuggle a request or send credentials to a target.
-
-use std::borrow::Cow;
+//! uses its name ([`is_ours`], [`is_of_one_request`]), or if the target's configuration sets it. So
+//! no event can pose as another or as a proxy, smuggle a request or send credentials to a target.
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
@@ -22,77 +20,7 @@ use postbox_core::{Delivery, Envelope, Outcome};
 use postbox_webhook::UnixSeconds;
 use postbox_webhook::standard::{ID_HEADER, Signer, TIMESTAMP_HEADER};
 
-/// Headers that belong to one request, not to the message in it: framing and routing of HTTP,
-/// credentials, and what the body determines. No outgoing event sets them, and no incoming event
-/// keeps them.
-pub const OF_ONE_REQUEST: [&str; 19] = [
-    "accept-encoding",
-    "authorization",
-    "connection",
-    "content-encoding",
-    "content-length",
-    "content-type",
-    "cookie",
-    "date",
-    "expect",
-    "forwarded",
-    "host",
-    "keep-alive",
-    "set-cookie",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    "user-agent",
-    "via",
-];
-
-/// Prefixes of names that Postbox or HTTP itself sets: signatures, and what is meant for a proxy.
-const PREFIXES_OF_OURS: [&str; 3] = ["proxy-", "svix-", "webhook-"];
-
-/// Handlers believe that a proxy set these: who calls, and which method and path are meant. No
-/// event sets them. The configuration may, because the operator is trusted.
-const OF_PROXIES: [&str; 13] = [
-    "cf-connecting-ip",
-    "true-client-ip",
-    "x-auth-request-user",
-    "x-client-cert",
-    "x-client-ip",
-    "x-http-method",
-    "x-http-method-override",
-    "x-method-override",
-    "x-original-url",
-    "x-real-ip",
-    "x-remote-user",
-    "x-rewrite-url",
-    "x-ssl-client-cert",
-];
-
-/// The prefix of more such names.
-const PREFIX_OF_PROXIES: &str = "x-forwarded-";
-
-/// Whether Postbox or HTTP itself sets the header of this name, in lower case. Neither events nor
-/// the configuration set it.
-pub(crate) fn is_ours(name: &str) -> bool {
-    OF_ONE_REQUEST.contains(&name)
-        || name == "http2-settings"
-        || PREFIXES_OF_OURS.iter().any(|prefix| name.starts_with(prefix))
-        || Binding::HTTP.is_reserved(name)
-}
-
-/// Whether an event may not set the header of this name, as [`hyphenated`] returns it.
-fn is_reserved(name: &str) -> bool {
-    is_ours(name) || OF_PROXIES.contains(&name) || name.starts_with(PREFIX_OF_PROXIES)
-}
-
-/// Returns the name with `-` for `_`. CGI, WSGI and PHP have one variable for both spellings, so
-/// that an event's `webhook_id` would replace our `webhook-id`.
-fn hyphenated(name: &HeaderName) -> Cow<'_, str> {
-    match name.as_str() {
-        name if name.contains('_') => name.replace('_', "-").into(),
-        name => name.into(),
-    }
-}
+use crate::reserved::{hyphenated, is_of_one_request, is_ours};
 
 /// What is the same in every request to a target.
 pub(crate) struct Template {
@@ -111,8 +39,9 @@ impl Template {
         let mut own = Vec::with_capacity(event.headers.len());
         for (name, value) in delivery.headers() {
             let name = HeaderName::try_from(name).map_err(|_| invalid(name))?;
-            let spelled = hyphenated(&name);
-            if is_reserved(&spelled) || self.fixed.keys().any(|fixed| hyphenated(fixed) == spelled) {
+            let spelled = hyphenated(name.as_str());
+            let is_fixed = || self.fixed.keys().any(|fixed| hyphenated(fixed.as_str()) == spelled);
+            if is_ours(&spelled) || is_of_one_request(&spelled) || is_fixed() {
                 continue;
             }
             if own.contains(&name) {

@@ -21,7 +21,7 @@ use postbox_webhook::{UnixSeconds, Verified};
 use tracing::{info, warn};
 
 use crate::answer::Answer;
-use certificates::{Certificates, FETCHES_MAX};
+use certificates::{ASKERS_MAX, Certificates, FETCHES_MAX};
 
 /// Time limit for a certificate, queueing included, and for a confirmation.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(10);
@@ -41,17 +41,34 @@ impl Fetch for PublicClient {
 /// The certificates of AWS, and the client that fetches them: one for all SNS sources of a process.
 /// Clones share them. Its limits on requests and on waiting messages hold for all its sources
 /// together: strangers can send to all of them.
-#[derive(Clone, Default)]
-pub struct SnsClient(Arc<OnceLock<Arc<Certificates>>>);
+#[derive(Clone)]
+pub struct SnsClient {
+    certificates: Arc<OnceLock<Arc<Certificates>>>,
+    askers_max: usize,
+}
 
 impl SnsClient {
+    /// For a server with so many connections. Messages that wait for certificates take at most half
+    /// of them, because strangers can send such messages.
+    pub fn for_connections(connections: usize) -> Self {
+        // Even with fewer than four connections, one message must be able to wait.
+        Self { certificates: Arc::default(), askers_max: (connections / 4).clamp(1, ASKERS_MAX) }
+    }
+
     /// Made for the first source: a process without one needs no trusted certificates.
     fn certificates(&self) -> Result<Arc<Certificates>> {
-        if let Some(certificates) = self.0.get() {
+        if let Some(certificates) = self.certificates.get() {
             return Ok(Arc::clone(certificates));
         }
-        let certificates = Certificates::new(Arc::new(PublicClient::new(FETCHES_MAX)?));
-        Ok(Arc::clone(self.0.get_or_init(|| certificates)))
+        let certificates = Certificates::new(Arc::new(PublicClient::new(FETCHES_MAX)?), self.askers_max);
+        Ok(Arc::clone(self.certificates.get_or_init(|| certificates)))
+    }
+}
+
+impl Default for SnsClient {
+    /// For a server with 512 connections or more.
+    fn default() -> Self {
+        Self::for_connections(4 * ASKERS_MAX)
     }
 }
 

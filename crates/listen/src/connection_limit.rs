@@ -1,7 +1,9 @@
 //! Limits the number of open connections, and chooses which one is closed for a newcomer.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -18,8 +20,13 @@ use super::ServeLimits;
 /// How long a connection is kept after an answer: longer than proxies keep theirs (commonly 60 s).
 /// If we close first, a request that is on its way is lost, and the proxy answers 502.
 const KEEP_ALIVE: Duration = Duration::from_secs(75);
-/// Interval between log lines about evicted connections.
+/// Interval between log lines about evicted connections, and between those about failed accepts.
 const LOG_EVERY: Duration = Duration::from_secs(60);
+/// Longest pause after a failed accept, so that it is not repeated in a busy loop.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// The numbers of "too many open files" on every Unix: of the whole system, and of this process.
+const ENFILE: i32 = 23;
+const EMFILE: i32 = 24;
 
 /// All connections of a listener.
 pub(super) struct ConnectionLimiter {
@@ -38,6 +45,8 @@ struct Slots {
     /// Connections evicted since the last log line, and the time of that line.
     evicted: u64,
     logged_at: Option<Duration>,
+    /// The time of the last log line about a failed accept.
+    failure_logged_at: Option<Duration>,
     /// Connections that wait for their client, longest first: numbers grow with time.
     idle: BTreeMap<u64, Idle>,
     next: u64,
@@ -94,9 +103,32 @@ impl ConnectionLimiter {
     /// Returns a slot even if all are taken.
     pub(super) fn admit(self: &Arc<Self>) -> Arc<Slot> {
         self.slots().open += 1;
-        let slot = Slot { limiter: Arc::clone(self), close: Arc::new(Notify::new()), state: Mutex::default() };
-        slot.change(|_| {});
-        Arc::new(slot)
+        // Not idle yet: its request may already be here.
+        let (close, asked) = (Arc::new(Notify::new()), AtomicBool::new(false));
+        Arc::new(Slot { limiter: Arc::clone(self), close, asked, state: Mutex::default() })
+    }
+
+    /// Waits before the next accept, after one that failed. If no more files can be opened, the
+    /// longest idle connection is closed. There may be no newcomer yet, because the kernel takes a
+    /// file before it looks for one; then the next newcomer finds a file free.
+    pub(super) async fn recover(&self, error: &io::Error) {
+        let is_out_of_files = matches!(error.raw_os_error(), Some(ENFILE | EMFILE));
+        {
+            let (mut slots, now) = (self.slots(), self.clock.monotonic());
+            if is_out_of_files && slots.closing == 0 {
+                slots.evict();
+            }
+            // Nearly every accept may fail, which would be thousands of lines.
+            if slots.failure_logged_at.is_none_or(|at| now.saturating_sub(at) >= LOG_EVERY) {
+                slots.failure_logged_at = Some(now);
+                let cure = "raise the limit of open files (ulimit -n), or lower the number of connections";
+                warn!(%error, open = slots.open, cure, "accept failed");
+            }
+        }
+        tokio::select! {
+            () = self.freed.notified(), if is_out_of_files => {}
+            () = self.clock.sleep(ACCEPT_PAUSE) => {}
+        }
     }
 
     /// Closes connections whose first or next request head did not arrive in time.
@@ -164,6 +196,8 @@ impl Slots {
 pub(super) struct Slot {
     limiter: Arc<ConnectionLimiter>,
     close: Arc<Notify>,
+    /// Whether it was asked to close. From then on, reads ask the kernel and not only the runtime.
+    asked: AtomicBool,
     state: Mutex<SlotState>,
 }
 
@@ -173,6 +207,8 @@ struct SlotState {
     requests: usize,
     bodies: usize,
     has_answered: bool,
+    /// Heads and pieces of bodies that have arrived.
+    arrivals: u64,
     /// Its number among the idle connections, and what it waits for.
     idle: Option<(u64, WaitsFor)>,
     closing: bool,
@@ -190,14 +226,45 @@ impl SlotState {
 }
 
 impl Slot {
-    /// Resolves when the connection has to close.
+    /// Resolves when the connection is asked to close. From the first poll of this on, the
+    /// connection counts as idle while its client has to act. So poll the connection first.
     pub(super) async fn closed(&self) {
+        self.change(|_| {});
         self.close.notified().await;
+        self.asked.store(true, Relaxed);
+    }
+
+    pub(super) fn is_asked(&self) -> bool {
+        self.asked.load(Relaxed)
+    }
+
+    /// Returns how many heads and pieces of bodies have arrived.
+    pub(super) fn arrivals(&self) -> u64 {
+        lock(&self.state).arrivals
+    }
+
+    /// Whether a connection that was asked to close stays open, because all of its request has
+    /// arrived since. Then another one is closed in its place.
+    pub(super) fn stays(&self) -> bool {
+        let mut state = lock(&self.state);
+        if state.waits_for().is_some() {
+            return false;
+        }
+        (state.idle, state.closing) = (None, false);
+        let mut slots = self.limiter.slots();
+        slots.closing -= 1;
+        drop(slots);
+        self.asked.store(false, Relaxed);
+        self.limiter.freed.notify_one();
+        true
     }
 
     /// Marks a request as in service until the result is dropped.
     pub(super) fn serve(self: &Arc<Self>) -> InService {
-        self.change(|state| state.requests += 1);
+        self.change(|state| {
+            state.requests += 1;
+            state.arrivals += 1;
+        });
         InService(Arc::clone(self))
     }
 
@@ -296,6 +363,9 @@ impl Body for TrackedBody {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         let frame = ready!(Pin::new(&mut self.body).poll_frame(context));
+        if let Some(slot) = &self.slot {
+            slot.change(|state| state.arrivals += 1);
+        }
         if self.body.is_end_stream() || !matches!(frame, Some(Ok(_))) {
             self.ended();
         }

@@ -23,8 +23,9 @@
 //!   connections for less time (commonly 60 s) never sends a request into one that is being closed;
 //! - when all slots are taken, a newcomer takes the slot of the longest idle one. So ten thousand
 //!   slow clients evict each other, and a client that sends its request at once is served at once;
-//! - a connection whose request has arrived completely is never evicted; then newcomers wait in the
-//!   listener's queue.
+//! - when the process can open no more files, the longest idle one is closed as well;
+//! - a connection whose request has arrived completely is not evicted, even if we have not read it
+//!   yet (but for a body in hundreds of small chunks); then newcomers wait in the listener's queue.
 //!
 //! The time limit of a request's *body* is up to the handler; the webhook ingress has one
 //! (`SourceLimits` of `postbox-ingress`).
@@ -43,8 +44,11 @@ mod connection_limit;
 mod linger;
 
 use std::convert::Infallible;
+use std::future::poll_fn;
 use std::io;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use axum::Router;
@@ -59,7 +63,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tower::Service;
-use tracing::{debug, warn};
+use tracing::debug;
 
 use connection_limit::{ConnectionLimiter, Slot};
 use linger::Lingering;
@@ -68,9 +72,10 @@ use linger::Lingering;
 /// handler. More than any sender's headers need. A head has at most 100 fields (hyper's own limit).
 /// Beyond either limit the answer is 431.
 const READ_BYTES_MAX: usize = 32 * 1024;
-/// Pause after a failed accept (most likely out of file descriptors), so that it is not repeated in
-/// a busy loop.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Most polls of a connection that was asked to close. Each reads a piece of the body or two:
+/// enough for 1 MiB, unless it came in hundreds of small chunks. A stranger who sends one byte
+/// after the other cannot stay.
+const LAST_POLLS_MAX: usize = 256;
 /// Shortest `header_timeout`: with less, a distant sender has no chance.
 const HEADER_TIMEOUT_MIN: Duration = Duration::from_millis(100);
 /// Deadline checks per `header_timeout`: one timer for all connections, late by a tenth at most.
@@ -164,10 +169,7 @@ async fn accept(
             accepted = listener.accept(), if newcomer.is_none() => match accepted {
                 Ok((stream, _)) => *newcomer = Some(stream),
                 Err(error) if is_client_abort(&error) => {}
-                Err(error) => {
-                    warn!(%error, cure = "raise the limit of open files (ulimit -n)", "accept failed");
-                    clock.sleep(ACCEPT_PAUSE).await;
-                }
+                Err(error) => limiter.recover(&error).await,
             },
         }
     }
@@ -196,8 +198,9 @@ fn is_client_abort(error: &io::Error) -> bool {
 async fn serve_late(stream: TcpStream, slot: Arc<Slot>, router: Router, stopped: watch::Receiver<bool>) {
     // The server library ends a connection that is asked to stop before anything was read from it.
     tokio::select! {
-        () = slot.closed() => return,
+        biased;
         _ = stream.readable() => {}
+        () = slot.closed() => return,
     }
     serve_connection(stream, slot, router, stopped).await;
 }
@@ -218,23 +221,48 @@ async fn serve_connection(stream: TcpStream, slot: Arc<Slot>, router: Router, mu
             answer
         }
     });
-    let io = TokioIo::new(Lingering::new(stream));
+    let io = TokioIo::new(Lingering::new(stream, Arc::clone(&slot)));
     let mut connection = std::pin::pin!(Builder::new().max_buf_size(READ_BYTES_MAX).serve_connection(io, service));
     let mut graceful = false;
     loop {
         tokio::select! {
             biased;
-            () = slot.closed() => return,
             ended = connection.as_mut() => {
                 if let Err(error) = ended {
                     debug!(%error, "connection closed early");
                 }
                 return;
             }
-            _ = stopped.wait_for(|stopped| *stopped), if !graceful => {
+            () = slot.closed() => {
+                if gives_way(connection.as_mut(), &slot).await {
+                    return;
+                }
+            }
+            () = async { drop(stopped.wait_for(|stopped| *stopped).await) }, if !graceful => {
                 graceful = true;
                 connection.as_mut().graceful_shutdown();
             }
         }
     }
+}
+
+/// Whether a connection that was asked to close does so. Its request may have arrived unread, so
+/// the connection is polled for as long as each poll reads more of a request.
+async fn gives_way(mut connection: Pin<&mut (impl Future + Send)>, slot: &Slot) -> bool {
+    for _ in 0..LAST_POLLS_MAX {
+        let arrivals = slot.arrivals();
+        // Other tasks go on meanwhile. The poll reads what the kernel has, although the runtime may
+        // not know of it yet.
+        tokio::task::yield_now().await;
+        if poll_fn(|context| Poll::Ready(connection.as_mut().poll(context).is_ready())).await {
+            return true;
+        }
+        if slot.stays() {
+            return false;
+        }
+        if slot.arrivals() == arrivals {
+            break;
+        }
+    }
+    true
 }

@@ -5,13 +5,17 @@
 //! connection instead of the answer. So the write side is shut down first, and what still arrives
 //! is read and discarded, up to [`LINGER_BYTES_MAX`] and the connection's deadline.
 
-use std::io;
+use std::io::{self, Read as _};
 use std::mem::MaybeUninit;
+use std::os::fd::AsFd as _;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+
+use crate::connection_limit::Slot;
 
 /// Most bytes discarded: several times what fits into the buffers of a client and its kernel.
 const LINGER_BYTES_MAX: usize = 8 * 1024 * 1024;
@@ -20,13 +24,27 @@ const SCRATCH_BYTES: usize = 8 * 1024;
 
 pub(super) struct Lingering {
     stream: TcpStream,
+    slot: Arc<Slot>,
     /// Bytes that may still be discarded, once the write side is shut down.
     left: Option<usize>,
 }
 
 impl Lingering {
-    pub(super) fn new(stream: TcpStream) -> Self {
-        Self { stream, left: None }
+    pub(super) fn new(stream: TcpStream, slot: Arc<Slot>) -> Self {
+        Self { stream, slot, left: None }
+    }
+
+    /// Reads what the kernel has, although the runtime may not know of it yet.
+    fn read_now(&self, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let Ok(copy) = self.stream.as_fd().try_clone_to_owned() else { return Poll::Pending };
+        match std::net::TcpStream::from(copy).read(buffer.initialize_unfilled()) {
+            Ok(bytes) => {
+                buffer.advance(bytes);
+                Poll::Ready(Ok(()))
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error)),
+        }
     }
 }
 
@@ -36,7 +54,8 @@ impl AsyncRead for Lingering {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(context, buffer)
+        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        if read.is_pending() && self.slot.is_asked() { self.read_now(buffer) } else { read }
     }
 }
 

@@ -208,6 +208,47 @@ async fn a_connection_that_was_busy_gives_way_once_it_is_idle() {
     assert!(hear(&mut busy).await.ends_with("done"));
 }
 
+/// Connects and sends while the server's task, which is on this thread, cannot run.
+fn connect_at_once(server: &Server, request: &str) -> TcpStream {
+    let mut stream = std::net::TcpStream::connect(server.address).unwrap();
+    std::io::Write::write_all(&mut stream, request.as_bytes()).unwrap();
+    stream.set_nonblocking(true).unwrap();
+    TcpStream::from_std(stream).unwrap()
+}
+
+#[tokio::test]
+async fn a_request_that_has_arrived_is_answered_however_many_come_after_it() {
+    let (server, mut busy, finish) = start_busy(ServeLimits { connections: 2, ..LIMITS }).await;
+    let asked = "GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+    let mut crowd: Vec<_> = (0..50).map(|_| connect_at_once(&server, asked)).collect();
+    for (number, asks) in crowd.iter_mut().enumerate() {
+        let answer = hear(asks).await;
+        assert!(answer.starts_with("HTTP/1.1 404"), "{number}: {answer:?}");
+    }
+    finish.notify_one();
+    let answered = timeout(DEADLINE, busy.read_exact(&mut [0; 15])).await.expect("an answer").unwrap();
+    assert_eq!(answered, 15);
+}
+
+/// The head, the body and its end are read in several steps, and each waits for the client if it is
+/// not here yet.
+#[tokio::test]
+async fn a_message_that_has_arrived_is_stored_although_it_is_read_in_steps() {
+    let limits = ServeLimits { connections: 1, ..LIMITS };
+    let (server, inbox, _) = start_ingress(limits, SourceLimits::default()).await;
+    let framings = ["content-length: 2\r\n\r\n{}", "transfer-encoding: chunked\r\n\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n"];
+    let message = |number: usize| signed(&format!("msg_{number}")) + "connection: close\r\n" + framings[number % 2];
+    let mut crowd: Vec<_> = (0..50).map(|number| connect_at_once(&server, &message(number))).collect();
+    for (number, sender) in crowd.iter_mut().enumerate() {
+        let answer = hear(sender).await;
+        assert!(answer.starts_with("HTTP/1.1 202"), "{number}: {answer:?}");
+    }
+    assert_eq!(inbox.all().len(), 50);
+    // Silent ones in between still give way.
+    let _silent = connect_at_once(&server, "");
+    assert!(send(&server, "msg_last").await.starts_with("HTTP/1.1 202"));
+}
+
 #[tokio::test]
 async fn a_stop_serves_requests_that_have_arrived_and_were_not_accepted() {
     let (server, mut busy, finish) = start_busy(ServeLimits { connections: 1, ..LIMITS }).await;

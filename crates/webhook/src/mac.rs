@@ -10,18 +10,16 @@ use subtle::ConstantTimeEq;
 
 use crate::secret::SecretBytes;
 
-#[cfg(test)]
-mod equal_time;
-
 const ANY_LENGTH: &str = "HMAC takes keys of any length";
 
 /// A computed code. It has no `==`; it is compared with [`Mac::is`].
 pub(crate) struct Mac<const N: usize>([u8; N]);
 
 impl<const N: usize> Mac<N> {
-    /// Whether the sender computed the same code; compared in constant time.
+    /// Whether the sender computed the same code; compared in constant time. Both have the same
+    /// length by type, so a shorter text cannot match.
     pub(crate) fn is(&self, theirs: &[u8; N]) -> bool {
-        same(&self.0, theirs)
+        self.0.as_slice().ct_eq(theirs).into()
     }
 
     /// The code's bytes, for a signer.
@@ -56,14 +54,6 @@ pub(crate) fn sha256(parts: &[&[u8]]) -> [u8; 32] {
     let mut digest = Sha256::new();
     parts.iter().for_each(|part| digest.update(part));
     digest.finalize().into()
-}
-
-/// Compares in constant time. Both sides have the same length by type, so a shorter text cannot
-/// match.
-///
-/// Generic over the element, so that a test can count the comparisons.
-pub(crate) fn same<T: ConstantTimeEq, const N: usize>(ours: &[T; N], theirs: &[T; N]) -> bool {
-    ours.as_slice().ct_eq(theirs.as_slice()).into()
 }
 
 /// Decodes lower-case hex of exactly `N` bytes.

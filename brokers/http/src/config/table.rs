@@ -78,19 +78,10 @@ fn header_value() -> Kind<Secret> {
     secret().check(|value| header_value_fault(value.expose()).map_or(Ok(()), |fault| Err(fault.to_owned())))
 }
 
-fn one_of_two(path: &str, there: &str, missing: &str) -> String {
-    format!("{path} has {there} and no {missing}; a client certificate needs both files")
-}
-
 impl HttpSinkTable {
     fn check(&self, section: &Section<'_>) {
         self.check_keys(section);
-        let path = &section.path;
-        match (&self.client_cert, &self.client_key) {
-            (Some(_), None) => section.fault("client_cert", one_of_two(path, "client_cert", "client_key")),
-            (None, Some(_)) => section.fault("client_key", one_of_two(path, "client_key", "client_cert")),
-            _ => {}
-        }
+        section.both("client_cert", "client_key");
         // Without its variable it is empty, for a command that does not deliver.
         if section.is_right(&["url", "allow"]) && !self.url.expose().is_empty() {
             self.check_target(section);

@@ -45,8 +45,9 @@ const FETCH_BURST: Duration = Duration::from_millis(200);
 /// Most concurrent fetches. At a fifth of a second each, 16 are enough to use the rate.
 pub(crate) const FETCHES_MAX: usize = 16;
 /// Most messages that wait for a fetch to begin, and most that wait for the fetches under way: each
-/// a quarter of the connections a server usually allows.
-const ASKERS_MAX: usize = 128;
+/// a quarter of the connections a server usually allows. With fewer connections, the limit is a
+/// quarter of those.
+pub(super) const ASKERS_MAX: usize = 128;
 /// How long a URL without a certificate is not fetched again.
 const REFUSED_FOR: Duration = Duration::from_secs(60);
 /// Most URLs whose requests are counted: 160 s of 200 forgeries a second, in 4 MiB.
@@ -69,6 +70,8 @@ struct State {
     waiting: BTreeMap<String, Waiting>,
     bucket: Bucket,
     fetchers: usize,
+    /// At most [`ASKERS_MAX`].
+    askers_max: usize,
     failures: LogThrottle,
 }
 
@@ -93,7 +96,7 @@ struct Waiting {
 type Rank = (u32, u64);
 
 impl Certificates {
-    pub(crate) fn new(fetch: Arc<dyn Fetch>) -> Arc<Self> {
+    pub(crate) fn new(fetch: Arc<dyn Fetch>, askers_max: usize) -> Arc<Self> {
         let rate = Rate::per_second(FETCHES_PER_SECOND).expect("a positive number a second is a rate");
         let state = State {
             known: BTreeMap::new(),
@@ -102,6 +105,7 @@ impl Certificates {
             waiting: BTreeMap::new(),
             bucket: Bucket::new(rate, FETCH_BURST),
             fetchers: 0,
+            askers_max,
             failures: LogThrottle::default(),
         };
         Arc::new(Self { fetch, state: Mutex::new(state) })
@@ -195,7 +199,7 @@ impl State {
         // A certificate that is being fetched does not count as queued: its askers take no place
         // from others.
         let has_place = match is_fetched {
-            Some(true) => self.askers(true) < ASKERS_MAX,
+            Some(true) => self.askers(true) < self.askers_max,
             _ => self.make_room(url, rank),
         };
         if !has_place {
@@ -216,7 +220,7 @@ impl State {
         self.waiting.retain(|_, waiting| {
             waiting.fetching || waiting.url == *url || waiting.askers.iter().any(|asker| !asker.is_closed())
         });
-        while self.askers(false) >= ASKERS_MAX {
+        while self.askers(false) >= self.askers_max {
             let others = self.waiting.values().filter(|waiting| !waiting.fetching && waiting.url != *url);
             let Some(last) = others.min_by_key(|waiting| waiting.rank).filter(|waiting| waiting.rank < rank) else {
                 return false;
@@ -306,10 +310,10 @@ impl Fetcher {
         if let Err(wait) = state.bucket.take(now) {
             return Next::Wait(wait);
         }
-        let places = ASKERS_MAX.saturating_sub(state.askers(true)).max(1);
+        let places = state.askers_max.saturating_sub(state.askers(true));
         if let Some(waiting) = state.waiting.get_mut(&url) {
             waiting.fetching = true;
-            // The senders of the others repeat them.
+            // The senders of the other messages repeat them, and find the certificate here.
             waiting.askers.truncate(places);
         }
         self.url = Some(url.clone());
