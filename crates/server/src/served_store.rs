@@ -10,16 +10,15 @@ use axum::middleware::{Next, from_fn};
 use futures::future::BoxFuture;
 use jiff::Timestamp;
 use postbox_core::kit::check_logs;
-use postbox_core::{
-    Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName, Subscription,
-    SubscriptionInfo, lock,
+use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName, lock};
+use postbox_engine::{
+    FailingPart, Schedule, SupervisedRelay, Sweeper, UnroutedFinder, note_subscribed, wait_for_store,
 };
-use postbox_engine::{FailingPart, Schedule, SupervisedRelay, Sweeper, UnroutedFinder, wait_for_store};
 use postbox_ingress::SnsClient;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use tracing::{Instrument as _, Span, error_span, info, warn};
+use tracing::{Instrument as _, Span, error_span, warn};
 
 use crate::cache::Cached;
 use crate::config::Config;
@@ -129,7 +128,9 @@ impl ServedStore {
         let known = store.subscriptions().await?;
         for subscription in &self.config.subscriptions {
             store.subscribe(&subscription.subscription).await?;
-            self.log_subscribed(&subscription.subscription, &known);
+            note_subscribed(&subscription.subscription, &known, |name| {
+                self.config.subscriptions.iter().any(|it| it.subscription.name == *name)
+            });
             let log = self.leases.log(&store, self.name.as_ref());
             let relay = wiring::relay(&store, log, (&self.config.server, subscription), &self.sinks, &self.clock)?;
             let schedule = subscription.schedule.clone().map(|cron| Box::new(cron) as Box<dyn Schedule>);
@@ -138,33 +139,6 @@ impl ServedStore {
         self.note_missing(None);
         _ = self.taken_up.0.set((store, relays));
         Ok(())
-    }
-
-    /// Logs what subscribing changed. A renamed subscription starts anew beside its former name,
-    /// and a replica with another configuration changes what the others read.
-    fn log_subscribed(&self, wanted: &Subscription, known: &[SubscriptionInfo]) {
-        let (name, log) = (&wanted.name, &wanted.log);
-        match known.iter().find(|info| info.name == *name) {
-            Some(info) if info.filter != wanted.filter => {
-                warn!(subscription = %name, from = %info.filter, to = %wanted.filter, "filter changed");
-            }
-            Some(_) => {}
-            None => {
-                let is_configured = |info: &&SubscriptionInfo| {
-                    self.config.subscriptions.iter().any(|it| it.subscription.name == info.name)
-                };
-                let others = known.iter().filter(|info| info.log == *log && !is_configured(info));
-                let others: Vec<&str> = others.map(|info| info.name.as_str()).collect();
-                let start = wanted.start;
-                match others.is_empty() {
-                    true => info!(subscription = %name, %log, ?start, "subscription created"),
-                    false => {
-                        let cure = "if it is a new name of another: stop, remove it, and run postbox subscription rename OLD NEW";
-                        warn!(subscription = %name, %log, ?start, ?others, cure, "subscription created");
-                    }
-                }
-            }
-        }
     }
 
     /// Tries to take the store up. Fails with what waiting cannot mend. An attempt that takes
@@ -255,14 +229,11 @@ impl ServedStore {
 
     fn sweeper(&self, store: &Arc<dyn Store>) -> Result<Sweeper> {
         let retention = &self.config.retention;
-        let sweeper = Sweeper::new(Arc::clone(store), logs(&self.config), Arc::clone(&self.clock))
+        Sweeper::new(Arc::clone(store), logs(&self.config), Arc::clone(&self.clock))
             .events_older_than(retention.older_than)
             .message_ids_older_than(retention.remember_ids)?
-            .schedule(retention.schedule.clone());
-        match retention.dead {
-            Some(age) => sweeper.dead_older_than(age),
-            None => Ok(sweeper),
-        }
+            .schedule(retention.schedule.clone())
+            .dead_older_than(retention.dead)
     }
 
     /// The store, once it is taken up.

@@ -61,7 +61,7 @@ impl Service {
         let address = listener.local_addr().unwrap_or(config.server.listen);
         let drain_timeout = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
         let sinks = Arc::new(Sinks::build(&config.subscriptions, config.stores.len(), address, &clock).await?);
-        let (leases, sns) = (config.lease.build()?, SnsClient::default());
+        let (leases, sns) = (config.lease.build()?, SnsClient::for_connections(config.server.connections));
         // Several are named by what is logged of each.
         let of_one = (config.stores.is_empty() && store.is_none()).then(|| config.store.describe());
         let (mut stores, shares) = (Vec::new(), config.per_store());

@@ -23,7 +23,12 @@ const REPLICA_BYTES_MAX: usize = NAME_BYTES_MAX - 17;
 const TIMEOUT_MIN: Duration = Duration::from_millis(100);
 
 fn address(text: &str) -> Result<SocketAddr, String> {
-    text.parse().map_err(|_| format!("{text:?} is not a valid address; write IP:PORT, e.g. \"127.0.0.1:8600\""))
+    let mut address: SocketAddr =
+        text.parse().map_err(|_| format!("{text:?} is not a valid address; write IP:PORT, e.g. \"127.0.0.1:8600\""))?;
+    // An IPv4 address written as IPv6 (`::ffff:127.0.0.1`) would count as neither loopback nor
+    // unspecified.
+    address.set_ip(address.ip().to_canonical());
+    Ok(address)
 }
 
 table! {

@@ -95,7 +95,7 @@ families! {
     LANES_HELD: Gauge "postbox_lanes_held" ["store" "subscription"]
         "Lanes this process drives now.";
     WAITS: Gauge "postbox_waits_by_configuration" ["store" "subscription"]
-        "1: events wait for a schedule, or for a destination to be configured; 0: they are delivered at once.";
+        "1: events wait for a schedule, or for a destination to be configured; 0: they go out at once, or a scheduled run cannot go on.";
     LANE_TAKEOVERS: Counter "postbox_lane_takeovers" ["store" "subscription"]
         "Lanes taken from a relay that vanished without giving them back: it crashed, or was away for longer than its lease.";
     LANE_FAILING: Gauge "postbox_lane_failing_since_seconds" ["store" "subscription" "lane" "code"]

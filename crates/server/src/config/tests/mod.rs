@@ -487,8 +487,9 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
     // The default address, of a file without [server].
     let unsaid = own("", "http://127.0.0.1:8600/in/a").replace("[server]\nlisten = \"\"\n", "");
     assert!(fault(&unsaid).starts_with("postbox.toml:2: ") && fault(&unsaid).contains("Postbox's own"));
-    assert!(sink("client_cert = \"a.pem\"").contains("no client_key"));
-    assert!(sink("client_key = \"a.pem\"").contains("no client_cert"));
+    for key in ["client_cert", "client_key"] {
+        assert!(sink(&format!("{key} = \"a.pem\"")).contains("one of client_cert and client_key; it needs both"));
+    }
     assert!(sink("headers = { webhook-id = \"x\" }").contains("give a `secret`"));
     assert!(sink("headers = { Host = \"x\" }").contains("it is the host of the url"));
     assert!(fault("[subscriptions.a]\nrate = \"fast\"").contains("e.g. \"50/s\""));

@@ -1,12 +1,12 @@
-//! What the doctor asks the store and the service. Each query is bounded in rows, and all of them
-//! together in time.
+//! What the doctor asks the store and the service. Each query returns a bounded number of rows, and
+//! all of them together are bounded in time.
 
 use std::borrow::Cow;
 use std::time::Duration;
 
 use postbox_core::{
-    Arrival, Criteria, Error, ErrorKind, Filter, Headers, Inspect, LaneInfo, ListQuery, Record, Result, State, Stats,
-    Store, SubscriptionInfo, SubscriptionName,
+    Arrival, Criteria, Error, ErrorKind, Filter, Headers, Inspect, Key, LaneInfo, ListQuery, Record, Result, Seq,
+    State, Stats, Store, SubscriptionInfo, SubscriptionName,
 };
 use tokio::time::{Instant, timeout_at};
 
@@ -14,8 +14,12 @@ use crate::config::SubscriptionConfig;
 use crate::status::stats::{STATS_WAIT, StatsJson};
 use crate::status::{Fault, ServiceStatus, WorkJson};
 
-/// Most events read per question. What blocks a queue is at its head, so the first few are enough.
+/// Most events read per question. What blocks a queue is at its head. If there are more, some of
+/// the last are read as well: the first may all have failed for a reason that is over.
 pub(super) const LOOK: usize = 20;
+/// Most rows among which the event that holds a key is looked for, because their events are read
+/// one by one.
+const SEARCH_MAX: u64 = 10_000;
 /// Number of newest events read to estimate the arrival rate and the most frequent key.
 const ARRIVALS_LOOK: usize = 1_000;
 /// Older arrivals do not count: they say nothing about the current rate.
@@ -84,7 +88,44 @@ impl<'a> Known<'a> {
             Ok(())
         };
         let failed = timeout_at(deadline, asking).await.unwrap_or_else(|_| Err(unread())).err();
+        if failed.is_none() {
+            // A failure here is not reported: each finding says how many rows were looked at.
+            _ = timeout_at(deadline, known.look_further(store)).await;
+        }
         (known, failed)
+    }
+
+    /// Looks beyond the first few rows: near the end of the log, where the present cause is, and
+    /// for the event that the first blocked ones wait for.
+    async fn look_further(&mut self, store: &dyn Store) -> Result<()> {
+        let (name, stats) = (&self.info.name, self.stats);
+        let states = [
+            (State::Retrying, stats.retrying, &mut self.retrying),
+            (State::Scheduled, stats.scheduled, &mut self.scheduled),
+            (State::Dead, stats.dead, &mut self.dead),
+        ];
+        for (state, count, rows) in states {
+            let Some(seen) = rows.last().map(|row| row.seq).filter(|_| count > rows.len() as u64) else { continue };
+            let newest = ListQuery { state: None, limit: 1, ..first(name, state) };
+            let Some(newest) = store.list(&newest).await?.pop() else { continue };
+            let page = |after| {
+                let query = ListQuery { after: Some(after), ..first(name, state) };
+                async move { store.list(&query).await }
+            };
+            rows.extend(last(seen, newest.seq, page).await?);
+        }
+        let is_known =
+            |key: &&Key| self.dead.iter().chain(&self.retrying).any(|it| it.event.key.as_ref() == Some(*key));
+        let mut keys = self.blocked.iter().filter_map(|it| it.event.key.as_ref());
+        let key = keys.find(|key| !is_known(key)).cloned();
+        let states = [(State::Dead, stats.dead, &mut self.dead), (State::Retrying, stats.retrying, &mut self.retrying)];
+        for (state, count, rows) in states {
+            if key.is_some() && count > rows.len() as u64 && count <= SEARCH_MAX {
+                let which = Criteria { key: key.clone(), ..Criteria::default() };
+                rows.extend(store.list(&ListQuery { which, limit: 1, ..first(name, state) }).await?);
+            }
+        }
+        Ok(())
     }
 
     /// Whether every lane has a relay.
@@ -119,17 +160,45 @@ pub(super) fn is_driven(lane: &LaneInfo) -> bool {
 }
 
 async fn list(store: &dyn Inspect, name: &SubscriptionName, state: State, count: u64) -> Result<Vec<Record>> {
-    let which = Criteria::default();
-    let query = ListQuery {
+    if count > 0 { store.list(&first(name, state)).await } else { Ok(Vec::new()) }
+}
+
+/// The first rows of a state.
+fn first(name: &SubscriptionName, state: State) -> ListQuery {
+    ListQuery {
         subscription: name.clone(),
         state: Some(state),
-        which,
+        which: Criteria::default(),
         code: None,
         headers: Headers::new(),
         after: None,
         limit: LOOK,
-    };
-    if count > 0 { store.list(&query).await } else { Ok(Vec::new()) }
+    }
+}
+
+/// Returns the last page of rows after `seen`, by halving what is left up to `end`, the newest
+/// event of the log. So the number of pages grows with the logarithm of that. Each is read by an
+/// index.
+async fn last<F: Future<Output = Result<Vec<Record>>>>(
+    mut seen: Seq,
+    mut end: Seq,
+    page: impl Fn(Seq) -> F,
+) -> Result<Vec<Record>> {
+    let mut last = Vec::new();
+    while seen < end {
+        let middle = Seq(seen.0 + (end.0 - seen.0) / 2);
+        let rows = page(middle).await?;
+        match rows.last() {
+            None => end = middle,
+            Some(row) => {
+                // A page that is not full has the last row. Or its payloads are so large that it
+                // was cut; then these rows must do.
+                seen = if rows.len() < LOOK { end } else { row.seq };
+                last = rows;
+            }
+        }
+    }
+    Ok(last)
 }
 
 /// `None`: the newest events span less than a minute and all belong to others, which says nothing
@@ -161,9 +230,54 @@ fn arrivals(newest: &[Arrival], filter: &Filter) -> Option<Arrivals> {
 
 #[cfg(test)]
 mod tests {
-    use postbox_core::Headers;
+    use std::cell::Cell;
+    use std::future::ready;
+
+    use jiff::Timestamp;
+    use postbox_core::{Headers, NewEvent};
 
     use super::*;
+
+    fn row(seq: i64) -> Record {
+        let id = "01a1fe73-bd35-7fca-ae4b-4c8c83280000".parse().expect("an id");
+        Record {
+            event: NewEvent::json("order.placed", "{}").into_event(id, Timestamp::UNIX_EPOCH),
+            seq: Seq(seq),
+            state: State::Dead,
+            attempts: 1,
+            replays: 0,
+            due_at: None,
+            code: None,
+            error: None,
+            updated_at: None,
+            last_attempts: Vec::new(),
+        }
+    }
+
+    /// What is found of these rows after the first, if the log ends at `end`.
+    async fn last_of(rows: Vec<i64>, end: i64) -> Vec<i64> {
+        let asked = Cell::new(0);
+        let page = |after: Seq| {
+            asked.set(asked.get() + 1);
+            let later = rows.iter().filter(|seq| **seq > after.0).take(LOOK);
+            ready(Ok(later.map(|seq| row(*seq)).collect()))
+        };
+        let found = last(Seq(rows[LOOK - 1]), Seq(end), page).await.expect("read");
+        assert!(asked.get() <= 64, "{} pages", asked.get());
+        found.iter().map(|row| row.seq.0).collect()
+    }
+
+    #[tokio::test]
+    async fn the_last_row_is_found_wherever_it_is_in_the_log() {
+        for (rows, end) in [(21, 21), (22, 1_000_000), (80, 80), (80, 81), (5_000, 5_000), (5_000, i64::MAX)] {
+            let found = last_of((1..=rows).collect(), end).await;
+            assert_eq!(found.last(), Some(&rows), "{rows} rows of {end}: {found:?}");
+            assert!(found.len() <= LOOK && found[0] > LOOK as i64, "{found:?}");
+        }
+        let alone = (1..=25).chain([1_000_000]).collect();
+        assert_eq!(last_of(alone, 2_000_000).await, [1_000_000]);
+        assert!(last_of((1..=20).collect(), 1_000).await.is_empty(), "retried meanwhile");
+    }
 
     fn arrival(topic: &str, key: &str, seconds: u64) -> Arrival {
         Arrival {

@@ -7,13 +7,24 @@ use postbox_config::duration_text;
 use postbox_core::{Disposition, OnDead, Pause, Record};
 use postbox_engine::Schedule as _;
 
-use super::Finding;
 use super::asked::{Known, is_driven};
-use super::destination::{dead, down, is_uncharged, retrying, soonest};
+use super::destination::{dead, down, is_uncharged, of_all, retrying, soonest};
 use super::speed::{is_late, speed};
+use super::{Finding, Severity};
 use crate::status::{FailsJson, ServiceStatus};
 use crate::text::{cut, estimated, span};
 
+/// Problems that keep a subscription from sending at all, so that its speed says nothing.
+const STOPS: [&str; 8] = [
+    "destination_down",
+    "endpoint_gone",
+    "lanes_missing",
+    "lease_failing",
+    "not_driven",
+    "paused",
+    "store_failing",
+    "subscription_unconfigured",
+];
 /// A deployment may kill a relay or two; from here on it is a crash loop.
 const CRASHES_MIN: u32 = 3;
 
@@ -34,13 +45,14 @@ pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Ve
     findings.extend(retrying(known));
     findings.extend(dead_to_fails(known));
     findings.extend(dead(known));
-    if findings.iter().all(|it| !["destination_down", "paused", "endpoint_gone"].contains(&it.code.as_str())) {
+    let stops = |it: &Finding| it.severity == Severity::Problem && STOPS.contains(&it.code.as_str());
+    if known.fault.is_none() && !findings.iter().any(stops) {
         findings.extend(speed(known));
     }
     findings.extend(blocked(known));
     if known.stats.scheduled > 0 {
         let scheduled = known.stats.of_rows(known.stats.scheduled);
-        let what = format!("{scheduled} wait for their time; {}", soonest(&known.scheduled));
+        let what = format!("{scheduled} wait for their time; {}", soonest(&known.scheduled, known.stats.scheduled));
         let cure = format!("wait; `postbox discard ID --subscription {}` cancels one", known.info.name);
         findings.push(Finding::note("scheduled", what).cure(cure));
     }
@@ -150,7 +162,7 @@ fn driven(known: &Known<'_>, address: Option<&str>) -> Finding {
             ),
         ),
     };
-    if known.may_be_pending() { finding } else { Finding { severity: super::Severity::Note, ..finding } }
+    if known.may_be_pending() { finding } else { Finding { severity: Severity::Note, ..finding } }
 }
 
 /// A subscription that is configured to keep its events for now.
@@ -242,9 +254,11 @@ fn halted(known: &Known<'_>) -> Option<Finding> {
     };
     let first = known.dead.iter().find(holds)?;
     let (id, shown) = (first.event.id, cut(key(first)?.as_str(), 60).to_owned());
+    let dead: Vec<_> = known.dead.iter().filter(holds).map(key).collect();
+    let waiting = known.blocked.iter().filter(|it| dead.contains(&key(it))).count();
     let what = format!(
-        "{} wait behind a dead event of their key (on_dead = \"halt\"): key {shown} behind {id}, {}",
-        known.stats.of_rows(known.stats.blocked),
+        "{} behind a dead event of their key (on_dead = \"halt\"): key {shown} behind {id}, {}",
+        of_all(known.stats, "blocked", waiting, known.blocked.len(), known.stats.blocked),
         first.code.as_deref().unwrap_or("unknown")
     );
     let of = format!("--subscription {}", known.info.name);
@@ -257,8 +271,10 @@ fn halted(known: &Known<'_>) -> Option<Finding> {
 fn blocked(known: &Known<'_>) -> Option<Finding> {
     let first = known.blocked.first()?;
     let head = known.retrying.iter().find(|it| it.event.key == first.event.key);
-    let count = known.stats.of_rows(known.stats.blocked);
-    let what = format!("{count} blocked behind an earlier event of their key: {}", keys(&known.blocked));
+    let (looked, all) = (known.blocked.len(), known.stats.blocked);
+    let of = if all > looked as u64 { format!("; of the first {looked}") } else { String::new() };
+    let count = known.stats.of_rows(all);
+    let what = format!("{count} blocked behind an earlier event of their key{of}: {}", keys(&known.blocked));
     let finding = Finding::note("blocked", what);
     let name = &known.info.name;
     Some(match head {
@@ -274,6 +290,8 @@ fn blocked(known: &Known<'_>) -> Option<Finding> {
         }
         // Reported by `halted`.
         None if known.dead.iter().any(|it| it.event.key == first.event.key) => return None,
+        // It is in flight for the first time, so no list shows it.
+        None if known.stats.retrying == 0 => finding,
         None => finding.cure(format!(
             "they wait for the first event of each key: postbox list --state retrying --subscription {name}"
         )),
@@ -328,7 +346,7 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
-    use crate::status::{CallsJson, FailsJson, StatsJson, WorkJson};
+    use crate::status::{CallsJson, FailsJson, Fault, StatsJson, WorkJson};
 
     /// What a service reports after so many calls of the last minute.
     fn work(ended: u64) -> WorkJson {
@@ -373,6 +391,10 @@ mod tests {
 
     /// The findings about one failed event, one that waits behind it, and one lane.
     fn found(failed: Record, owner: Option<&str>, work: Option<&WorkJson>) -> Vec<Finding> {
+        found_with(None, failed, owner, work)
+    }
+
+    fn found_with(fault: Option<&Fault>, failed: Record, owner: Option<&str>, work: Option<&WorkJson>) -> Vec<Finding> {
         let owner = owner.map(OwnerId::from_stored);
         let lease_left = owner.as_ref().map(|_| Duration::from_secs(5));
         let info = SubscriptionInfo {
@@ -401,7 +423,7 @@ mod tests {
             stats: &stats,
             config: config.subscriptions.first(),
             work,
-            fault: None,
+            fault,
             retrying: vec![failed],
             blocked: vec![record(State::Blocked, 0, "blocked")],
             scheduled: Vec::new(),
@@ -451,6 +473,25 @@ mod tests {
         for owner in [Some("relay-1"), None] {
             let found = found(record(State::Retrying, 0, Disposition::IN_FLIGHT), owner, None);
             assert_eq!(of(&found, "in_flight").is_some(), owner.is_some(), "{found:#?}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_said_of_speed_while_nobody_delivers() {
+        let fails = |code: &str| FailsJson { since: "2026-01-01T00:00:00Z".into(), code: code.into() };
+        let store_fails = |code: &str| WorkJson { store_fails: Some(fails(code)), ..work(3) };
+        let is_said = |fault: Option<&Fault>, owner: Option<&str>, work: &WorkJson| {
+            let in_flight = record(State::Retrying, 0, Disposition::IN_FLIGHT);
+            of(&found_with(fault, in_flight, owner, Some(work)), "few_keys").is_some()
+        };
+        let owner = Some("relay-1");
+        assert!(is_said(None, owner, &work(3)));
+        assert!(!is_said(None, None, &work(3)), "no relay drives the lane");
+        assert!(!is_said(None, owner, &store_fails("store_busy")));
+        assert!(!is_said(None, owner, &store_fails("redis_lease_held")));
+        for lane in [None, Some(0)] {
+            let fault = Fault { lane, code: "reason".into(), what: "it fails".into(), ..Fault::default() };
+            assert!(!is_said(Some(&fault), owner, &work(3)), "{fault:?}");
         }
     }
 

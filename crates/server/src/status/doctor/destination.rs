@@ -7,7 +7,7 @@ use postbox_config::duration_text;
 use postbox_core::{Disposition, Record, Unreadable};
 
 use super::Finding;
-use super::asked::{Known, LOOK, is_driven};
+use super::asked::{Known, is_driven};
 use crate::status::StatsJson;
 use crate::text::{cut, span};
 
@@ -82,23 +82,24 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
     let (untried, tried): (Vec<&Record>, Vec<&Record>) = known.retrying.iter().partition(|it| it.code.is_none());
     let failed = tried.into_iter().filter(|it| !it.code.as_deref().is_some_and(Disposition::is_own_code));
     let failed: Vec<&Record> = failed.collect();
-    let count = known.stats.of_rows(known.stats.retrying);
+    let (looked, all) = (known.retrying.len(), known.stats.retrying);
     let untried = (!untried.is_empty()).then(|| {
-        let of = of_all(known.stats, "retrying", untried.len(), known.retrying.len(), known.stats.retrying);
+        let of = of_all(known.stats, "retrying", untried.len(), looked, all);
         Finding::note("untried", format!("{of}: to be sent again, not tried yet"))
     });
     if failed.is_empty() && untried.is_none() {
         // A relay that has stopped left such rows for the next one.
         let is_under_way = !known.retrying.is_empty() && known.info.lanes.iter().any(is_driven);
-        let under_way = is_under_way.then(|| format!("{count} in flight for longer than others"));
+        let of = of_all(known.stats, "retrying", looked, looked, all);
+        let under_way = is_under_way.then(|| format!("{of}: in flight for longer than others"));
         return under_way.map(|what| Finding::note("in_flight", what)).into_iter().collect();
     }
-    let soonest = soonest(&known.retrying);
+    let soonest = soonest(&known.retrying, all);
     let reasons = reasons(&failed);
     let mut findings: Vec<Finding> = reasons
         .iter()
         .map(|reason| {
-            let of = of_all(known.stats, "retrying", reason.count, known.retrying.len(), known.stats.retrying);
+            let of = of_all(known.stats, "retrying", reason.count, looked, all);
             let what = format!("{of}: {}; {soonest}", reason.said());
             let charged = failed.iter().filter(|it| it.code.as_deref() == Some(reason.code) && it.attempts > 0);
             if charged.count() < SAME_MIN {
@@ -172,12 +173,12 @@ fn reasons<'a>(records: &[&'a Record]) -> Vec<Reason<'a>> {
     reasons
 }
 
-/// Phrases how many of all events in a state this is about; only the first few were looked at.
-fn of_all(stats: &StatsJson, state: &str, count: usize, looked: usize, all: u64) -> String {
-    match () {
-        () if count == looked => format!("{} {state}", stats.of_rows(all)),
-        () if all <= LOOK as u64 => format!("{count} {state}"),
-        () => format!("{} {state}, {count} of the first {looked} for this reason", stats.of_rows(all)),
+/// Phrases how many of all events in a state this is about. If not all were looked at, the rest may
+/// be there for another reason.
+pub(super) fn of_all(stats: &StatsJson, state: &str, count: usize, looked: usize, all: u64) -> String {
+    match all > looked as u64 {
+        true => format!("{} {state}, {count} of the {looked} looked at", stats.of_rows(all)),
+        false => format!("{count} {state}"),
     }
 }
 
@@ -185,12 +186,15 @@ fn text(record: &Record) -> &str {
     record.error.as_deref().unwrap_or_default()
 }
 
-/// When the next of these events is due.
-pub(super) fn soonest(records: &[Record]) -> String {
+/// When the next of these events is due. Says how many these are if there are more: one of the
+/// others may be due sooner.
+pub(super) fn soonest(records: &[Record], all: u64) -> String {
     let Some(at) = records.iter().filter_map(|record| record.due_at).min() else { return "none has a due time".into() };
+    let looked = records.len();
+    let of = if all > looked as u64 { format!(" of the {looked} looked at") } else { String::new() };
     match Duration::try_from(at.duration_since(Timestamp::now())) {
-        Ok(left) => format!("the next in {}", span(left)),
-        Err(_) => "the next is due now".into(),
+        Ok(left) => format!("the next{of} in {}", span(left)),
+        Err(_) => format!("the next{of} is due now"),
     }
 }
 
@@ -209,6 +213,10 @@ fn cure_down(code: &str, text: &str) -> &'static str {
         }
         "dns_failed" => {
             "the host name in the sink's url cannot be resolved where the relay runs: correct the name, or the resolver there"
+        }
+        // EMFILE and ENFILE.
+        "connect_failed" if text.contains("(os error 24)") || text.contains("(os error 23)") => {
+            "the relay can open no more files: raise its limit (ulimit -n, LimitNOFILE=), or lower server.connections"
         }
         "connect_refused" | "connect_failed" | "connect_timeout" => {
             "is the destination up, and can the relay's machine reach the host and port of the sink's url?"
@@ -234,7 +242,17 @@ fn cure_down(code: &str, text: &str) -> &'static str {
         "http_502" | "http_503" | "http_504" => {
             "the gateway answers, but the service behind it does not: look there; delivery continues by itself when it is back"
         }
-        "write_failed" => "the file of the sink cannot be written: is its disk full?",
+        // Of a `file` or `stdout` sink: ENOSPC, ENOENT, EPIPE.
+        "write_failed" if text.contains("(os error 28)") => "the file of the sink cannot be written: is its disk full?",
+        "write_failed" if text.contains("(os error 2)") => {
+            "the folder of the sink's file is gone: create it again, or correct the sink's path"
+        }
+        "write_failed" if text.contains("(os error 32)") => {
+            "the program that reads the relay's output has ended: start both again"
+        }
+        "write_failed" => {
+            "the sink's file or output cannot be written: is the disk full, the folder gone, writing not permitted, or the reader of the output gone?"
+        }
         // Of a `bus` sink.
         "store_unreachable" => "is its database up, and can the relay's machine reach its host and port?",
         code if is_unreachable(code) => "is the broker up, and can the relay's machine reach its host and port?",
@@ -300,6 +318,23 @@ mod tests {
     fn a_client_certificate_needs_a_restart_only_when_it_is_first_configured() {
         assert!(cure_down("client_cert_required", "").ends_with("and restart"));
         assert!(cure_down("client_cert_refused", "").ends_with("are read without a restart"));
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_has_the_cure_of_its_reason() {
+        for (reason, cure) in
+            [(28, "is its disk full?"), (2, "the folder of"), (32, "has ended"), (13, "not permitted")]
+        {
+            let text = format!("out.jsonl: {}", std::io::Error::from_raw_os_error(reason));
+            assert!(cure_down("write_failed", &text).contains(cure), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_relay_without_open_files_is_no_fault_of_its_destination() {
+        let text = format!("tcp open error: {}", std::io::Error::from_raw_os_error(24));
+        assert!(cure_down("connect_failed", &text).contains("ulimit -n"), "{text}");
+        assert!(cure_down("connect_failed", "no route to host").starts_with("is the destination up"));
     }
 
     #[test]

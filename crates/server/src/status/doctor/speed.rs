@@ -1,11 +1,12 @@
 //! Why events wait although nothing is down: compares the arrival rate with the delivery rate.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use postbox_core::{Disposition, Ordering, Record};
 
 use super::Finding;
-use super::asked::Known;
+use super::asked::{Known, is_driven};
 use crate::status::CallsJson;
 use crate::text::{cut, estimated, grouped, span};
 
@@ -69,7 +70,14 @@ pub(super) fn speed(known: &Known<'_>) -> Option<Finding> {
         return None;
     }
     let takes = calls.events_per_second(calls.at_once_max as f64);
-    let how = format!("the destination is slow: {each}, {} at once = {}", calls.at_once_max, a_second(takes));
+    let mut how = format!("the destination is slow: {each}, {} at once = {}", calls.at_once_max, a_second(takes));
+    let driven = known.info.lanes.iter().filter(|lane| is_driven(lane));
+    let relays = driven.filter_map(|lane| lane.owner.as_ref()).collect::<HashSet<_>>().len();
+    if relays > 1 {
+        // The arrivals are those of all relays, the calls those of this service.
+        how = format!("{how} by this one of {relays} relays");
+    }
+    let arrive = arrive.filter(|_| relays <= 1);
     Some(finding("destination_slow", known, &how, Flow { takes, arrive, share: 1.0 }, faster(calls, takes, arrive)))
 }
 
@@ -157,7 +165,7 @@ fn a_second(number: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use postbox_core::{Filter, LogName, Stats, SubscriptionInfo};
+    use postbox_core::{Filter, LaneInfo, LogName, OwnerId, Stats, SubscriptionInfo};
 
     use super::*;
     use crate::config::{Config, SubscriptionConfig};
@@ -183,22 +191,31 @@ mod tests {
     /// What is said of 2,000 late events if so many arrive per second, and so many of the last
     /// 1,000 have one key.
     fn said(calls: CallsJson, per_second: f64, of_one_key: usize) -> (String, String) {
-        said_with(None, calls, per_second, of_one_key)
+        said_with(None, &["relay-1"], calls, per_second, of_one_key)
     }
 
+    /// The same with this configuration, if lanes are driven by these relays.
     fn said_with(
         config: Option<&SubscriptionConfig>,
+        owners: &[&str],
         calls: CallsJson,
         per_second: f64,
         of_one_key: usize,
     ) -> (String, String) {
+        let lane = |owner: &&str| LaneInfo {
+            lane: 0,
+            epoch: 1,
+            owner: Some(OwnerId::from_stored(*owner)),
+            lease_left: Some(Duration::from_secs(5)),
+            crashes: 0,
+        };
         let info = SubscriptionInfo {
             name: "out".parse().expect("a name"),
             log: LogName::outbox(),
             filter: Filter::default(),
             ordering: Ordering::Key,
             generation: 1,
-            lanes: Vec::new(),
+            lanes: owners.iter().map(lane).collect(),
             paused: None,
         };
         let oldest_pending = Some(Duration::from_secs(30));
@@ -244,6 +261,16 @@ mod tests {
     }
 
     #[test]
+    fn what_other_relays_deliver_is_not_known_so_there_is_no_trend() {
+        let slow = "the destination is slow: each call takes 125ms, 2 at once = 16/s";
+        let (what, cure) = said_with(None, &["relay-1", "relay-2"], calls(), 64.0, 1);
+        assert_eq!(what, format!("{slow} by this one of 2 relays; 2,000 wait"));
+        assert!(cure.starts_with("wait, or raise the subscription's `concurrency`"), "{cure}");
+        let (what, _) = said_with(None, &["relay-1", "relay-1"], calls(), 64.0, 1);
+        assert!(what.ends_with("and the backlog grows"), "{what}");
+    }
+
+    #[test]
     fn a_rate_and_a_frequent_key_have_their_own_arithmetic() {
         let limited =
             CallsJson { rate: Some("5/s".to_owned()), rate_per_second: Some(5.0), held_by_rate: true, ..calls() };
@@ -257,7 +284,7 @@ mod tests {
         let group = "[subscriptions.a]\nrate = \"5/s\"\n[subscriptions.out]\nrate_of = \"a\"";
         let config = Config::parse(group).expect("no faults");
         let member = config.subscriptions.iter().find(|it| it.rate_of.is_some());
-        let (what, cure) = said_with(member, limited, 1.0, 1);
+        let (what, cure) = said_with(member, &["relay-1"], limited, 1.0, 1);
         assert_eq!((what.as_str(), cure.starts_with("raise the `rate` of a, ")), (shared, true), "{cure}");
         let key = "750 of the last 1000 events have the key hot, and are delivered one after the other";
         let (what, _) = said(calls(), 64.0, 750);
