@@ -7,6 +7,7 @@ use postbox_core::{Count, EventId, IdPrefix, LogName, Store, StoreName, Subscrip
 use postbox_server::status;
 use postbox_server::{
     Config, Fault, Faults, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store,
+    validate_schema,
 };
 use tracing::warn;
 
@@ -116,6 +117,26 @@ impl Context {
     /// misleading.
     pub(crate) async fn store(&self) -> Result<Arc<dyn Store>, Failure> {
         let store = self.any_store().await?;
+        self.known_log(store.as_ref()).await?;
+        Ok(store)
+    }
+
+    /// The same for a command that changes something: a schema of another version is refused.
+    pub(crate) async fn store_to_change(&self) -> Result<Arc<dyn Store>, Failure> {
+        let store = self.any_store().await?;
+        validate_schema(store.as_ref()).await?;
+        self.known_log(store.as_ref()).await?;
+        Ok(store)
+    }
+
+    /// The same for `send`. For a role that may only append, the version is not checked: it cannot
+    /// read it.
+    pub(crate) async fn store_to_append(&self) -> Result<Arc<dyn Store>, Failure> {
+        let store = self.any_store().await?;
+        match validate_schema(store.as_ref()).await {
+            Err(error) if error.code() != "permission_denied" => return Err(error.into()),
+            _ => {}
+        }
         self.known_log(store.as_ref()).await?;
         Ok(store)
     }

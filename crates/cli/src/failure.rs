@@ -15,9 +15,6 @@ pub(crate) enum Failure {
     Failed(String),
     /// Exit code 2: wrong usage or configuration; nothing was tried.
     Usage(String),
-    /// The reader of standard output has closed it (`postbox list | head`). Nothing is wrong, and
-    /// nobody would read a message.
-    OutputClosed,
 }
 
 impl Failure {
@@ -29,27 +26,15 @@ impl Failure {
         Self::Usage(text.into())
     }
 
-    /// Adds what was done, though it could not be printed. A person who sees only a failure would
-    /// do it again.
-    pub(crate) fn nevertheless(self, what: &str) -> Self {
-        match self {
-            Self::Failed(text) => Self::Failed(format!("{text}; nevertheless: {what}")),
-            other => other,
-        }
-    }
-
     /// The message.
     pub(crate) fn text(&self) -> &str {
-        match self {
-            Self::OutputClosed => "",
-            Self::Failed(text) | Self::Usage(text) => text,
-        }
+        let (Self::Failed(text) | Self::Usage(text)) = self;
+        text
     }
 
     /// Prints the message and returns the exit code.
     pub(crate) fn report(self) -> ExitCode {
         let code = match self {
-            Self::OutputClosed => return ExitCode::SUCCESS,
             Self::Failed(_) => 1,
             Self::Usage(_) => 2,
         };
@@ -102,14 +87,5 @@ fn says_more(text: &str, cause: &str) -> bool {
 impl From<LoadError> for Failure {
     fn from(error: LoadError) -> Self {
         Self::Usage(error.to_string())
-    }
-}
-
-impl From<std::io::Error> for Failure {
-    fn from(error: std::io::Error) -> Self {
-        match error.kind() {
-            std::io::ErrorKind::BrokenPipe => Self::OutputClosed,
-            _ => Self::Failed(format!("cannot write the output: {error}")),
-        }
     }
 }

@@ -131,6 +131,18 @@ fn tail() {
     golden("tail", |width| shown.iter().map(|event| tail::for_people(event, width)).collect());
 }
 
+/// Characters of East Asia take two columns.
+#[test]
+fn a_line_of_tail_is_no_wider_than_its_terminal_in_any_script() {
+    let paid = Event { payload: "支払いが完了しました".repeat(6).into(), ..event(1, "order.paid", "注文") };
+    for width in WIDTHS_ALL {
+        let shown = tail::for_people(&paid, Some(width));
+        let columns: usize = shown.trim_end().chars().map(|it| if it.is_ascii() || it == '…' { 1 } else { 2 }).sum();
+        assert!(columns <= usize::from(width), "it is {columns} wide at {width}: {shown}");
+        assert!(width > 180 || columns + 1 >= usize::from(width), "it takes {columns} of {width}: {shown}");
+    }
+}
+
 #[test]
 fn stats() {
     let rows: Vec<_> = subscriptions().iter().filter_map(|(_, stats)| stats::row(stats)).collect();

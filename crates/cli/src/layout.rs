@@ -51,6 +51,23 @@ pub(crate) fn rows(head: &[&str], rows: &[Vec<String>], width: Option<u16>) -> S
     above + &rest.blocks(width)
 }
 
+/// How many columns of a terminal a line takes: characters of East Asia take two.
+pub(crate) fn columns(line: &str) -> u16 {
+    let mut table = Table::new();
+    table.add_row([line]);
+    table.column_max_content_widths().first().copied().unwrap_or(0)
+}
+
+/// The beginning of a line that is wider than this, with an ellipsis.
+pub(crate) fn cut_to(line: &str, width: u16) -> String {
+    if columns(line) <= width {
+        return line.to_owned();
+    }
+    let ends: Vec<usize> = line.char_indices().map(|(end, _)| end).collect();
+    let fit = ends.partition_point(|end| columns(&line[..*end]) < width);
+    format!("{}…", &line[..ends[fit.saturating_sub(1)]])
+}
+
 /// The rows with shortened ids, if they have any.
 fn short_ids(head: &[&str], rows: &[Vec<String>]) -> Vec<Vec<String>> {
     let mut rows = rows.to_vec();

@@ -9,6 +9,7 @@ mod args;
 mod commands;
 mod context;
 mod failure;
+mod files;
 #[cfg(test)]
 mod golden;
 mod layout;
@@ -51,7 +52,7 @@ fn main() -> ExitCode {
     let ended = runtime.block_on(commands::run(args));
     runtime.block_on(telemetry::finish(Duration::MAX));
     logging::flush();
-    let code = match ended {
+    let code = match output::finish(ended) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
     };

@@ -74,7 +74,7 @@ pub(crate) fn together(failures: Vec<(&Context, Failure)>) -> Result<(), Failure
     let is_usage = failures.iter().all(|(_, failure)| matches!(failure, Failure::Usage(_)));
     let mut lines = Vec::with_capacity(failures.len());
     for (context, failure) in failures {
-        if matches!(failure, Failure::OutputClosed) || context.name.is_none() {
+        if context.name.is_none() {
             return Err(failure);
         }
         lines.push(context.named(failure.text()));
@@ -134,8 +134,8 @@ impl<'a, T> OfStore<'a, T> {
 
 /// Prints the rows of several stores, with the store in the first column. With a single store there
 /// is no such column.
-pub(crate) fn rows(head: &[&str], rows: Vec<(&Context, Vec<String>)>) -> Result<(), Failure> {
-    let Some(first) = rows.first() else { return Ok(()) };
+pub(crate) fn rows(head: &[&str], rows: Vec<(&Context, Vec<String>)>) {
+    let Some(first) = rows.first() else { return };
     if first.0.name.is_none() {
         let rows: Vec<_> = rows.into_iter().map(|(_, row)| row).collect();
         return output::rows(head, &rows);
@@ -143,7 +143,7 @@ pub(crate) fn rows(head: &[&str], rows: Vec<(&Context, Vec<String>)>) -> Result<
     let head = [&["store"], head].concat();
     let store = |context: &Context| context.name.as_ref().map_or_else(String::new, StoreName::to_string);
     let rows: Vec<Vec<String>> = rows.into_iter().map(|(context, row)| [vec![store(context)], row].concat()).collect();
-    output::rows(&head, &rows)
+    output::rows(&head, &rows);
 }
 
 /// Fetches the status of the running service, if there is one; it covers all stores.

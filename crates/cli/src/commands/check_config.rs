@@ -28,9 +28,9 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     if global.json {
         return check_as_json(&config, &file, &warnings, connect.then_some(&chosen)).await;
     }
-    output::line(&format!("{file}: valid. {stores}{subscriptions} subscription(s), {sources} source(s)"))?;
+    output::line(&format!("{file}: valid. {stores}{subscriptions} subscription(s), {sources} source(s)"));
     for warning in warnings {
-        output::line(&format!("{file}:{}: warning: {}", warning.line, warning.text))?;
+        output::line(&format!("{file}:{}: warning: {}", warning.line, warning.text));
     }
     for one in &config.subscriptions {
         let subscription = &one.subscription;
@@ -41,7 +41,7 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
             subscription.name,
             one.sink.type_name(),
             only(&one.stores)
-        ))?;
+        ));
     }
     for source in &config.sources {
         let from = match source.path() {
@@ -49,13 +49,13 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
             Some(path) if config.stores.is_empty() => format!("POST {path}"),
             Some(_) => format!("POST /in/STORE/{}", source.name),
         };
-        output::line(&format!("  {from} -> {}{}", source.log, only(&source.stores)))?;
+        output::line(&format!("  {from} -> {}{}", source.log, only(&source.stores)));
     }
     if !connect {
         return Ok(());
     }
     let (reached, ended) = tried(&chosen).await;
-    reached.iter().try_for_each(|(name, text)| output::line(&format!("{name}: {text}")))?;
+    reached.iter().for_each(|(name, text)| output::line(&format!("{name}: {text}")));
     ended
 }
 
@@ -106,7 +106,7 @@ async fn check_as_json(
         said["reached"] = reached.iter().map(|(name, found)| json!({ "name": name, "found": found })).collect();
         ended = failed;
     }
-    output::json(&said)?;
+    output::json(&said);
     ended
 }
 

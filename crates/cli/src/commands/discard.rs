@@ -9,7 +9,7 @@ use crate::context::Context;
 use crate::failure::Failure;
 
 pub(super) async fn run(context: &Context, change: &Change, selection: Selection, json: bool) -> Result<(), Failure> {
-    let store = context.store().await?;
+    let store = context.store_to_change().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let mut names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
     names.extend(context.never_run(&infos).map(|name| name.as_str()));

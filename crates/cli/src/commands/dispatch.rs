@@ -66,7 +66,7 @@ pub(super) async fn run(
         let Drained { fetched, delivered, failed, dead, .. } = done;
         let line = format!("fetched={fetched} dispatched={delivered} failed={failed} dead={dead}");
         let counts = serde_json::json!({ "fetched": fetched, "dispatched": delivered, "failed": failed, "dead": dead });
-        output::done(json, &counts, &line)?;
+        output::done(json, &counts, &line);
     }
     ended
 }
@@ -99,8 +99,7 @@ impl Drain<'_> {
     /// Returns what was done and how it ended; an error if it could not begin.
     async fn store(&self, context: &Context) -> Result<(Drained, Result<(), Failure>), Failure> {
         let beginning = async {
-            let store = context.store().await?;
-            store.validate().await?;
+            let store = context.store_to_change().await?;
             let relays = self.relays_of(context, &store)?;
             Ok::<_, Failure>((store, relays))
         };
@@ -212,13 +211,13 @@ enum Left {
     Nothing,
     /// Something waits for its time, or another relay has it in flight.
     Pending,
-    /// Only a person can resolve it.
+    /// Only a person can resolve what is left. Names the first subscription.
     Stuck(String),
 }
 
 /// Checks every subscription that has a sink and is not paused.
 async fn left(context: &Context, store: &dyn Store) -> postbox_core::Result<Left> {
-    let mut left = Left::Nothing;
+    let mut stuck = None;
     for info in store.subscriptions().await? {
         let of_it = |config: &&SubscriptionConfig| config.subscription.name == info.name && !config.sink.is_none();
         let is_meant = context.config.subscriptions.iter().find(of_it).is_some_and(|config| context.means(config));
@@ -231,12 +230,15 @@ async fn left(context: &Context, store: &dyn Store) -> postbox_core::Result<Left
             0 => {}
             pending if pending == stats.blocked && stats.dead > 0 && !is_held => {
                 let name = &info.name;
-                return Ok(Left::Stuck(format!(
-                    "{pending} event(s) of {name} wait behind a dead one of their key; retry or discard it: postbox list --state dead --subscription {name}"
-                )));
+                stuck.get_or_insert_with(|| {
+                    format!(
+                        "{pending} event(s) of {name} wait behind a dead one of their key; retry or discard it: postbox list --state dead --subscription {name}"
+                    )
+                });
             }
-            _ => left = Left::Pending,
+            // It goes on by itself, whatever waits for a person elsewhere.
+            _ => return Ok(Left::Pending),
         }
     }
-    Ok(left)
+    Ok(stuck.map_or(Left::Nothing, Left::Stuck))
 }

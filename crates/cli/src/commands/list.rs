@@ -44,7 +44,7 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
         if is_answered {
             let all = records.iter();
             let all = all.map(|(context, name, record)| OfStore::new(context, RecordJson::new(name, record)));
-            output::json(&all.collect::<Vec<_>>())?;
+            output::json(&all.collect::<Vec<_>>());
         }
         return ended;
     }
@@ -63,7 +63,7 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
     stores::rows(
         &HEAD,
         records.iter().map(|(context, name, record)| (*context, row(name, record, terminal))).collect(),
-    )?;
+    );
     if records.len() == wanted.limit {
         output::note(&format!("there may be more than these {}: --limit NUMBER", wanted.limit));
     }

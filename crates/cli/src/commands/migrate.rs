@@ -33,19 +33,19 @@ pub(super) async fn up(contexts: &[Context], json: bool) -> Result<(), Failure> 
     if json {
         let all = asked.answers.iter().map(|(context, applied)| OfStore::new(context, json!({ "applied": applied })));
         if asked.is_answered() {
-            output::json(&all.collect::<Vec<_>>())?;
+            output::json(&all.collect::<Vec<_>>());
         }
         return asked.ended;
     }
     for (context, applied) in &asked.answers {
         for name in applied {
-            output::line(&context.named(&format!("applied {name}")))?;
+            output::line(&context.named(&format!("applied {name}")));
         }
         output::line(&context.named(if applied.is_empty() {
             "the schema is up to date"
         } else {
             "the schema is ready"
-        }))?;
+        }));
     }
     asked.ended
 }
@@ -58,12 +58,14 @@ pub(super) async fn down(context: &Context, yes: bool, discard_events: bool, jso
     }
     let removed = context.any_store().await?.down(discard_events).await?;
     if json {
-        return output::json(&json!({ "removed": removed }));
+        output::json(&json!({ "removed": removed }));
+        return Ok(());
     }
     for name in &removed {
-        output::line(&format!("removed {name}"))?;
+        output::line(&format!("removed {name}"));
     }
-    output::line(if removed.is_empty() { "there was no schema" } else { "the schema is gone" })
+    output::line(if removed.is_empty() { "there was no schema" } else { "the schema is gone" });
+    Ok(())
 }
 
 pub(super) async fn validate(contexts: &[Context], json: bool) -> Result<(), Failure> {
@@ -76,25 +78,28 @@ pub(super) async fn validate(contexts: &[Context], json: bool) -> Result<(), Fai
     if json {
         let all = asked.answers.iter().map(|(context, ())| OfStore::new(context, json!({ "right": true })));
         if asked.is_answered() {
-            output::json(&all.collect::<Vec<_>>())?;
+            output::json(&all.collect::<Vec<_>>());
         }
         return asked.ended;
     }
     for (context, ()) in &asked.answers {
-        output::line(&context.named("the schema is valid"))?;
+        output::line(&context.named("the schema is valid"));
     }
     asked.ended
 }
 
 pub(super) async fn print(context: &Context) -> Result<(), Failure> {
-    output::print(&context.any_store().await?.script())
+    output::print(&context.any_store().await?.script());
+    Ok(())
 }
 
 pub(super) async fn grants(context: &Context, roles: &Roles) -> Result<(), Failure> {
-    output::print(&postbox_server::grants(&context.config.store, roles).await?)
+    output::print(&postbox_server::grants(&context.config.store, roles).await?);
+    Ok(())
 }
 
 pub(super) async fn rebase(context: &Context, json: bool) -> Result<(), Failure> {
     context.any_store().await?.rebase().await?;
-    output::done(json, &json!({ "rebased": true }), "cursors and rows fit this cluster; start the relays again")
+    output::done(json, &json!({ "rebased": true }), "cursors and rows fit this cluster; start the relays again");
+    Ok(())
 }

@@ -1,7 +1,6 @@
 //! `postbox migrate print --for TOOL`: the schema as a migration of another tool.
 
-use std::fs::OpenOptions;
-use std::io::{ErrorKind, Write as _};
+use std::io::ErrorKind;
 use std::path::Path;
 
 use clap::ValueEnum;
@@ -10,7 +9,7 @@ use postbox_server::ToolScripts;
 
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::output;
+use crate::{files, output};
 
 /// Tools that migrate a Postgres database.
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -102,23 +101,21 @@ pub(super) fn run(context: &Context, tool: Tool, out: Option<&Path>) -> Result<(
             [file] => file.text.clone(),
             files => files.iter().map(|file| format!("==> {} <==\n{}\n", file.name, file.text)).collect(),
         };
-        return output::print(&shown);
+        output::print(&shown);
+        return Ok(());
     };
     for file in &files {
         let path = out.join(&file.name);
         write_new(&path, &file.text)?;
-        output::line(&format!("wrote {}", path.display()))?;
+        output::line(&format!("wrote {}", path.display()));
     }
     Ok(())
 }
 
 /// Creates a file, and its folder. Fails if the file exists.
 pub(super) fn write_new(path: &Path, text: &str) -> Result<(), Failure> {
-    let written = path.parent().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
-        // `create_new` rather than a check first: a file that appears in between is not
-        // overwritten.
-        OpenOptions::new().write(true).create_new(true).open(path)?.write_all(text.as_bytes())
-    });
+    let folder = path.parent().map_or(Ok(()), std::fs::create_dir_all);
+    let written = folder.and_then(|()| files::write(path, text, 0o666, false));
     written.map_err(|error| match error.kind() {
         ErrorKind::AlreadyExists => {
             Failure::failed(format!("{} exists already; move it away, or choose another folder", path.display()))

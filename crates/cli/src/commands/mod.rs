@@ -38,10 +38,11 @@ pub(crate) mod tail;
 /// Runs the command.
 pub(crate) async fn run(args: Args) -> Result<(), Failure> {
     let (global, json) = (&args.global, args.global.json);
-    if json && !args.command.has_results() {
+    let is_printer = args.command.is_printer();
+    if json && (is_printer || matches!(args.command, Command::Run)) {
         return Err(Failure::usage("this command has no JSON output; leave --json out"));
     }
-    if args.command.works_on_store() {
+    if !is_printer && !matches!(args.command, Command::CheckConfig { .. }) {
         require_store(global)?;
     }
     let inspect = || Context::load(global, Purpose::Inspect);
@@ -51,8 +52,14 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         Command::Init { force } => init::run(global, force),
         Command::New(New::Service { name }) => new::service(&name),
         Command::CheckConfig { connect } => check_config::run(global, connect).await,
-        Command::Config(ConfigCommand::Schema) => config::schema(),
-        Command::Completions { shell } => completions::run(shell),
+        Command::Config(ConfigCommand::Schema) => {
+            config::schema();
+            Ok(())
+        }
+        Command::Completions { shell } => {
+            completions::run(shell);
+            Ok(())
+        }
         Command::Migrate(Migrate::Down { .. } | Migrate::Validate | Migrate::Rebase)
             if global.only.is_some() || global.log.is_some() =>
         {
@@ -172,27 +179,17 @@ async fn known(context: &Context, typed: Option<Vec<IdPrefix>>) -> Result<Option
 }
 
 impl Command {
-    /// Whether it needs a store that somebody has named.
-    fn works_on_store(&self) -> bool {
-        !matches!(
+    /// Whether it only writes files, SQL, a schema or other text. Such a command needs no store
+    /// that somebody has named, and has no result to print as JSON.
+    fn is_printer(&self) -> bool {
+        matches!(
             self,
             Self::Demo(_)
                 | Self::Init { .. }
                 | Self::New(_)
-                | Self::CheckConfig { .. }
                 | Self::Config(_)
                 | Self::Completions { .. }
                 | Self::Migrate(Migrate::Print { .. } | Migrate::Grants { .. })
         )
-    }
-
-    /// Whether it has a result that can be printed as JSON. The other commands write a file, SQL, a
-    /// schema or a log.
-    fn has_results(&self) -> bool {
-        let is_text = matches!(
-            self,
-            Self::Demo(_) | Self::Init { .. } | Self::New(_) | Self::Config(_) | Self::Completions { .. } | Self::Run
-        ) || matches!(self, Self::Migrate(Migrate::Print { .. } | Migrate::Grants { .. }));
-        !is_text
     }
 }

@@ -69,7 +69,8 @@ pub(super) fn service(name: &str) -> Result<(), Failure> {
         // A crate's name has no "-", so the second replacement leaves alone what the first wrote.
         let text = text.replace("shop_service", &name.replace('-', "_")).replace("shop-service", name);
         write_new(&folder.join(file), &text)?;
-        output::line(&format!("wrote {name}/{file}"))?;
+        output::line(&format!("wrote {name}/{file}"));
     }
-    output::line(&format!("next: cd {name}, cargo test; README.md says how to run it"))
+    output::line(&format!("next: cd {name}, cargo test; README.md says how to run it"));
+    Ok(())
 }

@@ -1,6 +1,5 @@
 //! `postbox pause` and `postbox resume`.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Pause, Store, SubscriptionName};
@@ -16,7 +15,8 @@ pub(super) async fn pause(
     span: Option<Duration>,
     json: bool,
 ) -> Result<(), Failure> {
-    let store = store_with(context, name).await?;
+    let store = context.store_to_change().await?;
+    check_known(context, store.as_ref(), name).await?;
     let infos = store.subscriptions().await?;
     let before = infos.iter().find(|info| info.name == *name).and_then(|info| info.paused.as_ref());
     let until = match span {
@@ -34,7 +34,7 @@ pub(super) async fn pause(
         None => context.with_store(&format!("{name} is paused; resume it with: postbox resume {name}")),
     };
     let until = until.map(|until| until.to_string());
-    output::done(json, &serde_json::json!({ "subscription": name, "paused": true, "until": until }), &line)?;
+    output::done(json, &serde_json::json!({ "subscription": name, "paused": true, "until": until }), &line);
     if let Some(before) = before {
         output::note(&format!("this replaces the pause of {}: {}", before.by, before.why));
     }
@@ -44,17 +44,18 @@ pub(super) async fn pause(
 }
 
 pub(super) async fn resume(context: &Context, name: &SubscriptionName, json: bool) -> Result<(), Failure> {
-    let store = store_with(context, name).await?;
+    let store = context.store_to_change().await?;
+    check_known(context, store.as_ref(), name).await?;
     store.pause(name, None).await?;
-    output::done(json, &serde_json::json!({ "subscription": name, "paused": false }), &format!("{name} is resumed"))
+    output::done(json, &serde_json::json!({ "subscription": name, "paused": false }), &format!("{name} is resumed"));
+    Ok(())
 }
 
-/// Opens the store, and checks that `--log` and `--subscription` do not exclude `name`.
-pub(super) async fn store_with(context: &Context, name: &SubscriptionName) -> Result<Arc<dyn Store>, Failure> {
-    let store = context.store().await?;
-    let meant = context.registered(store.as_ref()).await?;
+/// Checks that `--log` and `--subscription` do not exclude `name`.
+pub(super) async fn check_known(context: &Context, store: &dyn Store, name: &SubscriptionName) -> Result<(), Failure> {
+    let meant = context.registered(store).await?;
     if meant.iter().any(|info| info.name == *name) {
-        return Ok(store);
+        return Ok(());
     }
     if let Some(info) = store.subscriptions().await?.iter().find(|info| info.name == *name) {
         let text = format!("{name} reads the {}; leave --log and --subscription out, or name the right ones", info.log);
@@ -63,5 +64,5 @@ pub(super) async fn store_with(context: &Context, name: &SubscriptionName) -> Re
     if context.never_run(&meant).any(|never| never == name) {
         return Err(Failure::failed(context.why_unread(name, &store.subscriptions().await?)));
     }
-    Ok(store)
+    Ok(())
 }

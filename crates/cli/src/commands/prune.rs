@@ -17,7 +17,7 @@ use crate::output;
 const NOTE_EVERY: Duration = Duration::from_secs(1);
 
 pub(super) async fn run(context: &Context, prune: Prune, json: bool) -> Result<(), Failure> {
-    let store = context.store().await?;
+    let store = context.store_to_change().await?;
     let infos = context.registered(store.as_ref()).await?;
     // A subscription that never ran has not read what others have, so pruning would lose its
     // events.

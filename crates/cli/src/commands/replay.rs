@@ -20,7 +20,7 @@ use crate::signals::stopped;
 const NOTE_EVERY: Duration = Duration::from_secs(1);
 
 pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate>, json: bool) -> Result<(), Failure> {
-    let store = context.store().await?;
+    let store = context.store_to_change().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let [info] = infos.as_slice() else {
         let names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
@@ -64,7 +64,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
     };
     named.end(context, &infos, count, ended, |ended| {
         if ended.is_ok() || count > 0 {
-            counted("replayed", count, replay.dry_run, json)?;
+            counted("replayed", count, replay.dry_run, json);
         }
         if ended.is_ok() && count == 0 && replay.ids.is_none() {
             output::note(

@@ -16,7 +16,7 @@ use crate::failure::Failure;
 const PAGE: usize = 100;
 
 pub(super) async fn run(context: &Context, wanted: Selection, json: bool) -> Result<(), Failure> {
-    let store = context.store().await?;
+    let store = context.store_to_change().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let mut steps = Steps::begin("retried", wanted.dry_run, json, wanted.limit);
     let named = Named::look(store.as_ref(), &infos, wanted.ids.as_deref().unwrap_or_default(), stand).await?;

@@ -18,7 +18,7 @@ pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result
     let mut event = event(send)?;
     let id = *event.id.get_or_insert_with(EventId::now_v7);
     let log = context.log.clone().unwrap_or_else(LogName::outbox);
-    let store = context.store().await?;
+    let store = context.store_to_append().await?;
     let appended = store.append(&log, &[event]).await.map_err(|error| match is_refused(&error) {
         true => Failure::from(error),
         false => Failure::failed(format!(
@@ -30,8 +30,9 @@ pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result
         output::note(&format!("the {log} has this event {id} already; it was not appended again"));
     }
     let said = serde_json::json!({ "id": id, "log": log, "appended": appended.is_new() });
-    output::result(json, &said, &id.to_string())
-        .map_err(|failure| failure.nevertheless(&format!("event {id} is in the {log}")))
+    output::result(json, &said, &id.to_string());
+    output::nevertheless(&format!("event {id} is in the {log}"));
+    Ok(())
 }
 
 fn refused(error: Error) -> Failure {

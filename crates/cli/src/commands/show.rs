@@ -29,10 +29,12 @@ pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<()
         });
     };
     if json {
-        return output::json(&ShowJson::new(&found));
+        output::json(&ShowJson::new(&found));
+        return Ok(());
     }
-    output::fields(&fields(&found))?;
-    output::print(&format!("\n{}\n", payload(&first.event)))
+    output::fields(&fields(&found));
+    output::print(&format!("\n{}\n", payload(&first.event)));
+    Ok(())
 }
 
 /// The event's own fields, and its state in each subscription.

@@ -32,15 +32,13 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
             status::add_marks(&first.config.server, served).await;
         }
         if is_answered {
-            output::json(
-                &of.iter().zip(&all).map(|(context, stats)| OfStore::new(context, stats)).collect::<Vec<_>>(),
-            )?;
+            output::json(&of.iter().zip(&all).map(|(context, stats)| OfStore::new(context, stats)).collect::<Vec<_>>());
         }
         return ended;
     }
     if output::is_terminal() {
         let rows = of.iter().zip(&all).filter_map(|(context, stats)| Some((*context, row(stats)?)));
-        stores::rows(&HEAD, rows.collect())?;
+        stores::rows(&HEAD, rows.collect());
     }
     // A sum without them would be wrong.
     if !is_whole {
@@ -50,7 +48,7 @@ pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure>
     let (pending, total) = (sum(|stats| stats.pending), sum(|stats| stats.total));
     let (dispatched, dead) = (sum(|stats| stats.dispatched), sum(|stats| stats.dead));
     let note = if all.iter().any(|stats| stats.is_estimate) { " estimated=true" } else { "" };
-    output::line(&format!("pending={pending} dispatched={dispatched} dead={dead} total={total}{note}"))?;
+    output::line(&format!("pending={pending} dispatched={dispatched} dead={dead} total={total}{note}"));
     ended
 }
 

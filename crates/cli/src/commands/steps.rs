@@ -106,7 +106,7 @@ impl Steps {
         let Self { word, dry_run, json, count, .. } = self;
         // A change that failed at its first step prints no count.
         if ended.is_ok() || count > 0 {
-            counted(word, count, dry_run, json)?;
+            counted(word, count, dry_run, json);
         }
         if let (Err(_), Some(midway)) = (&ended, midway) {
             output::note(&midway);
@@ -131,9 +131,9 @@ pub(super) fn with_limit(left: Option<usize>) -> String {
 }
 
 /// Prints the count of a bulk change, in one format for all commands.
-pub(super) fn counted(word: &str, count: u64, dry_run: bool, json: bool) -> Result<(), Failure> {
+pub(super) fn counted(word: &str, count: u64, dry_run: bool, json: bool) {
     let line = format!("{word}={count}{}", if dry_run { " dry_run=true" } else { "" });
-    output::done(json, &serde_json::json!({ word: count, "dry_run": dry_run }), &line)
+    output::done(json, &serde_json::json!({ word: count, "dry_run": dry_run }), &line);
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
 //! `postbox subscription list|show|rename|reset|remove|lanes`.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{ResetTo, Store, SubscriptionInfo, SubscriptionName};
@@ -27,10 +26,10 @@ pub(super) async fn list(contexts: &[Context], json: bool) -> Result<(), Failure
         asked.answers.into_iter().flat_map(|(context, all)| all.into_iter().map(move |one| (context, one))).collect();
     if json {
         if is_answered {
-            output::json(&all.iter().map(|(context, one)| OfStore::new(context, one)).collect::<Vec<_>>())?;
+            output::json(&all.iter().map(|(context, one)| OfStore::new(context, one)).collect::<Vec<_>>());
         }
     } else {
-        stores::rows(&HEAD, all.iter().map(|(context, one)| (*context, row(one))).collect())?;
+        stores::rows(&HEAD, all.iter().map(|(context, one)| (*context, row(one))).collect());
     }
     asked.ended
 }
@@ -39,9 +38,15 @@ pub(crate) const HEAD: [&str; 10] =
     ["subscription", "log", "filter", "ordering", "lanes", "relays", "pending", "dead", "oldest", "paused"];
 
 pub(super) async fn show(context: &Context, name: &SubscriptionName, json: bool) -> Result<(), Failure> {
-    let (store, info) = named(context, name).await?;
+    let store = context.store().await?;
+    let info = named(context, store.as_ref(), name).await?;
     let Some(shown) = with_counts(context, store.as_ref(), &[info]).await.pop() else { return Ok(()) };
-    if json { output::json(&shown) } else { output::fields(&describe(&shown)) }
+    if json {
+        output::json(&shown)
+    } else {
+        output::fields(&describe(&shown))
+    }
+    Ok(())
 }
 
 pub(super) async fn rename(
@@ -50,10 +55,12 @@ pub(super) async fn rename(
     to: &SubscriptionName,
     json: bool,
 ) -> Result<(), Failure> {
-    let (store, info) = named(context, name).await?;
+    let store = context.store_to_change().await?;
+    let info = named(context, store.as_ref(), name).await?;
     store.rename(name, info.generation, to).await?;
     let line = format!("{name} is now called {to}; rename it in the configuration too, and restart its relays");
-    output::done(json, &serde_json::json!({ "subscription": to, "renamed_from": name }), &line)
+    output::done(json, &serde_json::json!({ "subscription": to, "renamed_from": name }), &line);
+    Ok(())
 }
 
 pub(super) async fn reset(
@@ -63,14 +70,15 @@ pub(super) async fn reset(
     yes: bool,
     json: bool,
 ) -> Result<(), Failure> {
-    let (store, _) = named(context, name).await?;
+    let store = context.store_to_change().await?;
+    named(context, store.as_ref(), name).await?;
     let plan = store.reset(name, to, None).await?;
     let [again, skipped] = [plan.again, plan.skipped]
         .map(|count| if plan.is_estimate { format!("at least {count}") } else { count.to_string() });
     let estimate = if plan.is_estimate { " estimated=true" } else { "" };
     let line = format!("again={} skipped={}{estimate}", plan.again, plan.skipped);
     let counts = serde_json::json!({ "again": plan.again, "skipped": plan.skipped, "estimated": plan.is_estimate });
-    output::result(json, &counts, &line)?;
+    output::result(json, &counts, &line);
     if !yes {
         return Err(Failure::usage(format!(
             "nothing was changed yet: {again} event(s) of {name} would be delivered again, and {skipped} that were \
@@ -79,11 +87,13 @@ pub(super) async fn reset(
     }
     store.reset(name, to, Some(&plan.stamp)).await?;
     output::note(&format!("{name} was reset"));
+    output::nevertheless(&format!("{name} was reset"));
     Ok(())
 }
 
 pub(super) async fn remove(context: &Context, name: &SubscriptionName, yes: bool, json: bool) -> Result<(), Failure> {
-    let (store, info) = named(context, name).await?;
+    let store = context.store_to_change().await?;
+    let info = named(context, store.as_ref(), name).await?;
     if !yes {
         let stats = store.stats(name).await?;
         let pending = estimated(stats.pending, stats.is_estimate);
@@ -93,7 +103,7 @@ pub(super) async fn remove(context: &Context, name: &SubscriptionName, yes: bool
         )));
     }
     store.remove(name, info.generation).await?;
-    output::done(json, &serde_json::json!({ "removed": name }), &format!("{name} is removed"))?;
+    output::done(json, &serde_json::json!({ "removed": name }), &format!("{name} is removed"));
     if context.config.subscriptions.iter().any(|config| config.subscription.name == *name) {
         output::note(&format!("[subscriptions.{name}] is still in the configuration: the next start creates it again"));
     }
@@ -101,18 +111,20 @@ pub(super) async fn remove(context: &Context, name: &SubscriptionName, yes: bool
 }
 
 pub(super) async fn lanes(context: &Context, name: &SubscriptionName, lanes: u16, json: bool) -> Result<(), Failure> {
-    let (store, _) = named(context, name).await?;
+    let store = context.store_to_change().await?;
+    named(context, store.as_ref(), name).await?;
     store.set_lanes(name, lanes).await?;
     let line = format!("{name} has {lanes} lane(s); up to {lanes} replica(s) work on it at once");
-    output::done(json, &serde_json::json!({ "subscription": name, "lanes": lanes }), &line)
+    output::done(json, &serde_json::json!({ "subscription": name, "lanes": lanes }), &line);
+    Ok(())
 }
 
 /// Returns a subscription of the store, if `--log` and `--subscription` do not exclude it.
-async fn named(context: &Context, name: &SubscriptionName) -> Result<(Arc<dyn Store>, SubscriptionInfo), Failure> {
-    let store = super::pause::store_with(context, name).await?;
+async fn named(context: &Context, store: &dyn Store, name: &SubscriptionName) -> Result<SubscriptionInfo, Failure> {
+    super::pause::check_known(context, store, name).await?;
     let known = store.subscriptions().await?;
     if let Some(info) = known.iter().find(|info| info.name == *name) {
-        return Ok((store, info.clone()));
+        return Ok(info.clone());
     }
     let known: Vec<String> = known.iter().map(|info| info.name.to_string()).collect();
     Err(postbox_core::kit::subscription_unknown("subscription", name, &known).into())

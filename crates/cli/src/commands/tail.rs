@@ -9,7 +9,7 @@ use tokio::select;
 
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::layout::{SHORT_ID_CHARS, width};
+use crate::layout::{SHORT_ID_CHARS, columns, cut_to, width};
 use crate::output;
 use crate::signals::stopped;
 
@@ -41,7 +41,7 @@ pub(super) async fn run(context: &Context, which: &Criteria, json: bool) -> Resu
     output::note(&format!("events appended to the {log} from now on; stop with Ctrl-C"));
     let terminal = output::is_terminal();
     if !json && !terminal {
-        output::line_of(&HEAD)?;
+        output::line_of(&HEAD);
     }
     loop {
         let tailed = select! {
@@ -51,12 +51,15 @@ pub(super) async fn run(context: &Context, which: &Criteria, json: bool) -> Resu
         };
         for (seq, event) in &tailed.events {
             if json {
-                output::json_line(&TailedJson::new(*seq, event))?;
+                output::json_line(&TailedJson::new(*seq, event));
             } else if terminal {
-                output::print(&for_people(event, width()))?;
+                output::print(&for_people(event, width()));
             } else {
-                output::line_of(&row(*seq, event))?;
+                output::line_of(&row(*seq, event));
             }
+        }
+        if output::is_broken() {
+            return Ok(());
         }
         place = tailed.place;
         if !tailed.more {
@@ -82,11 +85,14 @@ fn row(seq: Seq, event: &Event) -> [String; 6] {
 /// One line, however long the payload, so that the id is easy to find and copy. If it does not fit,
 /// the id is shortened as in tables, and the rest is cut.
 pub(crate) fn for_people(event: &Event, width: Option<u16>) -> String {
-    let (id, width) = (event.id.to_string(), width.map_or(usize::MAX, usize::from));
+    let id = event.id.to_string();
     let payload = cut(&String::from_utf8_lossy(&event.payload), PAYLOAD_CHARS);
     let line =
         |id: &str| safe_line(&format!("{:.3}  {id}  {}  {}  {payload}", event.created_at, event.topic, key(event)));
     let whole = line(&id);
-    let shown = if whole.chars().count() > width { cut(&line(&id[..SHORT_ID_CHARS[0]]), width) } else { whole };
+    let shown = match width {
+        Some(width) if columns(&whole) > width => cut_to(&line(&id[..SHORT_ID_CHARS[0]]), width),
+        _ => whole,
+    };
     shown + "\n"
 }

@@ -185,6 +185,28 @@ async fn heads_that_do_not_end_are_bounded_together() -> Result<()> {
     Ok(())
 }
 
+/// Fewer open files are allowed than connections, so the limit on connections is never reached.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn silent_strangers_that_use_up_the_open_files_keep_nobody_out() -> Result<()> {
+    let env = TestEnv::with(Kind::Sqlite, &sources()).await?;
+    let served = env.serve_with_files("100:128").await?;
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", served.pid()?))?;
+    let files = limits.lines().find(|line| line.starts_with("Max open files")).context("no such limit")?;
+    ensure!(files.split_whitespace().skip(3).take(2).eq(["128", "128"]), "it takes all it may have: {files}");
+    genuine(&served.address, "partner", 0).await?;
+    let strangers = join_all((0..200).map(|_| send_and_stay(&served.address, b""))).await;
+    let strangers = strangers.into_iter().collect::<Result<Vec<_>, _>>()?;
+    for n in 1..21 {
+        let (status, took) = genuine(&served.address, "partner", n).await?;
+        ensure!(status == 202 && took < KEPT_OUT, "{status} after {took:?}");
+    }
+    drop(strangers);
+    let log = served.terminate().await?;
+    let failed = log.iter().filter(|line| line.contains("accept failed")).count();
+    ensure!((1..=5).contains(&failed) && log.len() < 60, "{failed} lines of {}", log.len());
+    Ok(())
+}
+
 #[tokio::test]
 async fn refused_requests_by_the_thousand_are_not_logged() -> Result<()> {
     let env = TestEnv::with(Kind::Sqlite, &partner()).await?;

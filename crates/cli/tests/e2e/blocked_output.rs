@@ -6,8 +6,8 @@ use std::process::Stdio;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::endpoint::{Endpoint, refuses_all};
-use crate::env::{DEADLINE, FILE_SINK, Kind, TestEnv, cases, get, http_sink, signal, until};
+use crate::endpoint::{Endpoint, Shut, refuses_all, takes_all};
+use crate::env::{DEADLINE, FILE_SINK, Kind, TestEnv, cases, ended, get, http_sink, signal, until};
 
 /// An output that accepts nothing.
 #[derive(Debug, Clone, Copy)]
@@ -110,6 +110,71 @@ async fn a_change_that_cannot_say_its_count_on_standard_output_says_it_in_the_er
         ensure!(output.status.code() == Some(1), "{args:?}: {} {said}", output.status);
         ensure!(said.contains(&format!("; nevertheless: {done}")), "{args:?}: {said}");
     }
+    Ok(())
+}
+
+/// Each command prints a result, and then fails.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_failure_is_one_also_where_nothing_can_be_printed() -> Result<()> {
+    for output in [Output::Closed, Output::Full] {
+        let target = Endpoint::start(refuses_all)?;
+        let env = TestEnv::with(Kind::Sqlite, &(target.subscription("out") + "on_dead = \"halt\"\n")).await?;
+        env.insert_three().await?;
+        let fails = |args: &[&str], code: i32, why: &str, done: &str| -> Result<()> {
+            let failed = env.command(args).stdout(output.open()?.0).output()?;
+            let said = String::from_utf8(failed.stderr)?;
+            let context = || format!("{args:?} {output:?}: {} {said}", failed.status);
+            ensure!(failed.status.code() == Some(code) && said.contains(why), context());
+            let unsaid = format!("postbox: cannot write the output: No space left on device (os error 28){done}");
+            ensure!(said.contains(&unsaid) == matches!(output, Output::Full), context());
+            Ok(())
+        };
+        let id_of = |state: &str, key: &str| -> Result<String> {
+            let listed = env.json(&["list", "--state", state, "--key", key, "--json"])?;
+            Ok(listed[0]["event"]["id"].as_str().context("an id")?.to_owned())
+        };
+        let dispatch = ["dispatch", "--loop", "--log-level", "off"];
+        fails(&dispatch, 1, "wait behind a dead one", "; nevertheless: fetched=")?;
+        let (head, other, blocked) = (id_of("dead", "1")?, id_of("dead", "2")?, id_of("blocked", "1")?);
+        let unknown = "01234567-89ab-7def-8123-456789abcdef";
+        let no_event = format!("no log has an event {unknown}");
+        for (verb, id, word) in
+            [("mark-dead", &blocked, "marked_dead"), ("retry", &head, "retried"), ("discard", &other, "discarded")]
+        {
+            fails(&[verb, id, unknown], 1, &no_event, &format!("; nevertheless: {word}=1"))?;
+        }
+        target.set(takes_all);
+        ensure!(env.dispatch(&[])? == "dispatched=1 failed=0 dead=0");
+        fails(&["replay", &head, unknown], 1, &no_event, "; nevertheless: replayed=1")?;
+        fails(&["subscription", "reset", "out", "--to", "beginning"], 2, "to do it, add --yes", "")?;
+        let nobody = Shut::reserve()?;
+        let away = nobody.url().replace("http://", "postgres://u@") + "db";
+        fails(&["doctor", "--store", &away], 1, "there are problems", "")?;
+        fails(&["check-config", "--connect", "--store", &away], 1, "is it running", "")?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_work_is_done_also_where_nothing_can_be_printed() -> Result<()> {
+    let env = TestEnv::with(Kind::Sqlite, FILE_SINK).await?;
+    let reset = ["subscription", "reset", "out", "--to", "beginning", "--yes"];
+    env.insert_three().await?;
+    env.dispatch(&[])?;
+    for (output, code) in [(Output::Closed, 0), (Output::Full, 1)] {
+        let done = env.command(&reset).stdout(output.open()?.0).output()?;
+        let said = String::from_utf8(done.stderr)?;
+        ensure!(done.status.code() == Some(code), "{output:?}: {} {said}", done.status);
+        ensure!(said.contains("; nevertheless: out was reset") == (code == 1), "{output:?}: {said}");
+        ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0", "{output:?}: it was not reset");
+    }
+    let made = env.command(&["new", "service", "shop"]).stdout(Output::Closed.open()?.0).output()?;
+    ensure!(made.status.success() && env.path("shop/tests/service.rs").exists(), "{made:?}");
+    // Only `tail` does not end by itself.
+    let mut tail = tokio::process::Command::from(env.command(&["tail"]));
+    tail.stdout(Output::Closed.open()?.0).stderr(Stdio::piped()).kill_on_drop(true);
+    let tailed = ended(tail.spawn()?).await?;
+    ensure!(tailed.status.success(), "{tailed:?}");
     Ok(())
 }
 

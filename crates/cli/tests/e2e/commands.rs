@@ -380,6 +380,33 @@ async fn init_writes_a_file_that_is_right_and_overwrites_nothing() -> Result<()>
     ensure!(env.ok(&["check-config"])?.contains("valid"));
     ensure!(env.refuses(1, &["init"])?.contains("--force"));
     env.ok(&["init", "--force"])?;
+    std::fs::rename(env.path("postbox.toml"), env.path("linked.toml"))?;
+    std::os::unix::fs::symlink("linked.toml", env.path("postbox.toml"))?;
+    env.ok(&["init", "--force"])?;
+    ensure!(env.path("postbox.toml").is_symlink());
+    Ok(())
+}
+
+/// A shell's limit on file sizes stands for a full disk.
+#[tokio::test]
+async fn on_a_full_disk_no_part_of_a_file_is_written() -> Result<()> {
+    let env = TestEnv::empty(Kind::Sqlite).await?;
+    let refused = |args: &[&str]| -> Result<()> {
+        let command = env.command(args);
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", "trap '' XFSZ; ulimit -f 0; exec \"$0\" \"$@\""]).arg(command.get_program());
+        let output = shell.args(command.get_args()).current_dir(env.path("")).env_remove("POSTBOX_CONFIG").output()?;
+        let said = String::from_utf8(output.stderr)?;
+        ensure!(output.status.code() == Some(1) && said.contains(" cannot be written: "), "{args:?}: {said}");
+        Ok(())
+    };
+    refused(&["init"])?;
+    ensure!(std::fs::read_dir(env.path(""))?.next().is_none(), "something was left");
+    std::fs::write(env.path("postbox.toml"), "# mine\n")?;
+    refused(&["init", "--force"])?;
+    ensure!(std::fs::read_to_string(env.path("postbox.toml"))? == "# mine\n");
+    refused(&["new", "service", "shop"])?;
+    env.ok(&["new", "service", "shop"])?;
     Ok(())
 }
 

@@ -226,8 +226,30 @@ impl TestEnv {
 
     /// The same with this standard output.
     pub(crate) async fn serve_to(&self, output: Stdio, env: &[(&str, &str)]) -> Result<Served> {
-        let mut command = tokio::process::Command::from(self.command(&["run", "--log-json"]));
-        command.envs(env.iter().copied()).stdout(output).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut command = self.command(&["run", "--log-json"]);
+        command.envs(env.iter().copied()).stdout(output);
+        Self::start(command).await
+    }
+
+    /// The same, with these limits of open files, as `prlimit` takes them: `SOFT:HARD`.
+    pub(crate) async fn serve_with_files(&self, limits: &str) -> Result<Served> {
+        let service = self.command(&["run", "--log-json"]);
+        let mut command = Command::new("prlimit");
+        command.arg(format!("--nofile={limits}")).arg(service.get_program()).args(service.get_args());
+        command.current_dir(self.folder.path()).stdin(Stdio::null()).stdout(Stdio::piped());
+        for (name, value) in service.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        Self::start(command).await
+    }
+
+    /// Starts a `postbox run --log-json` and waits until it logs its address.
+    async fn start(command: Command) -> Result<Served> {
+        let mut command = tokio::process::Command::from(command);
+        command.stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn()?;
         let mut lines = BufReader::new(child.stderr.take().context("no stderr")?).lines();
         let started = async {

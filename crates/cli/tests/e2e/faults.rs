@@ -184,8 +184,25 @@ async fn a_newer_schema_is_refused_and_not_changed() -> Result<()> {
         env.sql(&format!("INSERT INTO {migration} SELECT 9999, 'from_the_future', applied_at FROM {migration}"))
             .await?;
         env.config(STDOUT_SINK)?;
-        let commands: [&[&str]; 5] =
-            [&["run"], &["dispatch"], &["migrate", "up"], &["migrate", "down", "--yes"], &["migrate", "validate"]];
+        let commands: [&[&str]; 17] = [
+            &["run"],
+            &["dispatch"],
+            &["migrate", "up"],
+            &["migrate", "down", "--yes"],
+            &["migrate", "validate"],
+            &["send", "order.paid", "{}"],
+            &["retry", "--all"],
+            &["discard", "--all"],
+            &["mark-dead", "--all"],
+            &["replay", "--all"],
+            &["prune", "--older-than", "0s"],
+            &["pause", "out"],
+            &["resume", "out"],
+            &["subscription", "rename", "out", "other"],
+            &["subscription", "reset", "out", "--to", "beginning", "--yes"],
+            &["subscription", "remove", "out", "--yes"],
+            &["subscription", "lanes", "out", "2"],
+        ];
         refused(&env, 1, &commands, &["use a newer postbox", "(schema_newer)"]).await?;
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::PermissionsExt as _;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use crate::env::{FILE_SINK, Kind, TestEnv, get, get_as, http_sink};
@@ -78,7 +78,14 @@ async fn with_a_status_token_strangers_learn_only_whether_it_is_ready() -> Resul
 /// A page in the operator's browser can have its name lead to this machine, and asks under it.
 #[tokio::test]
 async fn without_a_token_web_pages_learn_only_whether_it_is_ready() -> Result<()> {
-    let server = "[server]\nlisten = \"127.0.0.1:0\"\n";
+    for address in ["127.0.0.1", "[::ffff:127.0.0.1]"] {
+        learns_only_whether_it_is_ready(address).await.context(address)?;
+    }
+    Ok(())
+}
+
+async fn learns_only_whether_it_is_ready(address: &'static str) -> Result<()> {
+    let server = format!("[server]\nlisten = \"{address}:0\"\n");
     let http = http_sink("http://127.0.0.1:1/");
     let env = TestEnv::with(Kind::Sqlite, &format!("[subscriptions.out]\n{http}{server}")).await?;
     env.insert_three().await?;
@@ -110,7 +117,14 @@ async fn risks_are_warned_of_once_and_without_a_password() -> Result<()> {
     ensure!(checked.contains("postbox.toml:2: warning: ") && checked.contains("sslmode=verify-full"), "{checked}");
     ensure!(!checked.contains("hunter2"), "{checked}");
 
-    let env = TestEnv::with(Kind::Sqlite, &(partner() + "[server]\nlisten = \"0.0.0.0:0\"\n")).await?;
+    for address in ["0.0.0.0", "[::ffff:0.0.0.0]"] {
+        warns_that_it_is_open_to_all(address).await.context(address)?;
+    }
+    Ok(())
+}
+
+async fn warns_that_it_is_open_to_all(address: &'static str) -> Result<()> {
+    let env = TestEnv::with(Kind::Sqlite, &format!("{}[server]\nlisten = \"{address}:0\"\n", partner())).await?;
     let mut child = env.spawn(&["run"])?;
     let mut lines = BufReader::new(child.stderr.take().expect("piped")).lines();
     let mut warnings = 0;

@@ -43,6 +43,7 @@ on_both!(
     sigterm_under_load_repeats_nothing,
     dispatch_in_a_loop_ends_once_nothing_is_pending,
     dispatch_in_a_loop_waits_for_no_person,
+    dispatch_in_a_loop_makes_the_retries_of_others_before_it_gives_up,
     what_fails_for_one_reason_has_one_line_a_second,
 );
 
@@ -81,6 +82,24 @@ async fn dispatch_in_a_loop_waits_for_no_person(kind: Kind) -> Result<()> {
     ensure!(said.contains("1 event(s) of out wait behind a dead one") && said.contains("list --state dead"), "{said}");
     env.ok(&["pause", "out"])?;
     ensure!(env.dispatch(&["--loop"])? == "dispatched=0 failed=0 dead=0");
+    Ok(())
+}
+
+/// Events that wait for a person do not end it while another subscription waits for a retry.
+async fn dispatch_in_a_loop_makes_the_retries_of_others_before_it_gives_up(kind: Kind) -> Result<()> {
+    let refusing = Endpoint::start(refuses_all)?;
+    let failing = Endpoint::start(|_| (500, Duration::ZERO))?;
+    let stuck = refusing.subscription("aa") + "on_dead = \"halt\"\n";
+    let retried = failing.subscription("bb") + "retry = { delays = [\"1s\", \"1s\"] }\n";
+    let env = TestEnv::with(kind, &(stuck + &retried)).await?;
+    env.insert_three().await?;
+    let child = env.spawn(&["dispatch", "--loop", "--log-level", "off"])?;
+    failing.until("the first failures", |arrivals| arrivals.len() >= 2).await?;
+    failing.set(takes_all);
+    let output = ended(child).await?;
+    let (printed, said) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    ensure!(output.status.code() == Some(1) && printed.contains(" dispatched=3 "), "{printed}{said}");
+    ensure!(said.contains("1 event(s) of aa wait behind a dead one"), "{said}");
     Ok(())
 }
 

@@ -89,7 +89,7 @@ pub(super) async fn run(args: DemoArgs) -> Result<(), Failure> {
         paint(BOLD, "postbox demo"),
         paint(DIM, &format!("seed {seed}")),
         paint(DIM, &about)
-    ))?;
+    ));
     let took = tokio::select! {
         played = Demo::play(folder, seed, orders) => played?,
         _ = tokio::signal::ctrl_c() => return Err(Failure::failed("stopped; nothing was proven")),
@@ -116,7 +116,7 @@ pub(super) async fn run(args: DemoArgs) -> Result<(), Failure> {
         proof.table(),
         paint(DIM, &format!("again: postbox demo {again}")),
         paint(BOLD, "What next"),
-    ))?;
+    ));
     match proof.holds() {
         true => Ok(()),
         false => Err(Failure::failed(format!("a promise was broken; show it again with {again}"))),
@@ -162,9 +162,9 @@ impl Demo {
         };
         let now = Instant::now();
         let mut demo = Self { services, progress, shop, began: now, moved: (now, 0), said: None };
-        demo.say(&paint(GOOD, "the shop opens"))?;
+        demo.say(&paint(GOOD, "the shop opens"));
         if !(demo.crash_and_recover(shop::steps(orders) / 2).await? && demo.arrive().await?) {
-            demo.say(&paint(BAD, &format!("nothing has arrived for {}", span(STANDSTILL_MAX))))?;
+            demo.say(&paint(BAD, &format!("nothing has arrived for {}", span(STANDSTILL_MAX))));
         }
         // The notes must be complete before they prove anything.
         demo.progress.stop.store(true, Relaxed);
@@ -174,14 +174,14 @@ impl Demo {
         let [requests, failed, cut] =
             [&faults.requests, &faults.failed, &faults.cut].map(|it| grouped(it.load(Relaxed)));
         let duplicates = grouped(demo.services.answered("duplicate"));
-        demo.say(&format!("{requests} requests: {failed} answered 500 or 503, {cut} cut off"))?;
-        demo.say(&format!("{duplicates} messages came twice and were recognised"))?;
+        demo.say(&format!("{requests} requests: {failed} answered 500 or 503, {cut} cut off"));
+        demo.say(&format!("{duplicates} messages came twice and were recognised"));
         Ok(demo.began.elapsed())
     }
 
-    fn say(&self, text: &str) -> Result<(), Failure> {
+    fn say(&self, text: &str) {
         let seconds = format!("{:5.1}s", self.began.elapsed().as_secs_f64());
-        output::print(&format!("  {} {text}\n", paint(DIM, &seconds)))
+        output::print(&format!("  {} {text}\n", paint(DIM, &seconds)));
     }
 
     /// Prints progress until `done`. `false`: nothing moves any more.
@@ -201,7 +201,7 @@ impl Demo {
                 let [delivered, applied] = [self.services.answered("accepted"), applied].map(grouped);
                 self.say(&format!(
                     "committed {committed:>6}  rolled back {rolled_back:>5}  delivered {delivered:>6}  applied {applied:>6}"
-                ))?;
+                ));
             }
             tokio::time::sleep(TICK).await;
         }
@@ -219,16 +219,16 @@ impl Demo {
             return Ok(false);
         }
         let in_flight = self.services.crash_relay();
-        self.say(&paint(BAD, &format!("the relay is killed with {in_flight} request(s) on the wire")))?;
+        self.say(&paint(BAD, &format!("the relay is killed with {in_flight} request(s) on the wire")));
         self.services.start_relay().await?;
-        self.say("a new relay starts and waits for the dead one's lease to run out")?;
+        self.say("a new relay starts and waits for the dead one's lease to run out");
         let recovered = self.until(async |demo| {
             Ok(demo.services.relay_delivers() || (demo.shop.is_finished() && demo.services.is_quiet().await?))
         });
         if !recovered.await? {
             return Ok(false);
         }
-        self.say(&paint(GOOD, "it continues from what is recorded, not from what the dead one believed"))?;
+        self.say(&paint(GOOD, "it continues from what is recorded, not from what the dead one believed"));
         Ok(true)
     }
 
@@ -237,7 +237,7 @@ impl Demo {
         if !self.until(async |demo| Ok(demo.shop.is_finished())).await? {
             return Ok(false);
         }
-        self.say("the shop closes; what is under way arrives")?;
+        self.say("the shop closes; what is under way arrives");
         self.until(async |demo| demo.services.is_quiet().await).await
     }
 }

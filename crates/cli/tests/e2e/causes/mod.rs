@@ -9,6 +9,7 @@
 mod destination;
 mod flow;
 mod incoming;
+mod many;
 mod nobody;
 mod store;
 
