@@ -48,7 +48,9 @@ fn upcast_from(older: Type) -> TokenStream {
 }
 
 /// The call that sets the key. It has the span of the attribute, so that an error appears there if
-/// the field has no `Display`.
+/// the field has no `Display`. Only `self` has the span of the derive, like the `self` of the
+/// signature: the attribute's text may be an argument of a macro, and there is no `self` where that
+/// argument was written.
 fn written_key(input: &DeriveInput, key: &LitStr) -> Result<TokenStream> {
     let name = &input.ident;
     let Data::Struct(data) = &input.data else {
@@ -61,7 +63,8 @@ fn written_key(input: &DeriveInput, key: &LitStr) -> Result<TokenStream> {
     if !data.fields.members().any(|field| field == member) {
         return Err(missing());
     }
-    Ok(quote_spanned! { key.span() => .key(::std::string::ToString::to_string(&self.#member)) })
+    let this = quote! { self };
+    Ok(quote_spanned! { key.span() => .key(::std::string::ToString::to_string(&#this.#member)) })
 }
 
 #[cfg(test)]

@@ -2,11 +2,11 @@
 
 use opentelemetry::trace::{Link, SpanKind, TraceId};
 use opentelemetry::{Context, KeyValue};
-use opentelemetry_sdk::trace::{Sampler, SamplingResult, ShouldSample};
+use opentelemetry_sdk::trace::{IdGenerator as _, RandomIdGenerator, Sampler, SamplingResult, ShouldSample};
 
-/// Samples a share of the traces that begin here, and follows that decision within them. A sender's
-/// sampling flag is ignored when a message is received: otherwise anybody who can send a message
-/// could flood the collector, or hide from it.
+/// Samples a share of the traces that begin here, and follows that decision within them. When a
+/// message is received, the sender's sampling flag and its choice of a trace id are ignored:
+/// otherwise anybody who can send a message could flood the collector, or hide from it.
 #[derive(Debug, Clone)]
 pub(crate) struct OwnRatio {
     ratio: Sampler,
@@ -32,7 +32,9 @@ impl ShouldSample for OwnRatio {
     ) -> SamplingResult {
         let receives =
             attributes.iter().any(|it| it.key.as_str() == "messaging.operation.type" && it.value.as_str() == "receive");
-        let sampler = if receives { &self.ratio } else { &self.follows };
+        // The ratio decides by the trace id, which the sender may have chosen.
+        let (sampler, trace) =
+            if receives { (&self.ratio, RandomIdGenerator::default().new_trace_id()) } else { (&self.follows, trace) };
         sampler.should_sample(parent, trace, name, kind, attributes, links)
     }
 }
@@ -58,6 +60,8 @@ mod tests {
         let (yes, no) = (TraceFlags::SAMPLED, TraceFlags::NOT_SAMPLED);
         assert!(!decided(0.0, yes, "receive"), "nobody fills our collector");
         assert!(decided(1.0, no, "receive"), "nobody hides");
+        let exported = (0..1000).filter(|_| decided(0.5, yes, "receive")).count();
+        assert!((300..700).contains(&exported), "one id is no decision: {exported} of 1000");
         assert!(decided(0.0, yes, "send"), "what began elsewhere in our own programs goes on");
         assert!(!decided(1.0, no, "process"));
     }

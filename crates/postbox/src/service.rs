@@ -9,22 +9,20 @@ use std::time::Duration;
 use futures::future::join_all;
 use postbox_core::kit::check_logs;
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription, SubscriptionInfo, SubscriptionName};
-use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder, wait_for_store};
+use postbox_engine::{
+    Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder, note_subscribed, wait_for_store,
+};
 #[cfg(feature = "http")]
 use postbox_ingress::{Ingress, WebhookSource};
 use postbox_router::{Place, Router};
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
-use tracing::{info, warn};
+use tracing::info;
 
 /// Longest wait of [`Service::ready`] for the store. Its callers have deadlines too, often of
 /// seconds.
 const READY_WAIT: Duration = Duration::from_secs(2);
-
-/// What to do about a subscription that is new, if it is not meant to be.
-const RENAMED: &str = "with start Beginning its handlers get every event still in the log; \
-    if it is a new name of another: stop, remove it, and run postbox subscription rename OLD NEW";
 
 /// Everything a program does with events: subscriptions with their handlers, sources of webhooks,
 /// retention. Clones are the same service.
@@ -72,8 +70,10 @@ const RENAMED: &str = "with start Beginning its handlers get every event still i
 ///   A sweep or a look that panics is restarted as well.
 ///   A relay whose subscription was removed or renamed meanwhile is not restarted.
 /// - The first of the signal and [`Self::stop`] ends it. Work in flight is finished and settled,
-///   for [`drain_timeout`](crate::RelaySettings::drain_timeout) at most, and lanes are released. No
-///   event is handled again because of it.
+///   and lanes are released. What ends within
+///   [`drain_timeout`](crate::RelaySettings::drain_timeout), 10 s by default, is not repeated. A
+///   handler that takes longer is cut off, and its event is handled again: for such handlers, add
+///   [a relay](ServiceBuilder::relay) with a longer one.
 /// - It runs once.
 /// - Waits follow tokio's time. With a [`MemoryStore`](crate::MemoryStore), a test may pause it.
 #[derive(Clone)]
@@ -227,43 +227,26 @@ impl Inner {
     /// that.
     async fn start(&self) -> Result<bool> {
         let checked = wait_for_store(&*self.clock, |error| !error.is_permanent(), || self.check());
-        match self.stop.run_until_cancelled(checked).await {
-            None => return Ok(false),
-            Some(checked) => checked?,
-        }
+        let Some(checked) = self.stop.run_until_cancelled(checked).await else { return Ok(false) };
+        let known = checked?;
         for relay in &self.relays {
-            if !relay.relay().subscribe(&self.stop).await? {
+            let relay = relay.relay();
+            if !relay.subscribe(&self.stop).await? {
                 return Ok(false);
             }
+            note_subscribed(relay.subscription(), &known, |name| self.relays.iter().any(|it| it.name() == name));
         }
         Ok(true)
     }
 
-    async fn check(&self) -> Result<()> {
+    /// Returns the subscriptions that the store has.
+    async fn check(&self) -> Result<Vec<SubscriptionInfo>> {
         self.store.validate().await?;
         if !self.received.is_empty() {
             check_logs("serve", &self.received, &self.store.logs().await?)?;
             self.store.check_receiving().await?;
         }
-        let known = self.store.subscriptions().await?;
-        let ours: Vec<&Subscription> = self.relays.iter().map(|relay| relay.relay().subscription()).collect();
-        for wanted in &ours {
-            let Some(info) = known.iter().find(|info| info.name == wanted.name) else {
-                let is_other = |info: &&SubscriptionInfo| ours.iter().all(|it| it.name != info.name);
-                let others = known.iter().filter(|info| info.log == wanted.log).filter(is_other);
-                let others: Vec<&str> = others.map(|info| info.name.as_str()).collect();
-                if !others.is_empty() {
-                    let (start, cure) = (wanted.start, RENAMED);
-                    warn!(subscription = %wanted.name, ?start, ?others, cure, "subscription is new");
-                }
-                continue;
-            };
-            // Another service that uses the name would lose its events to this one.
-            if info.filter != wanted.filter {
-                warn!(subscription = %wanted.name, from = %info.filter, to = %wanted.filter, "filter changed");
-            }
-        }
-        Ok(())
+        self.store.subscriptions().await
     }
 }
 
@@ -360,12 +343,10 @@ impl ServiceBuilder {
         logs.extend([LogName::outbox(), LogName::inbox()]);
         logs.extend(relays.iter().map(|relay| relay.subscription().log.clone()));
         let logs: Vec<_> = logs.into_iter().collect();
-        let mut sweeper = Sweeper::new(store.clone(), logs.clone(), clock.clone())
+        let sweeper = Sweeper::new(store.clone(), logs.clone(), clock.clone())
             .events_older_than(self.events_age)
-            .message_ids_older_than(self.message_ids_age)?;
-        if let Some(age) = self.dead_age {
-            sweeper = sweeper.dead_older_than(age)?;
-        }
+            .message_ids_older_than(self.message_ids_age)?
+            .dead_older_than(self.dead_age)?;
         Ok(Service(Arc::new(Inner {
             relays: relays.into_iter().map(|relay| SupervisedRelay::new(relay, None)).collect(),
             #[cfg(feature = "http")]

@@ -236,7 +236,7 @@ async fn a_new_name_beside_others_is_named_at_the_start() {
         let lines = warned(&store, name).await;
         assert_eq!(lines.len(), usize::from(is_new), "{lines:?}");
         for line in lines {
-            assert!(line.contains("subscription is new") && line.contains("subscription=letters "), "{line}");
+            assert!(line.contains("subscription created") && line.contains("subscription=letters "), "{line}");
             assert!(line.contains("mails"), "{line}");
         }
     }

@@ -16,6 +16,28 @@ struct OrderPaid {
     order: i64,
 }
 
+/// The key is an argument of the macro that has the derive.
+macro_rules! shipped {
+    ($key:literal) => {
+        #[derive(postbox::Event, Serialize)]
+        #[event(topic = "order.shipped", key = $key)]
+        struct OrderShipped {
+            order: i64,
+        }
+    };
+}
+
+shipped!("order");
+
+#[tokio::test]
+async fn a_macro_can_be_given_the_key_of_an_event() {
+    let store = test::store();
+    let mut tx = store.begin();
+    postbox::Postbox::new(store.clone()).append(&mut tx, OrderShipped { order: 7 }).expect("appended");
+    tx.commit();
+    test::assert_appended!(&store, NewEvent::json("order.shipped", r#"{"order":7}"#).key("7"));
+}
+
 async fn appends_and_is_asked(store: impl Store + Clone) {
     let outbox = LogName::outbox();
     let paid = |order: i64| NewEvent::json("order.paid", format!(r#"{{"order":{order}}}"#)).key(order.to_string());

@@ -65,18 +65,19 @@ impl InProcessBus {
 }
 
 /// Returns the worst of the handlers' outcomes. A retry outranks a dead outcome, so that a handler
-/// that may still succeed is called again first.
+/// that may still succeed is called again first. Of equals, the one that names the longest wait
+/// counts: all handlers are called again, also the one that asked for it.
 pub(crate) fn worst(outcomes: Vec<Outcome>) -> Outcome {
     let rank = |outcome: &Outcome| match outcome {
-        Outcome::Delivered { duplicate: true, .. } => 0,
-        Outcome::Delivered { duplicate: false, .. } => 1,
-        Outcome::Gone { .. } => 2,
-        Outcome::Dead { .. } => 3,
-        Outcome::Retry { .. } => 4,
-        Outcome::ServerError { .. } => 5,
-        Outcome::Ambiguous { .. } => 6,
-        Outcome::Throttled { .. } => 7,
-        Outcome::Unavailable { .. } => 8,
+        Outcome::Delivered { duplicate: true, .. } => (0, None),
+        Outcome::Delivered { duplicate: false, .. } => (1, None),
+        Outcome::Gone { .. } => (2, None),
+        Outcome::Dead { .. } => (3, None),
+        Outcome::Retry { after, .. } => (4, *after),
+        Outcome::ServerError { after, .. } => (5, *after),
+        Outcome::Ambiguous { after, .. } => (6, *after),
+        Outcome::Throttled { after, .. } => (7, *after),
+        Outcome::Unavailable { .. } => (8, None),
     };
     outcomes.into_iter().max_by_key(rank).unwrap_or(Outcome::DELIVERED)
 }

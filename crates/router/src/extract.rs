@@ -1,7 +1,7 @@
 //! Arguments of handlers.
 
 use postbox_core::typed::decode;
-use postbox_core::{Context, Delivery, Headers, Outcome, TypedEvent};
+use postbox_core::{Context, Delivery, Error, Headers, Outcome, TypedEvent};
 use serde::de::DeserializeOwned;
 
 /// A handler argument that is taken from an event and from the router's state.
@@ -35,29 +35,9 @@ impl<T: TypedEvent + DeserializeOwned + Send, S> Extract<S> for Event<T> {
     }
 
     fn extract(delivery: &Delivery, _: &S) -> Result<Self, Outcome> {
-        decode(&delivery.event).map(Event).map_err(|error| {
-            let cause = std::error::Error::source(&error).and_then(|cause| unquoted(&cause.to_string()));
-            let cause = cause.map(|cause| format!(": {cause}")).unwrap_or_default();
-            Outcome::dead(error.code().to_owned(), format!("{}{cause}", error.message()))
-        })
+        let dead = |error: Error| Outcome::dead(error.code().to_owned(), error.message());
+        decode(&delivery.event).map(Event).map_err(dead)
     }
-}
-
-/// What serde says of a payload, without the value that it quotes: errors go into logs and traces.
-/// `None` for any other text: it is a field's own, and may quote the payload in any form.
-fn unquoted(said: &str) -> Option<String> {
-    let begins = |forms: &[&str]| forms.iter().any(|form| said.starts_with(form));
-    // These name a field of the type.
-    if begins(&["missing field `", "duplicate field `"]) {
-        return Some(said.to_owned());
-    }
-    if !begins(&["invalid type: ", "invalid value: ", "invalid length ", "unknown variant `", "unknown field `"]) {
-        return None;
-    }
-    // The last of them: a value may contain such words, too.
-    let rest = [", expected", ", there are"].iter().filter_map(|rest| said.rfind(rest)).max()?;
-    let found = said[..rest].find(['"', '`']).map_or(&said[..rest], |quote| said[..quote].trim_end());
-    Some(format!("{found}{}", &said[rest..]))
 }
 
 /// The router's state, cloned; see [`Router::with_state`](crate::Router::with_state).
@@ -86,24 +66,5 @@ impl<S> Extract<S> for Delivery {
 impl<S> Extract<S> for Headers {
     fn extract(delivery: &Delivery, _: &S) -> Result<Self, Outcome> {
         Ok(delivery.event.headers.clone())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_what_serde_says_in_its_own_words_is_repeated() {
-        for (said, repeated) in [
-            ("missing field `order` at line 1 column 2", Some("missing field `order` at line 1 column 2")),
-            ("invalid type: string \"a, expected b\", expected i64", Some("invalid type: string, expected i64")),
-            ("unknown field `a, expected b`, there are no fields", Some("unknown field, there are no fields")),
-            ("invalid length 3, expected a tuple of size 2", Some("invalid length 3, expected a tuple of size 2")),
-            ("parsed value '1', but unparsed input \"2\" remains (expected no unparsed input)", None),
-            ("no date: secret, expected another", None),
-        ] {
-            assert_eq!(unquoted(said).as_deref(), repeated, "{said}");
-        }
     }
 }

@@ -48,7 +48,9 @@ impl Failure {
         Self(Outcome::unavailable(code, error.to_string()))
     }
 
-    /// Sets the shortest wait before the retry. Has no effect on the other outcomes.
+    /// Sets the shortest wait before the retry, up to the `delay_max` of the subscription's
+    /// [`RetryPolicy`](postbox_core::RetryPolicy) (3 hours by default). Has no effect on the other
+    /// outcomes.
     #[must_use]
     pub fn after(mut self, wait: Duration) -> Self {
         if let Outcome::Retry { after, .. } = &mut self.0 {

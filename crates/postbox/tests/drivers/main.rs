@@ -2,6 +2,7 @@
 
 mod diesel;
 mod diesel_async;
+mod diesel_async_pool;
 mod sea_orm;
 mod sqlx;
 mod sqlx08;
@@ -226,5 +227,5 @@ macro_rules! suite {
 }
 
 mod suite {
-    suite! { diesel diesel_async sea_orm sqlx sqlx08 tokio_postgres }
+    suite! { diesel diesel_async diesel_async_pool sea_orm sqlx sqlx08 tokio_postgres }
 }

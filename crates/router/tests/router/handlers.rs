@@ -293,12 +293,25 @@ async fn the_rules_of_a_merged_router_hold_for_all() {
 #[tokio::test(start_paused = true)]
 async fn of_several_handlers_that_fail_one_that_may_still_succeed_counts() {
     let env = TestEnv::with([paid(1)]).await;
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counted = calls.clone();
+    let print = move |_: Event<Paid>| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        async { fail(Failure::retry("printer", "on fire").after(60 * S)) }
+    };
     let router = Router::new()
         .on(async |_: Event<Paid>| fail(Failure::dead("address_unknown", "no such customer")))
-        .on(async |_: Event<Paid>| fail(Failure::retry("printer", "on fire")))
+        .on(print)
+        .on(async |_: Event<Paid>| fail(Failure::retry("mailbox", "full")))
         .on(async |_: Event<Paid>| Ok::<(), Failure>(()));
-    relay(&env, router).drain(None).await.expect("drained");
-    assert_eq!(left(&env, EventState::Retrying).await.0, "printer");
+    let relay = relay(&env, router);
+    // It waits as long as the one that asked for a wait.
+    for calls_by_now in [1, 1, 2] {
+        relay.drain(None).await.expect("drained");
+        assert_eq!(calls.load(Ordering::SeqCst), calls_by_now);
+        assert_eq!(left(&env, EventState::Retrying).await.0, "printer");
+        tokio::time::sleep(35 * S).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]
