@@ -1,4 +1,4 @@
-//! Conformance suites, real servers, a fault proxy and an event ledger for tests of Postbox.
+//! Conformance suites, real servers and a fault proxy for tests of Postbox.
 //!
 //! Everything here panics when a server is not installed or does not start, and when something does
 //! not hold or does not come in time. The message says which, and what to do.
@@ -8,7 +8,6 @@ pub mod collector;
 pub mod conformance;
 pub mod hostile;
 pub mod inbox;
-pub mod ledger;
 pub mod memory;
 pub mod proxy;
 pub mod receiving;

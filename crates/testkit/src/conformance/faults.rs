@@ -3,11 +3,11 @@
 //! A writing call can end in four ways that its caller cannot tell apart. It was never executed. It
 //! was executed and the answer was lost ([`lost`](super::lost)). It is executed after another owner
 //! has taken the lane over. Or it is executed twice, because the caller repeated it
-//! ([`late`](super::late)). A new writing call gets a [`Call`] and a case in both modules. Three
-//! have none, because their effect is the same whenever and however often they run:
-//! `Receive::forget` goes by age, `Maintain::create_log` only adds what is missing, and
-//! `Maintain::rebase` is refused while a lane is held and keeps what is delivered and what is
-//! pending.
+//! ([`late`](super::late)). A new writing call gets a [`Call`] and a case in `late`, and one in
+//! `lost` if that shows more. Three have none, because their effect is the same whenever and
+//! however often they run: `Receive::forget` goes by age, `Maintain::create_log` only adds what is
+//! missing, and `Maintain::rebase` is refused while a lane is held and keeps what is delivered and
+//! what is pending.
 //!
 //! A case makes its request as a value ([`Asked`]), passes it to [`CallFaults::lose_answer`] or
 //! [`CallFaults::delay`], and repeats it. Then it checks that no event is lost, phantom, out of

@@ -1,12 +1,10 @@
 //! The store executed a call and the answer is lost. The caller repeats it, which changes nothing.
+//!
+//! A call has a case here only if its case in [`late`](super::late) does not show the same.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use postbox_core::{
-    Change, ErrorKind, EventId, LogName, NewEvent, Pause, Prune, Received, Replay, ResetTo, StartAt, State, Store,
-    Subscription,
-};
+use postbox_core::{ErrorKind, LogName, NewEvent, Received, Replay, ResetTo, State, Store, Subscription};
 
 use super::StoreFixture;
 use super::dead_letters::{handover, letters, texts};
@@ -66,14 +64,6 @@ async fn lost(fixture: &dyn StoreFixture, call: Call, ask: &impl Fn(Arc<dyn Stor
     again
 }
 
-pub async fn an_append_with_own_ids_is_stored_once(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    let events = [event("1").id(EventId::now_v7()), event("2").id(EventId::now_v7())];
-    let again = lost(fixture, Call::Append, &call!(store, [events], store.append(&outbox(), &events))).await;
-    assert_eq!(again.append(&outbox(), &events).await.expect("it says so").known(), 2);
-    assert_eq!(payloads(&lane.drain().await), ["1", "2"]);
-}
-
 /// Without ids, a repetition cannot be recognised.
 pub async fn an_append_without_ids_is_stored_whole_each_time(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
@@ -97,45 +87,6 @@ pub async fn a_message_that_was_stored_is_a_duplicate(fixture: &dyn StoreFixture
     assert_eq!(again.conflicts(10).await.expect("listed")[0].times, 2);
     let reads = Subscription { lanes: Some(1), ..Subscription::new(named("inbox-reader"), inbox) };
     assert_eq!(payloads(&Lane::open_as(fixture, &reads).await.drain().await), ["one", "two", "three"]);
-}
-
-pub async fn a_replay_repeated_replays_once(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    let id = lane.past([(event("1"), dead())]).await[0];
-    let (reader, dead) = (named("reader"), these(&[id]));
-    let again =
-        lost(fixture, Call::Retry, &call!(store, [reader, dead], store.change(&reader, &Change::Retry, &dead))).await;
-    assert_eq!(again.change(&reader, &Change::Retry, &dead).await.expect("asked").count, 0);
-    assert_eq!(record(&lane.store, id).await.replays, 1);
-    assert_eq!(payloads(&lane.drain_due().await), ["1"]);
-    assert_eq!(again.change(&reader, &Change::Retry, &dead).await.expect("asked").count, 0);
-    assert_eq!(record(&lane.store, id).await.state, State::Dispatched);
-}
-
-pub async fn a_discard_repeated_takes_out_nothing_more(fixture: &dyn StoreFixture) {
-    let (lane, ids) = Lane::settled(fixture, [(keyed("a", "1"), retry(HOUR)), (keyed("a", "2"), Block)]).await;
-    let unread = append(&lane.store, [event("3"), event("4")]).await;
-    let (reader, both) = (named("reader"), these(&[ids[0], unread[0]]));
-    let again =
-        lost(fixture, Call::Discard, &call!(store, [reader, both], store.change(&reader, &Change::Discard, &both)))
-            .await;
-    assert_eq!(again.change(&reader, &Change::Discard, &both).await.expect("asked").count, 0);
-    assert_eq!(stats(&lane.store).await.discarded, 2);
-    assert_eq!(payloads(&lane.drain_due().await), ["2"]);
-    let batch = lane.next(10).await;
-    assert_eq!((payloads(&batch.deliveries), batch.discarded.len()), (vec!["3".to_owned(), "4".to_owned()], 1));
-}
-
-pub async fn a_mark_repeated_is_one(fixture: &dyn StoreFixture) {
-    let (lane, ids) = Lane::settled(fixture, [(keyed("a", "1"), retry(HOUR)), (keyed("a", "2"), Block)]).await;
-    let unread = append(&lane.store, [event("3"), event("4")]).await;
-    let (reader, both, mark) = (named("reader"), these(&[ids[0], unread[0]]), Change::MarkDead { why: None });
-    let ask = call!(store, [reader, both, mark], store.change(&reader, &mark, &both));
-    let again = lost(fixture, Call::MarkDead, &ask).await;
-    assert_eq!(again.change(&reader, &mark, &both).await.expect("asked").count, 0);
-    assert_eq!(listed(&lane.store, State::Dead).await, ["1", "3"]);
-    assert_eq!(record(&lane.store, ids[0]).await.error.expect("it says why").matches("by a person").count(), 1);
-    assert_eq!(payloads(&lane.drain_due().await), ["2"]);
 }
 
 /// Events that are being sent already are skipped.
@@ -171,35 +122,6 @@ pub async fn a_look_for_what_nobody_wants_repeated_finds_nothing_twice(fixture: 
     assert!(lane.drain_due().await.is_empty());
 }
 
-pub async fn a_prune_repeated_takes_nothing_that_is_needed(fixture: &dyn StoreFixture) {
-    let (lane, _) = Lane::settled(fixture, [(event("sent"), Delivered), (event("dead"), dead())]).await;
-    append(&lane.store, [event("unread")]).await;
-    fixture.pass(Duration::from_millis(1)).await;
-    let again = lost(fixture, Call::Prune, &call!(store, [], store.prune(&outbox(), &Prune::default()))).await;
-    assert_eq!(again.prune(&outbox(), &Prune::default()).await.expect("pruned").count, 0);
-    let stats = stats(&lane.store).await;
-    assert_eq!((stats.dispatched, stats.dead, stats.pending), (1, 1, 1));
-}
-
-pub async fn a_pause_repeated_is_one_pause(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    let pause = Pause { until: None, by: "me".into(), why: "why".into() };
-    for (call, pause) in [(Call::Pause, Some(pause)), (Call::Resume, None)] {
-        let ask = call!(store, [pause], store.pause(&named("reader"), pause.as_ref()));
-        let again = lost(fixture, call, &ask).await;
-        again.pause(&named("reader"), pause.as_ref()).await.expect("set");
-        assert_eq!(lane.store.subscriptions().await.expect("listed")[0].paused, pause);
-    }
-}
-
-pub async fn a_leave_repeated_is_one(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    assert_eq!(acquire(&lane.store, "reader", "two", LONG).await.replicas, 2);
-    let again = lost(fixture, Call::Leave, &call!(store, [], store.leave(&named("reader"), &owner("two")))).await;
-    again.leave(&named("reader"), &owner("two")).await.expect("it has left");
-    assert_eq!(acquire(&lane.store, "reader", "one", LONG).await.replicas, 1);
-}
-
 pub async fn a_handover_repeated_is_one(fixture: &dyn StoreFixture) {
     let (lane, ids) = Lane::settled(fixture, [(event("1"), dead()), (event("2"), dead())]).await;
     let done: Vec<_> = letters(&lane).await.iter().take(1).map(|letter| handover(letter, None)).collect();
@@ -212,21 +134,6 @@ pub async fn a_handover_repeated_is_one(fixture: &dyn StoreFixture) {
     lane.settle_due(&batch, vec![dead()]).await;
     again.hand_over(&lane.lease, &done).await.expect("said again");
     assert_eq!(texts(&lane).await, ["1", "2"], "the second death was not handed over");
-}
-
-pub async fn a_subscription_is_made_once(fixture: &dyn StoreFixture) {
-    let store = fixture.store();
-    append(&store, [event("before")]).await;
-    let of = Subscription { start: StartAt::Now, lanes: Some(2), ..reader() };
-    let again = lost(fixture, Call::Subscribe, &call!(store, [of], store.subscribe(&of))).await;
-    append(&store, [event("after")]).await;
-    again.subscribe(&of).await.expect("it is there");
-    assert_eq!(store.subscriptions().await.expect("listed")[0].lanes.len(), 2);
-    let mut arrived = Vec::new();
-    for by in ["one", "two"] {
-        arrived.extend(payloads(&Lane::take(&store, "reader", by).await.drain().await));
-    }
-    assert_eq!(arrived, ["after"]);
 }
 
 pub async fn a_rename_repeated_is_one(fixture: &dyn StoreFixture) {

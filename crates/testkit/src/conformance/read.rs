@@ -95,6 +95,26 @@ pub async fn prefetched_batches_come_again_after_a_crash(fixture: &dyn StoreFixt
     assert_eq!(payloads(&lane.taken_over().await.drain().await), ["3", "4", "5"]);
 }
 
+/// Events keep arriving, and a former holder has opened the window.
+pub async fn a_lease_knows_when_it_has_read_what_was_there(fixture: &dyn StoreFixture) {
+    let (lane, _) = Lane::unread(fixture, numbered(5)).await;
+    lane.settle(&lane.next(2).await, vec![]).await;
+    append(&lane.store, [event("6")]).await;
+    let lane = lane.taken_over().await;
+    let mut seen = Vec::new();
+    loop {
+        let batch = lane.next(1).await;
+        append(&lane.store, [event("later")]).await;
+        lane.settle(&batch, vec![]).await;
+        seen.extend(payloads(&batch.deliveries));
+        if batch.caught_up {
+            break;
+        }
+        assert!(seen.len() < 10, "it never knows: {seen:?}");
+    }
+    assert_eq!(seen.get(..4).unwrap_or(&seen), ["3", "4", "5", "6"]);
+}
+
 /// Reading on before the end of a window is settled is not required, but must not lose an event.
 pub async fn reading_on_before_settling_loses_nothing(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::unread(fixture, numbered(2)).await;
