@@ -2,16 +2,18 @@
 //!
 //! `cargo doc` checks every dependency once more, which takes minutes. `cargo test --doc` gives
 //! rustdoc what the build has made. So it runs this program in rustdoc's place, which makes the
-//! docs from the same arguments, and then runs the doctests.
+//! docs from the same arguments, as JSON, checks the public API, and then runs the doctests.
 
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
+use crate::api;
+
 /// Names the folder of the docs for this program in rustdoc's place.
 const FOLDER: &str = "XTASK_DOCS";
 
-/// Makes `cargo test --doc` write the docs into the target folder as well; warnings are errors.
+/// Makes `cargo test --doc` document the libraries as well, in the target folder.
 pub(crate) fn with_docs(command: &mut Command, target: &Path) {
     // Not the file of this process, which the build may have replaced.
     command.env("RUSTDOC", target.join("debug/xtask")).env(FOLDER, target.join("doc"));
@@ -21,7 +23,6 @@ pub(crate) fn with_docs(command: &mut Command, target: &Path) {
 pub(crate) fn rustdoc() -> Option<ExitCode> {
     let folder = std::env::var_os(FOLDER)?;
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
-    let run = |command: &mut Command| command.status().is_ok_and(|status| status.success());
     let is_test = arguments.iter().any(|argument| argument == "--test");
     let documented = !is_test || {
         let mut rest = arguments.iter();
@@ -30,11 +31,15 @@ pub(crate) fn rustdoc() -> Option<ExitCode> {
             match argument.to_str() {
                 Some("--test") => {}
                 Some("--test-run-directory" | "--test-args") => drop(rest.next()),
-                _ => kept.push(argument),
+                _ => kept.push(argument.clone()),
             }
         }
-        run(Command::new("rustdoc").args(kept).args(["-D", "warnings", "--out-dir"]).arg(folder))
+        let done = api::document(&kept, Path::new(&folder));
+        if let Err(error) = &done {
+            println!("error: {error:#}");
+        }
+        done.is_ok()
     };
-    let tested = run(Command::new("rustdoc").args(arguments));
+    let tested = Command::new("rustdoc").args(arguments).status().is_ok_and(|status| status.success());
     Some(if documented && tested { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

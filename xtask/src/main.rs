@@ -1,9 +1,11 @@
-//! Developer commands: `cargo xtask test`, `simulate`, `crash`, `planted`, `bench`, `servers`.
+//! Developer commands: `cargo xtask test`, `docs`, `simulate`, `crash`, `planted`, `bench`,
+//! `servers`.
 //!
 //! Installs what it needs with the usual clients of the registries (apt, pip, cargo), and nothing
 //! from anywhere else.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
+mod api;
 mod docs;
 mod planted;
 mod servers;
@@ -33,6 +35,9 @@ enum Task {
         #[arg(long)]
         fast: bool,
     },
+    /// Checks the docs of the libraries, runs their examples, and compares their public API with
+    /// `docs/api`; with `UPDATE=1` it writes that folder.
+    Docs,
     /// Installs the servers that the tests use, unless they are installed.
     Servers,
     /// Plants deliberate mistakes into a copy of the tree, one at a time, and says which check
@@ -82,6 +87,7 @@ fn main() -> ExitCode {
 fn run(task: Task) -> anyhow::Result<bool> {
     match task {
         Task::Test { fast } => suite::test(fast),
+        Task::Docs => suite::docs(),
         Task::Servers => servers::install().map(|()| true),
         Task::Planted(options) => planted::run(&options),
         Task::Crash { debug, arguments } => {

@@ -200,6 +200,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("ring", &["postbox-webhook"]),
     ("rumqttc", &["postbox-mqtt"]),
     ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench", "postbox-crash", "postbox-simulator"]),
+    ("rustix", &["postbox-cli"]),
     (
         "rustls",
         &[

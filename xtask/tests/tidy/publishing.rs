@@ -1,12 +1,12 @@
 //! What a user finds with a crate, and whether it can be published.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde_json::Value;
 
 use crate::layers::metadata;
-use crate::none;
+use crate::{none, root};
 
 /// The workspace crates that are published: those whose manifest does not forbid it.
 fn published(metadata: &Value) -> BTreeMap<&str, &Value> {
@@ -56,4 +56,18 @@ fn what_is_published_needs_only_what_is_published() {
         }
     }
     none(&faults);
+}
+
+#[test]
+fn the_public_api_of_every_crate_that_programs_use_is_kept() {
+    let metadata = metadata();
+    let published = published(&metadata);
+    let parts = published["postbox"]["dependencies"].as_array().expect("a list").iter();
+    let parts = parts.filter(|it| it["source"].is_null() && it["kind"].is_null()).map(|it| it["name"].as_str());
+    let file = |name: &str| format!("{}.txt", name.replace('-', "_"));
+    let wanted: BTreeSet<String> = parts.flatten().chain(["postbox"]).map(file).collect();
+    let folder = std::fs::read_dir(root().join("docs/api")).expect("docs/api");
+    let kept: BTreeSet<String> =
+        folder.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned()).collect();
+    assert_eq!(kept, wanted, "create an empty file for a new crate, then: UPDATE=1 cargo xtask docs");
 }
