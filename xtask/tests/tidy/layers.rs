@@ -192,6 +192,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("proc-macro2", &["postbox-derive"]),
     ("prometheus-client", &["postbox-server"]),
     ("prost", &["postbox-testkit"]),
+    ("public-api", &["xtask"]),
     ("quote", &["postbox-derive"]),
     ("rcgen", &["postbox-testkit"]),
     ("rdkafka", &["postbox-kafka"]),
