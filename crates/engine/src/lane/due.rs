@@ -39,7 +39,7 @@ impl Lane {
             }
             let left = self.due_timer.left(clock.monotonic());
             if left.is_zero() {
-                let read = self.due_once(until, None, round).await?;
+                let read = self.due_once(until, false, round).await?;
                 if read > 0 {
                     // A delivery may have released the next event of its key.
                     self.due_timer.schedule(clock.monotonic(), Duration::ZERO);
@@ -62,25 +62,16 @@ impl Lane {
         Ok(count)
     }
 
-    /// Reads one batch of due rows and delivers it. Returns how many there were. A `probe` reads at
-    /// most this many and sends one of them.
+    /// Reads one batch of due rows and delivers it. Returns how many there were. A `probe` reads
+    /// one.
     ///
     /// Reads at most twice what the previous batch could send in its time. More rows would only
     /// stand behind slow calls and be read again and again.
-    pub(super) async fn due_once(
-        &self,
-        until: Until<'_>,
-        probe: Option<usize>,
-        round: &CancellationToken,
-    ) -> Result<usize> {
+    pub(super) async fn due_once(&self, until: Until<'_>, probe: bool, round: &CancellationToken) -> Result<usize> {
         self.due_timer.reset(self.context.clock.monotonic());
         let most = self.context.read;
         let (careful, sees_all) = (self.careful.has_rows(), !self.careful.has_stream());
-        let events = match probe {
-            _ if careful => 1,
-            Some(reach) => reach,
-            None => self.due_events.load(Ordering::Relaxed).min(most.events),
-        };
+        let events = if probe || careful { 1 } else { self.due_events.load(Ordering::Relaxed).min(most.events) };
         let limit = BatchLimit { events, ..most };
         let Some(reservation) = until.reserve(limit).await else { return Ok(0) };
         let (log, lease) = (&self.context.log, &self.lease.lease);
@@ -97,19 +88,18 @@ impl Lane {
         let count_together = batch.deliveries.len();
         if count_together > 0 {
             // At most half of the calls: many slow rows must leave room for the stream.
-            let mut limits = self.limits(probe.is_some());
+            let mut limits = self.limits(probe);
             limits.calls_max = limits.calls_max.div_ceil(2);
             limits.detach_after = limits.detach_after.map(|_| BATCH_TIME);
             limits.send_until = Some(self.context.clock.monotonic() + BATCH_TIME);
             let sent = self.deliver_due(&Arc::new(batch), limits, round).await?;
-            if probe.is_none() && events > 1 && (sent < count_together || count >= events) {
+            if events > 1 && (sent < count_together || count >= events) {
                 let at_once = limits.calls_max.saturating_mul(self.context.capabilities.batch_max);
                 self.due_events.store(at_once.max(2 * sent), Ordering::Relaxed);
             }
         }
         if let Some(alone) = alone {
-            // If one of the others was the probe, this one is not sent while the breaker is open.
-            self.deliver_alone(alone, probe.is_some() && count_together == 0, round).await?;
+            self.deliver_alone(alone, probe, round).await?;
         }
         Ok(count)
     }

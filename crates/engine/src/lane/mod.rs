@@ -280,9 +280,9 @@ impl Lane {
     ///
     /// The event itself, or many events around it, may be the reason that the destination looks
     /// down. So the choice varies. Half of the time a due row is tried first, otherwise one of the
-    /// stream. It is the first one half of the time, otherwise a random one from a range that grows
-    /// with each failed probe. If one of the stream is accepted, those before it leave the stream
-    /// as due rows.
+    /// stream. Of the stream it is the next event half of the time, otherwise a random one from a
+    /// range that grows with each failed probe. If that one is accepted, those before it leave the
+    /// stream as due rows.
     async fn probe(&self, until: Until<'_>) -> Result<bool> {
         let context = &*self.context;
         context.metrics.set_breaker(context.health.breaker.state());
@@ -293,7 +293,7 @@ impl Lane {
         let limit = BatchLimit { events: reach, ..context.settings.batch };
         let stream_first = context.random.unit() < 0.5;
         let found = stream_first && self.probe_stream(until, limit, &round).await?
-            || self.due_once(until, Some(reach), &round).await? > 0
+            || self.due_once(until, true, &round).await? > 0
             || !stream_first && self.probe_stream(until, limit, &round).await?;
         match found {
             true => context.health.breaker.found_some(),
@@ -302,9 +302,9 @@ impl Lane {
         Ok(found)
     }
 
-    /// Returns the number of events among which a probe is chosen: four times as many after each
-    /// failed probe, up to a batch and at last several. An apply transaction takes everything it is
-    /// given, so it gets one.
+    /// Returns the number of stream events among which a probe is chosen: four times as many after
+    /// each failed probe, up to a batch and at last several. An apply transaction takes everything
+    /// it is given, so it gets one.
     fn probe_reach(&self, failures: u32) -> usize {
         let batch = self.context.settings.batch.events;
         match self.context.destination {

@@ -187,23 +187,3 @@ async fn a_drain_does_not_end_in_a_stretch_without_its_events() {
     tokio::time::sleep(Duration::from_secs(600)).await;
     assert_eq!(relay.drain(None).await.expect("drained").delivered, 30);
 }
-
-/// A probe of due rows reads several and sends one. Half of the probes read only one, so there are
-/// several turns.
-#[tokio::test(start_paused = true)]
-async fn a_limit_is_kept_when_due_rows_are_probed() {
-    for _ in 0..10 {
-        let env = TestEnv::new().await;
-        let at = env.now() + Duration::from_secs(10);
-        env.append((0..40).map(|n| event(n, n).deliver_at(at))).await;
-        let (sink, relay) = env.recorded(Capabilities::default(), fast());
-        relay.drain(None).await.expect("scheduled");
-        tokio::time::sleep(Duration::from_secs(20)).await;
-        sink.down(true);
-        relay.drain(None).await.expect("drained");
-        sink.down(false);
-        tokio::time::sleep(Duration::from_secs(600)).await;
-        let drained = relay.drain(Some(10)).await.expect("drained");
-        assert!(drained.fetched <= 10, "{drained:?}");
-    }
-}

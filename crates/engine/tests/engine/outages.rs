@@ -406,26 +406,6 @@ async fn events_that_bring_the_destination_down_keep_the_others_for_minutes_at_m
     }
 }
 
-/// Each one that is throttled is due again at once, behind all others.
-#[tokio::test(start_paused = true)]
-async fn due_rows_that_are_always_throttled_do_not_each_take_a_probe_before_the_others() {
-    const THROTTLED: u64 = 450;
-    let env = TestEnv::new().await;
-    let (early, late) = (env.now() + 10 * S, env.now() + 11 * S);
-    env.append((0..THROTTLED).map(|n| event(n, n).deliver_at(early))).await;
-    env.append((THROTTLED..2 * THROTTLED).map(|n| event(n, n).deliver_at(late))).await;
-    let (sink, relay) = env.recorded(Capabilities::default(), fast());
-    sink.script(|delivery| match memory::version(delivery) < THROTTLED as i64 {
-        true => throttled(S),
-        false => Outcome::DELIVERED,
-    });
-    env.run_while(&relay, async {
-        tokio::time::timeout(DAY, sink.wait_for(1)).await.expect("one arrives");
-        assert!(sink.calls() < 200, "after {} calls", sink.calls());
-    })
-    .await;
-}
-
 /// No read reaches past them, and the window has more behind them.
 #[tokio::test(start_paused = true)]
 async fn more_failing_events_than_a_read_brings_keep_the_others_for_two_hours_at_most() {

@@ -205,21 +205,7 @@ pub async fn messages_come_in_order_where_that_is_claimed(fixture: &dyn SourceFi
     assert_eq!(ids(&given), ["1", "2", "3"]);
     settled(source.ack(&tokens(&given[..1])).await);
     settled(source.nak(&tokens(&given[1..]), Duration::ZERO).await);
-    let again = gather(&source, 3).await;
-    assert_eq!(ids(&again), ["2", "3", "4"]);
-    if !source.capabilities().nak_delay {
-        return;
-    }
-    // A receiver gives back without a delay what only waits for a refused message.
-    settled(source.nak(&tokens(&again[1..]), Duration::ZERO).await);
-    settled(source.nak(&tokens(&again[..1]), DELAY).await);
-    nothing_comes(&source).await;
-    fixture.pass(DELAY).await;
-    for id in ["2", "3", "4"] {
-        let next = gather(&source, 1).await;
-        assert_eq!(ids(&next), [id]);
-        settled(source.ack(&tokens(&next)).await);
-    }
+    assert_eq!(ids(&gather(&source, 3).await), ["2", "3", "4"]);
 }
 
 fn message(id: &str) -> RawMessage {
