@@ -218,10 +218,9 @@ impl Lane {
                 continue;
             }
             let verdict = context.judge(delivery, outcome, returned.sent, returned.took);
-            // Writing this failure would put aside all events of the stream before it, and it
-            // proves nothing. The event is tried again in its turn.
-            let puts_aside = matches!(queue, DispatchQueue::Probe { .. }) && place > 0 && returned.batch.end.is_some();
-            if puts_aside && matches!(&verdict, Verdict::Failed(_)) {
+            // Writing this failure would put aside all events before it, and it proves nothing. The
+            // event is tried again in its turn.
+            if matches!(&verdict, Verdict::Failed(_)) && matches!(queue, DispatchQueue::Probe { .. }) && place > 0 {
                 continue;
             }
             context.record(delivery, &verdict, returned.sent, now);
