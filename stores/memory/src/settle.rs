@@ -1,6 +1,7 @@
 //! Settling: the position and every delivery row in one step.
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 
 use jiff::Timestamp;
 use postbox_core::kit::{Due, RowAfter, note_attempt, window_undone};
@@ -60,10 +61,13 @@ impl EntryWrite {
 }
 
 impl Reader {
-    /// Returns whether an earlier call whose answer was lost did this, or a due row has changed
-    /// since it was read. In both cases the handlers' effects must not count again.
+    /// Returns whether an earlier call whose answer was lost did this, or a due row or what comes
+    /// first of its key has changed since it was read. The handlers' effects must then not count.
     pub(crate) fn was_settled(&self, lane: u16, write: &Write) -> bool {
-        let as_read = |entry: &EntryWrite| self.delivery(entry.seq).is_some_and(|row| entry.is_of(row));
+        let seqs: HashSet<i64> = write.entries.iter().map(|entry| entry.seq).collect();
+        let in_turn =
+            |row: &DeliveryRow| row.held_key().is_none_or(|key| self.head(key).is_some_and(|it| seqs.contains(&it)));
+        let as_read = |entry: &EntryWrite| self.delivery(entry.seq).is_some_and(|row| entry.is_of(row) && in_turn(row));
         match &write.place {
             Some(place) => place.position <= self.lanes[usize::from(lane)].settled,
             None => !write.entries.iter().all(as_read),

@@ -52,11 +52,14 @@ WITH gone AS (
 UPDATE {s}.lane AS l SET delivered = least(l.delivered, 1000000000000000) + (SELECT count(*) FROM gone)
 WHERE l.ctid = $6::tid AND l.subscription = $1 AND l.lane = $5 AND EXISTS (SELECT FROM gone) RETURNING l.ctid::text";
 
-/// The number of rows that still are as they were read. Index: primary key of `delivery`. The
-/// lane's lock keeps them so.
+/// The number of rows that still are as they were read, with none ahead of them in their key: a
+/// person may have made an earlier event due again, or a failover undone its effect. Indexes:
+/// primary key of `delivery`, `delivery_held`. The lane's lock keeps them so.
 pub(crate) const DELIVERY_COUNT: &str = "
 SELECT count(*)::text FROM unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
-CROSS JOIN LATERAL {row_of_entry} JOIN {s}.delivery AS d ON d.ctid = found.place WHERE {is_as_read}";
+CROSS JOIN LATERAL {row_of_entry} JOIN {s}.delivery AS d ON d.ctid = found.place WHERE {is_as_read}
+  AND (NOT d.holds OR (SELECT h.seq FROM {s}.delivery AS h
+    WHERE h.subscription = $1 AND h.key = d.key AND h.holds ORDER BY h.seq LIMIT 1) = ANY ($2::bigint[]))";
 
 /// Makes the next row of each key due, if it was only waiting for its turn. Index: `delivery_held`,
 /// then the primary key. Locks the rows.
@@ -259,7 +262,8 @@ impl<E: Execute> SettleCall<'_, E> {
         passed.saturating_sub(excepted.count()) as i64
     }
 
-    /// Whether every due row still is as it was read, so that a handler's effect counts once.
+    /// Whether every due row still is as it was read and next of its key, so that a handler's
+    /// effect counts once and in order.
     async fn is_as_read(&self) -> Result<bool> {
         if self.settlement.position.is_some() {
             return Ok(true);

@@ -1,6 +1,6 @@
 //! Settling: writes the position and every delivery row in one commit, under the lease's epoch.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use postbox_core::kit::{
     Due, RowAfter, attempts_from_json, attempts_to_json, note_attempt, settled_already, window_undone,
@@ -19,7 +19,7 @@ use crate::window::{Cursor, log_end};
 const LANE_SETTLE: &str = "UPDATE postbox_lane SET position = ?3, window_end = max(window_end, ?4), delivered = delivered + ?5 WHERE subscription = ?1 AND lane = ?2";
 /// A row by primary key; no lock of its own.
 const DELIVERY_FIND: &str =
-    "SELECT state, attempts, replays, last_attempts FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+    "SELECT state, attempts, replays, last_attempts, holds FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
 /// A row by primary key; takes the write lock. Code and error are kept if the new disposition has
 /// none.
 const DELIVERY_PUT: &str = "INSERT INTO postbox_delivery \
@@ -30,11 +30,23 @@ due_at = excluded.due_at, code = coalesce(excluded.code, code), error = coalesce
 last_attempts = excluded.last_attempts";
 /// A row by primary key; takes the write lock.
 const DELIVERY_DELETE: &str = "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+macro_rules! head_of_key {
+    () => {
+        "SELECT min(seq) FROM postbox_delivery INDEXED BY postbox_delivery_key \
+WHERE subscription = ?1 AND key = ?2 AND holds = 1"
+    };
+}
+
+/// The head of a key; no lock of its own.
+const DELIVERY_HEAD: &str = head_of_key!();
 /// The head of a key, if it is blocked, becomes due now: what it waited for is gone. By
 /// `postbox_delivery_key`; takes the write lock.
-const DELIVERY_RELEASE_HEAD: &str = "UPDATE postbox_delivery SET state = 'retrying', due_at = ?3, updated_at = ?3 \
-WHERE subscription = ?1 AND state = 'blocked' AND seq = (SELECT min(seq) FROM postbox_delivery INDEXED BY postbox_delivery_key \
-WHERE subscription = ?1 AND key = ?2 AND holds = 1)";
+const DELIVERY_RELEASE_HEAD: &str = concat!(
+    "UPDATE postbox_delivery SET state = 'retrying', due_at = ?3, updated_at = ?3 \
+WHERE subscription = ?1 AND state = 'blocked' AND seq = (",
+    head_of_key!(),
+    ")"
+);
 
 /// A settlement that owns what another thread needs of it, without the payloads.
 pub(crate) struct Owned {
@@ -132,7 +144,8 @@ pub(crate) fn release_head(tx: &Transaction<'_>, subscription: &SubscriptionName
 }
 
 /// Refuses to apply events that an earlier call settled, whose answer was lost, and due rows that
-/// are no longer as they were read. So the work of handlers counts once.
+/// are no longer as they were read or next of their key. So the work of handlers counts once, and
+/// in order.
 pub(crate) fn refuse_settled(
     tx: &Transaction<'_>,
     lease: &Lease,
@@ -142,11 +155,18 @@ pub(crate) fn refuse_settled(
 ) -> Work<()> {
     let mut settled = settlement.position.is_some_and(|position| position <= lane.position);
     if settlement.position.is_none() {
-        let mut find = tx.prepare_cached(DELIVERY_FIND)?;
+        let name = lease.subscription.as_str();
+        let (mut find, mut head) = (tx.prepare_cached(DELIVERY_FIND)?, tx.prepare_cached(DELIVERY_HEAD)?);
+        let run = deliveries.iter().map(|delivery| delivery.seq.0);
+        let seqs: HashSet<i64> = settlement.entries.iter().map(|entry| entry.seq).chain(run).collect();
         for delivery in deliveries {
-            let row = find.query_row(params![lease.subscription.as_str(), delivery.seq.0], found).optional()?;
+            let row = find.query_row(params![name, delivery.seq.0], found).optional()?;
             let entry = OwnedEntry::from(Entry { delivery, disposition: Disposition::Delivered });
-            settled |= !row.is_some_and(|row| row.is_as_read(&entry));
+            settled |= !row.as_ref().is_some_and(|row| row.is_as_read(&entry));
+            if let Some(key) = entry.key.filter(|_| row.is_some_and(|row| row.holds)) {
+                let first: Option<i64> = head.query_row(params![name, key.as_str()], |row| row.get(0))?;
+                settled |= !first.is_some_and(|first| seqs.contains(&first));
+            }
         }
     }
     if settled {
@@ -161,10 +181,17 @@ struct Found {
     attempts: u32,
     replays: u32,
     last_attempts: String,
+    holds: bool,
 }
 
 fn found(row: &rusqlite::Row<'_>) -> rusqlite::Result<Found> {
-    Ok(Found { state: row.get(0)?, attempts: row.get(1)?, replays: row.get(2)?, last_attempts: row.get(3)? })
+    Ok(Found {
+        state: row.get(0)?,
+        attempts: row.get(1)?,
+        replays: row.get(2)?,
+        last_attempts: row.get(3)?,
+        holds: row.get(4)?,
+    })
 }
 
 impl Found {
@@ -245,14 +272,12 @@ mod tests {
 
     #[test]
     fn rows_and_heads_of_keys_are_found_by_an_index() {
-        let by_place = "PRIMARY KEY (subscription=? AND seq=?)";
+        let (by_place, by_key) =
+            ("PRIMARY KEY (subscription=? AND seq=?)", "postbox_delivery_key (subscription=? AND key=?)");
         judge(&[
             ("DELIVERY_FIND", DELIVERY_FIND, &[by_place]),
-            (
-                "DELIVERY_RELEASE_HEAD",
-                DELIVERY_RELEASE_HEAD,
-                &[by_place, "postbox_delivery_key (subscription=? AND key=?)"],
-            ),
+            ("DELIVERY_HEAD", DELIVERY_HEAD, &[by_key]),
+            ("DELIVERY_RELEASE_HEAD", DELIVERY_RELEASE_HEAD, &[by_place, by_key]),
         ]);
     }
 }

@@ -97,6 +97,19 @@ pub async fn due_rows_are_applied_in_one_commit_too(fixture: &dyn ApplyFixture) 
     assert!(lane.due(10).await.deliveries.is_empty());
 }
 
+/// A person revives the event before it, or a failover undoes that one's effect.
+pub async fn a_due_row_is_not_applied_once_an_earlier_one_of_its_key_is_back(fixture: &dyn ApplyFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(keyed("a", "1"), dead()), (keyed("a", "2"), retry_now())]).await;
+    let due = lane.due(10).await;
+    assert_eq!(payloads(&due.deliveries), ["2"]);
+    assert_eq!(lane.replay(these(&ids[..1])).await, 1);
+    stale(apply(fixture, &lane, &due).await);
+    assert!(fixture.effects().await.is_empty());
+    let due = lane.due(10).await;
+    apply(fixture, &lane, &due).await.expect("applied");
+    assert_eq!(fixture.effects().await, ["1", "2"]);
+}
+
 pub async fn a_commit_with_a_lost_answer_is_not_done_again(fixture: &dyn ApplyFixture) {
     let faults = fixture.faults().await;
     for due in [false, true] {
