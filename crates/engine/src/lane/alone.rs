@@ -46,12 +46,14 @@ impl Turns {
     }
 }
 
-/// What a careful lane still has to send alone.
+/// What a lane still has to send of that which vanished holders may have had in flight. A careful
+/// lane sends it alone.
 pub(super) struct Careful {
-    /// Whether the next batch of the stream may have been in flight at a former holder. Then it is
-    /// set aside. Stays true until its rows are written.
+    is_careful: bool,
+    /// Whether the next batch of the stream may have been in flight at a former holder. A careful
+    /// lane sets it aside, and this stays true until its rows are written.
     stream: AtomicBool,
-    /// Upper bound of the due rows left to send alone.
+    /// Upper bound of the due rows left to send.
     rows: AtomicUsize,
     /// The permit for the call that is about to be made.
     permit: std::sync::Mutex<Option<OwnedSemaphorePermit>>,
@@ -61,14 +63,25 @@ impl Careful {
     /// Plans for a lease with `crashes` vanished holders, each with batches of at most `events` in
     /// flight. That is one batch of the stream, which becomes due rows, and one batch of due rows.
     pub(super) fn new(crashes: u32, events: usize) -> Self {
-        let is_careful = crashes >= HOLDERS_CRASHED;
-        let rows = if is_careful { events.saturating_mul(2) } else { 0 };
-        Self { stream: AtomicBool::new(is_careful), rows: AtomicUsize::new(rows), permit: std::sync::Mutex::default() }
+        let rows = if crashes > 0 { events.saturating_mul(2) } else { 0 };
+        Self {
+            is_careful: crashes >= HOLDERS_CRASHED,
+            stream: AtomicBool::new(crashes > 0),
+            rows: AtomicUsize::new(rows),
+            permit: std::sync::Mutex::default(),
+        }
     }
 
     /// Returns whether the next batch of the stream must be set aside.
     pub(super) fn has_stream(&self) -> bool {
-        self.stream.load(Ordering::Acquire)
+        self.is_careful && self.stream.load(Ordering::Acquire)
+    }
+
+    /// Notes that this batch of the stream went out.
+    pub(super) fn sent_stream(&self, batch: &Batch) {
+        if !batch.deliveries.is_empty() {
+            self.stream_done();
+        }
     }
 
     /// Notes that the rows of that batch are written, or that there is none.
@@ -78,7 +91,7 @@ impl Careful {
 
     /// Returns whether every due row goes alone.
     pub(super) fn has_rows(&self) -> bool {
-        self.rows.load(Ordering::Acquire) > 0
+        self.is_careful && self.rows.load(Ordering::Acquire) > 0
     }
 
     fn sent_row(&self) {
@@ -96,15 +109,16 @@ impl Careful {
         lock(&self.permit).take()
     }
 
+    /// Returns whether everything was sent that may have been in flight at a former holder.
     pub(super) fn is_over(&self) -> bool {
-        !self.has_stream() && !self.has_rows()
+        !self.stream.load(Ordering::Acquire) && self.rows.load(Ordering::Acquire) == 0
     }
 }
 
 impl Lane {
     pub(super) fn log_careful(&self) {
         let lease = &self.lease.lease;
-        if !self.careful.is_over() {
+        if self.careful.is_careful {
             warn!(
                 subscription = self.context.name(),
                 lane = lease.lane,

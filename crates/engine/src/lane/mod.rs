@@ -174,7 +174,8 @@ impl Lane {
             return;
         }
         let (context, lease) = (&self.context, &self.lease.lease);
-        // If the search for a crashing event is not finished, the next holder continues it.
+        // While the destination is down, what vanished holders had in flight does not go out. Only
+        // once it has, the next to vanish begins a new row.
         let crashes = if self.careful.is_over() { 0 } else { lease.crashes };
         match context.log.release(&Lease { crashes, ..lease.clone() }).await {
             Ok(()) => {

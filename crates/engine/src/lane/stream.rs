@@ -90,10 +90,12 @@ impl Lane {
             let progress = ahead.beside(self.deliver(&batch, &carried, limits, settling.take(), round)).await;
             match progress {
                 Ok(Progress::Delivered) => {
+                    self.careful.sent_stream(&batch);
                     settling = Some(self.settle_delivered(&batch));
                     gone_out.push(batch);
                 }
                 Ok(Progress::Settled(holding)) => {
+                    self.careful.sent_stream(&batch);
                     carried.extend(holding.iter().cloned());
                     carried_on.extend(holding);
                     gone_out.push(batch);

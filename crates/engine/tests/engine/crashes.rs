@@ -295,6 +295,26 @@ async fn stops_in_the_middle_of_a_call_that_goes_alone_are_no_crashes() {
     assert_eq!(crashes_given_back(&env).await, 0, "nothing is left to look at");
 }
 
+/// Runs that do not reach the event, because the destination is down, do not end the row of
+/// holders that vanished.
+#[tokio::test(start_paused = true)]
+async fn holders_that_send_nothing_leave_the_count_of_those_that_vanished() {
+    let env = TestEnv::with((0..3).map(|n| event(n, n))).await;
+    let killer = Killer::new(Capabilities::default(), |it| version(it) == 0);
+    let down = Recorder::new(Capabilities::default());
+    down.script(|_| Outcome::unavailable("connect_refused", "down"));
+    for vanished in 1..=2 {
+        assert!(ends_with(&env.relay(killer.sink.clone(), fast()), killer.called.notified()).await);
+        tokio::time::sleep(60 * S).await;
+        let drained = env.relay(down.clone(), fast()).drain(None).await.expect("drained");
+        assert_eq!((drained.delivered, drained.lanes_elsewhere), (0, 0));
+        assert_eq!(crashes_given_back(&env).await, vanished);
+    }
+    killer.sink.script(|_| Outcome::DELIVERED);
+    env.relay(killer.sink.clone(), fast()).drain(None).await.expect("drained");
+    assert_eq!(crashes_given_back(&env).await, 0, "all went out");
+}
+
 /// Answers a look for due rows late.
 struct LateLooks;
 
