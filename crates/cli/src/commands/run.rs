@@ -33,7 +33,8 @@ pub(super) async fn run(config: Config) -> Result<(), Failure> {
     Ok(ended?)
 }
 
-/// Open files beside the connections of the server: of stores, sinks, sources and the program.
+/// Open files beside the connections of the server. A pool takes ten, a subscription's sink one for
+/// each of its 16 calls, a source a few: room for ten subscriptions. Only a warning depends on it.
 const OTHER_FILES: u64 = 256;
 
 /// Allows this process as many open files as it may have, and warns if these are too few.
