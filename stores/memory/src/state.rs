@@ -31,7 +31,9 @@ pub(crate) struct State {
     /// rolled back.
     pub(crate) incarnation: u64,
     /// Number of ids created so far. Makes ids unique within one millisecond. Never goes back.
-    ids: u64,
+    ids: u32,
+    /// Part of each id: distinguishes this store from those created at another nanosecond.
+    salt: u32,
     /// Rises with everything that may give a lane work. A lane compares it with the value at its
     /// last read.
     pub(crate) wakeups: u64,
@@ -208,7 +210,7 @@ impl Data {
 
 impl State {
     pub(crate) fn migrated(now: Timestamp) -> Self {
-        Self { data: Data::migrated(now), ..Self::default() }
+        Self { data: Data::migrated(now), salt: now.as_nanosecond() as u32, ..Self::default() }
     }
 
     /// Marks everything so far as on disk.
@@ -218,13 +220,14 @@ impl State {
         }
     }
 
-    /// Makes a UUIDv7 from the time and a counter.
+    /// Makes a UUIDv7 from the time, the store and a counter.
     pub(crate) fn next_id(&mut self, now: Timestamp) -> EventId {
-        self.ids += 1;
-        let mut counter = [0; 10];
-        counter[2..].copy_from_slice(&self.ids.to_be_bytes());
+        self.ids = self.ids.wrapping_add(1);
+        let mut rest = [0; 10];
+        rest[2..6].copy_from_slice(&self.salt.to_be_bytes());
+        rest[6..].copy_from_slice(&self.ids.to_be_bytes());
         let millis = u64::try_from(now.as_millisecond()).unwrap_or_default();
-        EventId::from_uuid(uuid::Builder::from_unix_timestamp_millis(millis, &counter).into_uuid())
+        EventId::from_uuid(uuid::Builder::from_unix_timestamp_millis(millis, &rest).into_uuid())
     }
 
     /// Notes that there may be work, and wakes the waiting relays once the lock is released.
