@@ -1,5 +1,6 @@
 //! Handlers whose effect commits with the position. Here the effect is what the handler appends.
 
+use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 
@@ -59,11 +60,12 @@ where
         let client = &self.store.client;
         let write = Write::of(&settlement, client.position(lease).as_ref());
         let (called, position) = (lease.clone(), write.place.as_ref().map(|place| place.position));
+        let handled: HashSet<i64> = deliveries.iter().map(|delivery| delivery.seq.0).collect();
         let transaction = Mutex::new(Some(transaction));
         // A transaction ends once, even if the call arrives several times.
         let commit = move |server: &Server| {
             let transaction = lock(&transaction).take();
-            server.settle_with(&called, &write, transaction.ok_or_else(|| Error::stale("apply"))?)
+            server.settle_with(&called, &write, &handled, transaction.ok_or_else(|| Error::stale("apply"))?)
         };
         let settled = self.store.call("apply", Some(lease), commit).await;
         client.note_settled(lease, position, settlement.rewind, &settled);
@@ -74,11 +76,17 @@ where
 impl Server {
     /// Takes one lock for the check, the settlement and the commit, so that nobody sees one without
     /// the others.
-    fn settle_with(&self, lease: &Lease, write: &Write, mut transaction: MemoryTransaction) -> Result<()> {
+    fn settle_with(
+        &self,
+        lease: &Lease,
+        write: &Write,
+        handled: &HashSet<i64>,
+        mut transaction: MemoryTransaction,
+    ) -> Result<()> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("apply")?;
         let (reader, log) = state.data.leased("apply", lease, monotonic)?;
-        if reader.was_settled(lease.lane, write) {
+        if reader.was_settled(lease.lane, write, handled) {
             return Err(settled_already());
         }
         reader.settle(log, lease.lane, write, now)?;

@@ -61,16 +61,17 @@ impl EntryWrite {
 }
 
 impl Reader {
-    /// Returns whether an earlier call whose answer was lost did this, or a due row or what comes
-    /// first of its key has changed since it was read. The handlers' effects must then not count.
-    pub(crate) fn was_settled(&self, lane: u16, write: &Write) -> bool {
+    /// Returns whether an earlier call whose answer was lost did this, or one of the due rows in
+    /// `handled`, or what comes first of its key, has changed since it was read. The handlers'
+    /// effects must then not count.
+    pub(crate) fn was_settled(&self, lane: u16, write: &Write, handled: &HashSet<i64>) -> bool {
         let seqs: HashSet<i64> = write.entries.iter().map(|entry| entry.seq).collect();
         let in_turn =
             |row: &DeliveryRow| row.held_key().is_none_or(|key| self.head(key).is_some_and(|it| seqs.contains(&it)));
         let as_read = |entry: &EntryWrite| self.delivery(entry.seq).is_some_and(|row| entry.is_of(row) && in_turn(row));
         match &write.place {
             Some(place) => place.position <= self.lanes[usize::from(lane)].settled,
-            None => !write.entries.iter().all(as_read),
+            None => !write.entries.iter().filter(|entry| handled.contains(&entry.seq)).all(as_read),
         }
     }
 

@@ -183,7 +183,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
         let (bounded, pinned, settled) = futures::join!(
             tx.batch_execute(&self.store.inner.modes.soon_over),
             tx.batch_execute(&SETTINGS_OURS),
-            settle_in(&self.store, tx.client(), lease, &subscription, &settlement),
+            settle_in(&self.store, tx.client(), lease, &subscription, deliveries, &settlement),
         );
         bounded.and(pinned).map_err(failed)?;
         settled?;

@@ -131,7 +131,7 @@ where
     D::run(connection, format!("{soon_over}; {}", *SETTINGS_OURS)).await?;
     let settled = {
         let on = On::<D>(Mutex::new(&mut *connection));
-        settle_in(store, &on, lease, &subscription, &settlement).await
+        settle_in(store, &on, lease, &subscription, deliveries, &settlement).await
     };
     if settled.as_ref().is_err_and(Error::is_stale) {
         same_database::<D>(store, connection).await?;

@@ -42,7 +42,7 @@ WITH head AS MATERIALIZED (
   SELECT d.seq, d.key, d.holds, d.due_at FROM {s}.delivery AS d
   WHERE d.subscription = $4 AND d.lane = $3 AND d.due_at <= statement_timestamp()
     AND (NOT d.holds OR d.seq = (SELECT h.seq FROM {s}.delivery AS h
-      WHERE h.subscription = $4 AND h.key = d.key AND h.holds ORDER BY h.seq LIMIT 1))
+      WHERE h.subscription = $4 AND h.key = d.key AND h.holds ORDER BY h.key, h.seq LIMIT 1))
   ORDER BY d.due_at LIMIT $2),
 member AS MATERIALIZED (
   SELECT head.seq, head.due_at, true AS is_head FROM head

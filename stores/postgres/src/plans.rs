@@ -314,16 +314,20 @@ async fn a_settlement_reads_its_own_rows_whatever_the_statistics_say() {
             tooks
         ];
         let delete = params![many, seqs, befores, replays, lane, place];
-        let (count, release) = (params![many, seqs, befores, replays], params![many, keys]);
+        let (count, release) = (params![many, seqs, befores, replays, seqs], params![many, keys]);
         let letters = params![many, lane, seqs, replays, waits];
         let (inline, most, lane_number) = (1024, SETTLED + 1, 0);
         let due = params![inline, most, lane_number, many];
         let modes = &store.inner.modes;
-        let calls: [(&str, &str, &[Param<'_>]); 8] = [
+        // With "BEGIN" as in a transaction of handlers, where no plan is pinned.
+        let calls: [(&str, &str, &[Param<'_>]); 11] = [
             (DELIVERY_UPDATE, &modes.write, &update),
+            (DELIVERY_UPDATE, "BEGIN", &update),
             (DELIVERY_DELETE, &modes.write, &delete),
-            (DELIVERY_COUNT, &modes.write, &count),
+            (DELIVERY_DELETE, "BEGIN", &delete),
+            (DELIVERY_COUNT, "BEGIN", &count),
             (DELIVERY_RELEASE, &modes.write, &release),
+            (DELIVERY_RELEASE, "BEGIN", &release),
             (CLEAR_FOLLOWER_DUE, &modes.write, &release),
             (LETTERS_WRITE, &modes.write, &letters),
             (DELIVERY_READ_DUE, &modes.read, &due),

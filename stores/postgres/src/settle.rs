@@ -52,14 +52,15 @@ WITH gone AS (
 UPDATE {s}.lane AS l SET delivered = least(l.delivered, 1000000000000000) + (SELECT count(*) FROM gone)
 WHERE l.ctid = $6::tid AND l.subscription = $1 AND l.lane = $5 AND EXISTS (SELECT FROM gone) RETURNING l.ctid::text";
 
-/// The number of rows that still are as they were read, with none ahead of them in their key: a
-/// person may have made an earlier event due again, or a failover undone its effect. Indexes:
+/// The number of rows that still are as they were read, with none ahead of them in their key but
+/// those that are settled with them: a person may have made an earlier event due again, or a
+/// failover undone its effect. Indexes:
 /// primary key of `delivery`, `delivery_held`. The lane's lock keeps them so.
 pub(crate) const DELIVERY_COUNT: &str = "
 SELECT count(*)::text FROM unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
 CROSS JOIN LATERAL {row_of_entry} JOIN {s}.delivery AS d ON d.ctid = found.place WHERE {is_as_read}
   AND (NOT d.holds OR (SELECT h.seq FROM {s}.delivery AS h
-    WHERE h.subscription = $1 AND h.key = d.key AND h.holds ORDER BY h.seq LIMIT 1) = ANY ($2::bigint[]))";
+    WHERE h.subscription = $1 AND h.key = d.key AND h.holds ORDER BY h.key, h.seq LIMIT 1) = ANY ($5::bigint[]))";
 
 /// Makes the next row of each key due, if it was only waiting for its turn. Index: `delivery_held`,
 /// then the primary key. Locks the rows.
@@ -174,16 +175,18 @@ pub(crate) async fn settle(
     settled
 }
 
-/// Settles inside a handler's transaction: its effect and the position commit together.
+/// Settles inside the transaction in which `handled` was handed to handlers: their effect and the
+/// position commit together.
 pub(crate) async fn settle_in(
     store: &PostgresStore,
     on: &impl Execute,
     lease: &Lease,
     subscription: &SubscriptionRow,
+    handled: &[&Delivery],
     settlement: &Settlement<'_>,
 ) -> Result<()> {
     let call = SettleCall { store, on, lease, subscription, settlement };
-    if call.move_position().await? == Position::Written || !call.is_as_read().await? {
+    if call.move_position().await? == Position::Written || !call.is_as_read(handled).await? {
         return Err(settled_already());
     }
     call.write_rows().await
@@ -264,14 +267,17 @@ impl<E: Execute> SettleCall<'_, E> {
 
     /// Whether every due row still is as it was read and next of its key, so that a handler's
     /// effect counts once and in order.
-    async fn is_as_read(&self) -> Result<bool> {
+    async fn is_as_read(&self, handled: &[&Delivery]) -> Result<bool> {
         if self.settlement.position.is_some() {
             return Ok(true);
         }
         let mut rows = AsRead::default();
-        self.settlement.entries.iter().for_each(|entry| rows.add(entry.delivery));
+        handled.iter().for_each(|delivery| rows.add(delivery));
+        let settled: Vec<i64> = self.settlement.entries.iter().map(|entry| entry.delivery.seq.0).collect();
         let sql = self.store.schema().sql(DELIVERY_COUNT);
-        let counted = self.on.rows(&sql, &rows.bound(&self.subscription.id)).await?;
+        let [id, seqs, befores, replays] = rows.bound(&self.subscription.id);
+        let [settled] = bound![settled];
+        let counted = self.on.rows(&sql, &[id, seqs, befores, replays, settled]).await?;
         Ok(counted == [[Some(rows.seqs.len().to_string())]])
     }
 

@@ -110,6 +110,22 @@ pub async fn a_due_row_is_not_applied_once_an_earlier_one_of_its_key_is_back(fix
     assert_eq!(fixture.effects().await, ["1", "2"]);
 }
 
+/// A row that is only put behind an earlier one of its key, which failed before, is in nobody's
+/// way: the handlers of the others count.
+pub async fn a_due_row_that_is_put_behind_its_key_undoes_no_other(fixture: &dyn ApplyFixture) {
+    let rows = [(keyed("a", "1"), retry_now()), (keyed("a", "2"), Block), (keyed("b", "3"), retry_now())];
+    let (lane, _) = Lane::settled(fixture, rows).await;
+    let due = lane.due(10).await;
+    assert_eq!(payloads(&due.deliveries), ["1", "2", "3"]);
+    let first = Batch { deliveries: vec![due.deliveries[0].clone()], ..Batch::default() };
+    lane.settle_due(&first, vec![retry(HOUR)]).await;
+    let entries = vec![Entry { delivery: &due.deliveries[1], disposition: Block }];
+    let settlement = Settlement { position: None, entries, rewind: false, hold_keys: true };
+    fixture.apply().apply(&lane.lease, &[&due.deliveries[2]], settlement, &decide).await.expect("applied");
+    assert_eq!(fixture.effects().await, ["3"]);
+    assert_eq!(listed(&lane.store, State::Blocked).await, ["2"]);
+}
+
 pub async fn a_commit_with_a_lost_answer_is_not_done_again(fixture: &dyn ApplyFixture) {
     let faults = fixture.faults().await;
     for due in [false, true] {

@@ -33,6 +33,7 @@ macro_rules! conformance_suite {
             without_order_a_failure_blocks_nobody entries_of_the_settlement_are_written_as_they_are
             under_a_lost_lease_nothing_is_committed due_rows_are_applied_in_one_commit_too
             a_due_row_is_not_applied_once_an_earlier_one_of_its_key_is_back
+            a_due_row_that_is_put_behind_its_key_undoes_no_other
             a_commit_with_a_lost_answer_is_not_done_again a_late_commit_is_not_done_beside_the_same
             a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease
         }
