@@ -118,7 +118,7 @@ async fn within_limits(context: &RelayContext, sink: &dyn Sink, deliveries: &[&D
             Ok(outcomes) => one_each(context, outcomes, deliveries.len()),
             Err(panic) => panicked(context, &*panic, deliveries.len()),
         },
-        () = context.clock.sleep(context.settings.deliver_timeout) => overran(context, deliveries.len()),
+        () = context.clock.sleep(context.settings.deliver_timeout) => overran(context, sink, deliveries.len()),
     }
 }
 
@@ -148,12 +148,12 @@ pub(super) async fn watched<T>(context: &RelayContext, call: impl Future<Output 
     (answer, held_max)
 }
 
-fn overran(context: &RelayContext, count: usize) -> Vec<Outcome> {
+fn overran(context: &RelayContext, sink: &dyn Sink, count: usize) -> Vec<Outcome> {
     context.metrics.add(&context.metrics.timeouts, 1);
     let limit = context.settings.deliver_timeout;
     let text = format!("no answer within {limit:?}");
     // A call that is made whole or not at all says nothing about single events.
-    let outcome = match context.capabilities.prefix {
+    let outcome = match sink.capabilities().prefix {
         true => Outcome::ambiguous("timeout", text),
         false => Outcome::retry("timeout", text),
     };

@@ -95,7 +95,8 @@ impl Lane {
             let sent = self.deliver_due(&Arc::new(batch), limits, round).await?;
             if events > 1 && (sent < count_together || count >= events) {
                 let at_once = limits.calls_max.saturating_mul(self.context.capabilities.batch_max);
-                self.due_events.store(at_once.max(2 * sent), Ordering::Relaxed);
+                // More than one, so that it can grow again.
+                self.due_events.store(at_once.max(2 * sent).max(2), Ordering::Relaxed);
             }
         }
         if let Some(alone) = alone {

@@ -2,10 +2,15 @@
 //! time.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use postbox_core::{Admin as _, BatchLimit, Capabilities, Change, Outcome, Pause, RetryPolicy, Selection, State};
+use async_trait::async_trait;
+use postbox_core::{
+    Admin as _, BatchLimit, Capabilities, Change, Outcome, Pause, Result, RetryPolicy, Selection, State,
+};
 use postbox_engine::{BreakerState, Relay, RelaySettings};
+use postbox_memory::{Call, Wire};
 use tokio_util::sync::CancellationToken;
 
 use crate::scheduled::run_daily;
@@ -492,4 +497,36 @@ async fn a_call_that_never_ends_costs_no_attempts_where_it_says_nothing_about_an
     })
     .await;
     assert_eq!(env.stats().await.dispatched, 10);
+}
+
+/// Counts looks for due rows.
+#[derive(Default)]
+struct Looks(AtomicUsize);
+
+#[async_trait]
+impl Wire for Looks {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        self.0.fetch_add(usize::from(call.operation == "due"), Ordering::Relaxed);
+        call.execute();
+        Ok(())
+    }
+}
+
+/// How many due rows were sent before an outage was found says nothing of the time after it.
+#[tokio::test(start_paused = true)]
+async fn after_an_outage_several_due_rows_are_read_at_once() {
+    let env = TestEnv::with((0..200).map(|n| event(n, n))).await;
+    let sink = Recorder::new(Capabilities { concurrency: 1, ..Capabilities::default() });
+    let is_found = AtomicBool::new(false);
+    sink.script(move |delivery| match delivery.attempt {
+        1 => Outcome::retry("http_500", "once"),
+        _ if !is_found.swap(true, Ordering::Relaxed) => Outcome::unavailable("connect_refused", "down"),
+        _ => Outcome::DELIVERED,
+    });
+    let looks = Arc::new(Looks::default());
+    let relay = env.relay_on(Arc::new(env.store.client(Some(looks.clone()))), sink, fast());
+    env.run_for(&relay, 20 * S).await;
+    assert_eq!(env.stats().await.dispatched, 200);
+    let looks = looks.0.load(Ordering::Relaxed);
+    assert!(looks < 150, "{looks} looks, of which about 40 were due to the time");
 }
