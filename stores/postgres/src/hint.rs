@@ -56,6 +56,7 @@ pub(crate) struct Listener {
 struct Listening {
     task: JoinHandle<()>,
     declared_until: Option<Instant>,
+    is_declaring: bool,
 }
 
 impl Drop for Listening {
@@ -69,10 +70,23 @@ impl Listener {
         lock(&self.logs)
     }
 
-    /// Whether a wait needs a new declaration first; `None` if the log is not listened for.
-    fn needs_declaration(&self, log: &LogName) -> Option<bool> {
+    /// Whether a wait begins with a new declaration. If so, it is under way until
+    /// [`Self::declared`].
+    fn begin_declaration(&self, log: &LogName) -> bool {
         let soon = Instant::now() + ASLEEP_LEFT_MIN;
-        self.lock().get(log).map(|listening| listening.declared_until.is_none_or(|until| until < soon))
+        let mut logs = self.lock();
+        let Some(listening) = logs.get_mut(log) else { return false };
+        let begins = !listening.is_declaring && listening.declared_until.is_none_or(|until| until < soon);
+        listening.is_declaring |= begins;
+        begins
+    }
+
+    /// Notes the end of a declaration, and until when it is valid, if it succeeded.
+    fn declared(&self, log: &LogName, until: Option<Instant>) {
+        if let Some(listening) = self.lock().get_mut(log) {
+            listening.is_declaring = false;
+            listening.declared_until = until.or(listening.declared_until);
+        }
     }
 }
 
@@ -80,11 +94,20 @@ impl PostgresStore {
     /// Waits for a local commit or a notification since the lane's last read began.
     pub(crate) async fn wait_for_wakeup(&self, lease: &Lease) {
         let mut wakeups = self.lane(lease).wakeups();
-        match self.inner.listener.needs_declaration(&lease.log) {
+        if self.inner.listener.begin_declaration(&lease.log) {
+            // A task of its own, because a wait may be dropped before the answer comes, and the
+            // connection of a statement without an answer is closed.
+            let (store, lease) = (self.clone(), lease.clone());
+            let declaring = tokio::spawn(async move {
+                let until = store.declare_asleep(&lease).await.ok();
+                store.inner.listener.declared(&lease.log, until);
+                until.is_some()
+            });
             // A writer that looked before we declared sends no notification: let the caller read
             // once more.
-            Some(true) if self.declare_asleep(lease).await.is_ok() => return,
-            _ => {}
+            if declaring.await.is_ok_and(|is_declared| is_declared) {
+                return;
+            }
         }
         // Fails only if the store is gone. Then no hint will ever come.
         if wakeups.changed().await.is_err() {
@@ -100,7 +123,7 @@ impl PostgresStore {
         match self.enable_notify(log).await {
             Ok(channel) => {
                 let task = tokio::spawn(listen(Arc::downgrade(&self.inner), channel));
-                let listening = Listening { task, declared_until: None };
+                let listening = Listening { task, declared_until: None, is_declaring: false };
                 self.inner.listener.lock().entry(log.clone()).or_insert(listening);
             }
             Err(error) => tracing::warn!(%log, %error, "notifications unavailable"),
@@ -117,16 +140,14 @@ impl PostgresStore {
         self.call("subscribe", async |session: &Session| session.at_once(&self.inner.modes.enable, enable).await).await
     }
 
-    async fn declare_asleep(&self, lease: &Lease) -> Result<()> {
+    /// Returns until when it is valid.
+    async fn declare_asleep(&self, lease: &Lease) -> Result<Instant> {
         let session = self.session("hint").await?;
         // Counted from before the call, as for a lease.
         let until = Instant::now() + ASLEEP;
         let (log, owner) = (lease.log.as_str(), lease.owner.as_str());
         session.execute(&session.sql(SLEEPER_DECLARE), &params![log, owner, micros(ASLEEP)]).await?;
-        if let Some(listening) = self.inner.listener.lock().get_mut(&lease.log) {
-            listening.declared_until = Some(until);
-        }
-        Ok(())
+        Ok(until)
     }
 }
 

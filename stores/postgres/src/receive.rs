@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Error, ErrorKind, EventId, Inbound, LogName, Receive, Received, Result};
+use futures::future::try_join_all;
+use jiff::Timestamp;
+use postbox_core::{Error, ErrorKind, EventId, Inbound, LogName, Receive, Received, Result, lock};
 use postbox_postgres_sql::{Columns, Param, params};
 
 use crate::PostgresStore;
@@ -18,29 +20,43 @@ const LOG_RECEIVE: &str =
 /// The same for several messages.
 const LOG_RECEIVE_MANY: &str = "SELECT {s}.{name}_receive_many($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)";
 
-/// Deletes old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows,
-/// and skips those of a running receiver.
+/// Deletes old records of conflicts, a thousand at a time, from the place where the last step
+/// ended: while a snapshot is held, the index keeps what earlier steps deleted. Returns how many and
+/// how far. Index: `conflict_last`. Locks the rows, and skips those of a running receiver.
 const CONFLICT_FORGET: &str = "
-DELETE FROM {s}.conflict AS c
-USING (SELECT source, tenant, message_id, digest_refused FROM {s}.conflict
-  WHERE last_at <= statement_timestamp() - $1 * interval '1 microsecond' ORDER BY last_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
-WHERE c.source = old.source AND c.tenant = old.tenant AND c.message_id = old.message_id AND c.digest_refused = old.digest_refused";
+WITH gone AS (DELETE FROM {s}.conflict AS c
+  USING (SELECT source, tenant, message_id, digest_refused FROM {s}.conflict
+    WHERE last_at <= statement_timestamp() - $1 * interval '1 microsecond' AND last_at >= coalesce($2, '-infinity')
+    ORDER BY last_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
+  WHERE c.source = old.source AND c.tenant = old.tenant AND c.message_id = old.message_id AND c.digest_refused = old.digest_refused
+  RETURNING c.last_at AS at)
+SELECT count(*), max(at) FROM gone";
 
-/// Deletes old ids of `once`, a thousand at a time. Index: `once_seen`. Locks the rows, and skips
-/// those of a running consumer.
+/// The same for old ids of `once`. Index: `once_seen`. Locks the rows, and skips those of a running
+/// consumer.
 const ONCE_FORGET: &str = "
-DELETE FROM {s}.once AS o
-USING (SELECT source, tenant, message_id FROM {s}.once
-  WHERE seen_at <= statement_timestamp() - $1 * interval '1 microsecond' ORDER BY seen_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
-WHERE o.source = old.source AND o.tenant = old.tenant AND o.message_id = old.message_id";
+WITH gone AS (DELETE FROM {s}.once AS o
+  USING (SELECT source, tenant, message_id FROM {s}.once
+    WHERE seen_at <= statement_timestamp() - $1 * interval '1 microsecond' AND seen_at >= coalesce($2, '-infinity')
+    ORDER BY seen_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
+  WHERE o.source = old.source AND o.tenant = old.tenant AND o.message_id = old.message_id
+  RETURNING o.seen_at AS at)
+SELECT count(*), max(at) FROM gone";
 
-/// Deletes old receipts, a thousand at a time. Index: `receipt_received`. Locks the rows, and skips
-/// those of a running receiver.
+/// The same for old receipts. Index: `receipt_received`. Locks the rows, and skips those of a
+/// running receiver.
 const RECEIPT_FORGET: &str = "
-DELETE FROM {s}.receipt AS r
-USING (SELECT source, tenant, message_id FROM {s}.receipt
-  WHERE received_at <= statement_timestamp() - $1 * interval '1 microsecond' ORDER BY received_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
-WHERE r.source = old.source AND r.tenant = old.tenant AND r.message_id = old.message_id";
+WITH gone AS (DELETE FROM {s}.receipt AS r
+  USING (SELECT source, tenant, message_id FROM {s}.receipt
+    WHERE received_at <= statement_timestamp() - $1 * interval '1 microsecond' AND received_at >= coalesce($2, '-infinity')
+    ORDER BY received_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
+  WHERE r.source = old.source AND r.tenant = old.tenant AND r.message_id = old.message_id
+  RETURNING r.received_at AS at)
+SELECT count(*), max(at) FROM gone";
+
+/// How far the present sweep has deleted receipts, ids of `once`, and records of conflicts; `None`:
+/// a sweep begins with the oldest.
+pub(crate) type Forgotten = [Option<Timestamp>; 3];
 
 #[async_trait]
 impl Receive for PostgresStore {
@@ -68,24 +84,26 @@ impl Receive for PostgresStore {
     }
 
     async fn forget(&self, older_than: Duration) -> Result<u64> {
-        let age_micros = micros(older_than);
-        let params = params![age_micros];
-        self.call("forget", async |session: &Session| {
-            let [receipts, onces, conflicts] =
-                [RECEIPT_FORGET, ONCE_FORGET, CONFLICT_FORGET].map(|template| session.sql(template));
-            let forget = async |session: &Session| {
+        let (age, after) = (micros(older_than), *lock(&self.inner.forgotten));
+        let forgotten = self
+            .call("forget", async |session: &Session| {
                 // Records of conflicts expire like the ids they belong to.
-                let (receipts, onces, conflicts) = futures::join!(
-                    session.execute(&receipts, &params),
-                    session.execute(&onces, &params),
-                    session.execute(&conflicts, &params)
-                );
-                let forgotten = receipts? + onces?;
-                conflicts.map(|conflicts| forgotten + conflicts)
-            };
-            session.at_once(&self.inner.modes.write, forget).await
-        })
-        .await
+                let sqls = [RECEIPT_FORGET, ONCE_FORGET, CONFLICT_FORGET].map(|template| session.sql(template));
+                let forget = async |session: &Session| {
+                    let steps = sqls.iter().zip(after).map(async |(sql, after)| {
+                        let row = session.row(sql, &params![age, after]).await?;
+                        Ok((row.get::<_, i64>(0).unsigned_abs(), row.get::<_, Option<Timestamp>>(1)))
+                    });
+                    try_join_all(steps).await
+                };
+                session.at_once(&self.inner.modes.write, forget).await
+            })
+            .await?;
+        let count = forgotten.iter().map(|(count, _)| count).sum();
+        let far = |nth: usize| forgotten[nth].1.or(after[nth]);
+        // Nothing was found: the sweep is over.
+        *lock(&self.inner.forgotten) = if count == 0 { Forgotten::default() } else { std::array::from_fn(far) };
+        Ok(count)
     }
 }
 

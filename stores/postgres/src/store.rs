@@ -13,6 +13,7 @@ use crate::config::PostgresConfig;
 use crate::connect::Target;
 use crate::hint::Listener;
 use crate::lane::Lane;
+use crate::receive::Forgotten;
 use crate::session::TransactionModes;
 use crate::subscription::SubscriptionRow;
 
@@ -45,6 +46,7 @@ pub(crate) struct Inner {
     pub(crate) lanes: Mutex<HashMap<(SubscriptionName, u16), Arc<Lane>>>,
     /// The LISTEN connection, if enabled.
     pub(crate) listener: Listener,
+    pub(crate) forgotten: Mutex<Forgotten>,
 }
 
 impl PostgresStore {
@@ -103,6 +105,7 @@ impl PostgresStore {
             subscriptions: Mutex::default(),
             lanes: Mutex::default(),
             listener: Listener::default(),
+            forgotten: Mutex::default(),
         };
         Self { inner: Arc::new(inner) }
     }
