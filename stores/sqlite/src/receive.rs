@@ -16,8 +16,8 @@ use crate::store::SqliteStore;
 /// By primary key; no lock of its own.
 const RECEIPT_FIND: &str = "SELECT digest FROM postbox_receipt WHERE source = ?1 AND tenant = ?2 AND message_id = ?3";
 /// By primary key; takes the write lock.
-const RECEIPT_INSERT: &str = "INSERT INTO postbox_receipt (source, tenant, message_id, digest, log, event_id, received_at) \
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
+const RECEIPT_INSERT: &str =
+    "INSERT INTO postbox_receipt (source, tenant, message_id, digest, received_at) VALUES (?1, ?2, ?3, ?4, ?5)";
 /// By primary key; takes the write lock. The same refused body again only raises the count, so that
 /// a sender who repeats it does not fill the disk.
 const CONFLICT_NOTE: &str = "INSERT INTO postbox_conflict (source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at) \
@@ -90,7 +90,7 @@ fn receive(tx: &Transaction<'_>, log: &LogName, inbound: &Inbound, now: i64) -> 
         None => {}
     }
     let id = insert_one(tx, log, &inbound.event, now)?;
-    let row = params![source, tenant, message_id, inbound.digest.as_slice(), log.as_str(), id.to_string(), now];
+    let row = params![source, tenant, message_id, inbound.digest.as_slice(), now];
     tx.prepare_cached(RECEIPT_INSERT)?.execute(row)?;
     Ok(Received::Accepted(id))
 }

@@ -91,12 +91,15 @@ pub(crate) fn leave_stream(
 /// Runs one step.
 pub(crate) fn replay(tx: &Transaction<'_>, name: &SubscriptionName, replay: &Replay, now: i64) -> Work<Replayed> {
     let reader = Reader::find("replay", tx, name)?;
-    let again = if replay.dry_run { None } else { Some(SendAgain::new(tx, &reader, now)?) };
     // The first place, by primary key; no lock of its own.
     let log_first = format!("SELECT coalesce(min(seq), 1) FROM {}", reader.table);
     let first: i64 = tx.query_row(&log_first, [], |row| row.get(0))?;
     let last = log_end(tx, &reader.table)?;
     let through = replay.through.map_or(last, |seq| seq.0.min(last));
+    if replay.step_max() == 0 {
+        return Ok(Replayed { count: 0, next: None, through: Seq(through) });
+    }
+    let again = if replay.dry_run { None } else { Some(SendAgain::new(tx, &reader, now)?) };
     let after = replay.after.map_or(first - 1, |seq| seq.0.max(first - 1));
     let until = match replay.ids {
         Some(_) => through,

@@ -301,8 +301,6 @@ CREATE TABLE postbox_receipt (
   tenant      TEXT    NOT NULL,
   message_id  TEXT    NOT NULL,
   digest      BLOB    NOT NULL,
-  log         TEXT    NOT NULL,
-  event_id    TEXT    NOT NULL,
   received_at INTEGER NOT NULL,
   PRIMARY KEY (source, tenant, message_id)
 ) WITHOUT ROWID;

@@ -43,6 +43,9 @@ pub async fn what_was_delivered_goes_out_again(fixture: &dyn StoreFixture) {
     assert!(again.iter().all(|delivery| (delivery.attempt, delivery.replay > 0) == (1, true)));
     assert_eq!(record(&lane.store, ids[0]).await.state, State::Dispatched);
     assert!(lane.drain_due().await.is_empty(), "once");
+    let none = step(&lane, &Replay { limit: Some(0), ..Replay::default() }).await;
+    assert_eq!((none.count, none.next), (0, None));
+    assert!(lane.drain_due().await.is_empty(), "none was asked for");
 }
 
 /// A destination remembers dedupe ids, so no two replays of an event may have the same number.
