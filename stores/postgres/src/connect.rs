@@ -157,9 +157,10 @@ fn parse_url(url: &str) -> Result<(tokio_postgres::Config, TlsOptions), String> 
         );
     }
     // The driver ends a password at the first @, and the rest of it would be printed, and looked
-    // up, as the host.
-    match settings.get_hosts().iter().any(|host| matches!(host, Host::Tcp(name) if name.contains('@'))) {
-        true => Err("there is an @ in its host; write an @ in a password as %40".to_owned()),
+    // up, as the host or the database.
+    let before_options = url.split_once("://").map_or("", |(_, rest)| rest.split('?').next().unwrap_or_default());
+    match before_options.matches('@').count() > 1 {
+        true => Err("there is more than one @ in it; write an @ in a password as %40".to_owned()),
         false => Ok((settings, tls_options)),
     }
 }

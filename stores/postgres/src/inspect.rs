@@ -419,7 +419,7 @@ fn record(stored: Stored, row: &Row) -> Result<Record> {
         due_at: row.try_get(column(3)).ok().flatten(),
         code: row.get::<_, Option<String>>(column(4)).or(code),
         error: row.get::<_, Option<String>>(column(5)).or(error),
-        updated_at: row.get(column(6)),
+        updated_at: row.try_get(column(6)).ok().flatten(),
         last_attempts: row.get::<_, Option<&str>>(column(9)).map_or_else(Vec::new, attempts_from_json),
     })
 }

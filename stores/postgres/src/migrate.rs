@@ -78,6 +78,18 @@ WHERE p.proname = 'settle_lane' AND CASE WHEN n.oid = to_regnamespace($1) OR n.n
   THEN s.now <> s.made AND $1 IN (s.now, s.made) END
 ORDER BY s.now LIMIT 1";
 
+/// A role that may make objects in the schema: its owner, or one that may CREATE there. Not the one
+/// that migrates, one that it is a member of, a superuser or the database's owner. A superuser is a
+/// member of every role, so it is not asked that. Reads the catalog; no lock.
+const SCHEMA_MAKER: &str = "
+SELECT coalesce(r.rolname, 'PUBLIC')::text FROM pg_namespace AS n CROSS JOIN LATERAL (
+  SELECT n.nspowner AS oid UNION ALL SELECT a.grantee FROM aclexplode(n.nspacl) AS a WHERE a.privilege_type = 'CREATE') AS maker
+LEFT JOIN pg_roles AS r ON r.oid = maker.oid
+WHERE n.oid = to_regnamespace($1) AND NOT coalesce(r.rolname IN (current_user, 'pg_database_owner') OR r.rolsuper
+  OR r.oid = (SELECT d.datdba FROM pg_database AS d WHERE d.datname = current_database())
+  OR current_setting('is_superuser') = 'off' AND pg_has_role(r.oid, 'USAGE'), false)
+LIMIT 1";
+
 /// The encoding in which the database stores text.
 const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text";
 
@@ -174,6 +186,7 @@ impl PostgresStore {
         }
         let apply = async |session: &Session| {
             check_name(session).await?;
+            check_makers(session).await?;
             session.run(&session.schema().migration_sql(MIGRATION_TABLE)).await?;
             if is_applied(session).await? {
                 return Ok(false);
@@ -256,6 +269,21 @@ async fn check_name(session: &Session) -> Result<()> {
          as its owner, run: ALTER SCHEMA {now} RENAME TO {old}; then use that name: `schema` in [store]"
     );
     Err(Error::new(ErrorKind::Mismatch, session.operation(), "schema_renamed", message))
+}
+
+/// Checks that nobody else may make objects in the schema. A function that they plant there, for
+/// example, could run with the rights of relays and of the owner.
+async fn check_makers(session: &Session) -> Result<()> {
+    let quoted = session.schema().quoted();
+    let rows = session.rows(SCHEMA_MAKER, &params![quoted]).await?;
+    let Some(row) = rows.first() else { return Ok(()) };
+    let maker: &str = row.get(0);
+    let message = format!(
+        "{maker} may create objects in schema {quoted}, which could then run with the rights of others; run \
+         `postbox migrate up` as the schema's owner, and REVOKE CREATE ON SCHEMA {quoted} FROM {maker}, or choose \
+         another schema: `schema` in [store]"
+    );
+    Err(Error::new(ErrorKind::Mismatch, session.operation(), "schema_open", message))
 }
 
 /// Checks that no table, index or rule of the schema was dropped or moved.

@@ -291,10 +291,10 @@ CREATE TABLE {s}.lane (
   epoch bigint NOT NULL DEFAULT 0,
   owner text,
   lease_until timestamptz CHECK (lease_until > '-infinity' AND lease_until < '9999-12-30 22:00:01+00'),
-  -- The lease's length in microseconds. A lease whose end is further away than this was granted
-  -- before the clock was set back, and is void.
-  lease_ttl bigint NOT NULL DEFAULT 0,
-  granted_at timestamptz NOT NULL DEFAULT '-infinity',
+  -- The lease's length in microseconds, at most a century. A lease whose end is further away than
+  -- this was granted before the clock was set back, and is void.
+  lease_ttl bigint NOT NULL DEFAULT 0 CHECK (lease_ttl BETWEEN 0 AND 3162240000000000),
+  granted_at timestamptz NOT NULL DEFAULT '-infinity' CHECK (granted_at < '9999-12-30 22:00:01+00'),
   -- How many holders in a row crashed: they neither released the lane nor held it for long.
   crashes int NOT NULL DEFAULT 0,
   -- The cluster that the snapshots' transaction ids belong to.
@@ -348,9 +348,9 @@ CREATE TABLE {s}.unrouted (
 CREATE TABLE {s}.replica (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   owner text NOT NULL,
-  alive_until timestamptz NOT NULL,
+  alive_until timestamptz NOT NULL CHECK (alive_until > '-infinity' AND alive_until < '9999-12-30 22:00:01+00'),
   -- Like `lease_ttl` of a lane.
-  alive_ttl bigint NOT NULL,
+  alive_ttl bigint NOT NULL CHECK (alive_ttl BETWEEN 0 AND 3162240000000000),
   PRIMARY KEY (subscription, owner)
 ) WITH (fillfactor = 50);
 
@@ -374,7 +374,7 @@ CREATE TABLE {s}.delivery (
   due_at timestamptz CHECK (due_at > '-infinity' AND due_at < '9999-12-30 22:00:01+00'),
   code text CHECK (char_length(code) <= 128),
   error text CHECK (char_length(error) <= 2048),
-  updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  updated_at timestamptz NOT NULL DEFAULT clock_timestamp() CHECK (updated_at > '-infinity' AND updated_at < '9999-12-30 22:00:01+00'),
   -- The last 8 failed attempts.
   last_attempts jsonb NOT NULL DEFAULT '[]' CHECK (octet_length(last_attempts::text) <= 32768),
   -- The last death that was handed to a dead-letter sink, counted from 1. While this is at most
@@ -575,6 +575,7 @@ BEGIN
   RETURN NULL;
 END
 ${tag}$;
+REVOKE ALL ON FUNCTION {s}.notify_sleepers() FROM PUBLIC;
 
 -- Makes the writers of a log notify sleeping relays, or stops it. Idempotent. Both return the
 -- channel.

@@ -343,6 +343,31 @@ async fn the_function_of_a_stranger_is_not_a_schema_that_was_renamed() {
     owner.batch_execute(&format!("DROP OWNED BY {stranger}; DROP ROLE {stranger}")).await.expect("cleaned up");
 }
 
+/// Whoever may make objects in the schema could plant functions that run with the rights of others.
+#[tokio::test]
+async fn no_schema_is_made_where_others_may_create() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let (stranger, owner) = (format!("maker_{}", std::process::id()), support::client(&url).await);
+    let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
+    let refused = async |sql: String| {
+        owner.batch_execute(&sql).await.expect("made");
+        let error = store.up().await.expect_err("open to others");
+        assert_eq!(error.code(), "schema_open");
+        error.message().to_owned()
+    };
+    let message =
+        refused(format!("CREATE ROLE {stranger} LOGIN; CREATE SCHEMA postbox AUTHORIZATION {stranger}")).await;
+    assert!(message.contains(&stranger), "{message}");
+    let message =
+        refused("ALTER SCHEMA postbox OWNER TO current_user; GRANT CREATE ON SCHEMA postbox TO PUBLIC".to_owned())
+            .await;
+    let (_, cure) = message.split_once("REVOKE ").expect("a cure");
+    let (cure, _) = cure.split_once(',').expect("the end of it");
+    owner.batch_execute(&format!("REVOKE {cure}")).await.expect("executed");
+    store.up().await.expect("made");
+    owner.batch_execute(&format!("DROP ROLE {stranger}")).await.expect("cleaned up");
+}
+
 /// What somebody drops or moves is named, and the named statements bring it back. No relay is
 /// stopped meanwhile.
 #[tokio::test]

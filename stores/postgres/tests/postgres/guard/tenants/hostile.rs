@@ -128,6 +128,11 @@ async fn values_that_nobody_can_read_are_refused() {
             "UPDATE postbox.delivery SET replays = -1",
             "UPDATE postbox.delivery SET due_at = '-infinity', state = 'scheduled'",
             "UPDATE postbox.conflict SET first_at = 'infinity'",
+            "UPDATE postbox.delivery SET updated_at = 'infinity'",
+            "UPDATE postbox.lane SET lease_ttl = 9223372036854775807",
+            "UPDATE postbox.lane SET granted_at = 'infinity'",
+            "INSERT INTO postbox.replica SELECT id, 'r', 'infinity', 1 FROM postbox.subscription",
+            "INSERT INTO postbox.replica SELECT id, 'r', now(), 9223372036854775807 FROM postbox.subscription",
         ] {
             let refused = world.owner.batch_execute(sql).await.expect_err(sql);
             assert_eq!(refused.code().map(|state| state.code()), Some("23514"), "{sql}: {refused:?}");
