@@ -135,16 +135,28 @@ const XACT_STATUS: &str = "SELECT pg_catalog.pg_xact_status('{xid}')";
 const STATUS_ASKED_MAX: usize = 100;
 const STATUS_PAUSE: Duration = Duration::from_millis(20);
 
-/// Saves the role and search_path that the last handler worked with, and sets our own.
+/// What else our statements set for themselves: their plans must not depend on statistics, see
+/// [`TransactionModes`](crate::session::TransactionModes).
+const PINNED: [&str; 5] =
+    ["enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mergejoin", "enable_material"];
+
+/// Saves the role, search_path and planner options that the last handler worked with, and sets our
+/// own.
 pub(crate) static SETTINGS_OURS: LazyLock<String> = LazyLock::new(|| {
-    let saved = [copied("role", "postbox.role"), copied("search_path", "postbox.search_path")].join(", ");
-    format!("SELECT {saved}; {}; SELECT pg_catalog.set_config('search_path', 'pg_catalog', true)", *SETTINGS_BACK)
+    let saved = theirs().map(|name| copied(name, &format!("postbox.{name}"))).collect::<Vec<_>>().join(", ");
+    let pins = PINNED.map(|name| format!("pg_catalog.set_config('{name}', 'off', true)")).join(", ");
+    let back = &*SETTINGS_BACK;
+    format!("SELECT {saved}; {back}; SELECT pg_catalog.set_config('search_path', 'pg_catalog', true), {pins}")
 });
 /// Restores what [`SETTINGS_OURS`] saved.
 pub(crate) static SETTINGS_THEIRS: LazyLock<String> = LazyLock::new(|| {
-    let saved = [copied("postbox.role", "role"), copied("postbox.search_path", "search_path")];
+    let saved: Vec<String> = theirs().map(|name| copied(&format!("postbox.{name}"), name)).collect();
     format!("SELECT {}", saved.join(", "))
 });
+
+fn theirs() -> impl Iterator<Item = &'static str> {
+    ["role", "search_path"].into_iter().chain(PINNED)
+}
 
 /// Checks that a handler's effect can be committed. A failed statement that the handler ignored
 /// leaves its savepoint aborted. A violated deferred constraint would fail the whole transaction at

@@ -7,6 +7,7 @@
 use std::time::Duration;
 
 use crate::admin::CLEAR_FOLLOWER_DUE;
+use crate::apply::{APPLY_BEGIN, SETTINGS_OURS};
 use crate::dead_letters::LETTERS_WRITE;
 use crate::due::DELIVERY_READ_DUE;
 use crate::prune::prune;
@@ -193,8 +194,8 @@ async fn a_list_of_what_is_pending_skips_what_was_passed() {
         let list = async |state, key: Option<&str>| {
             let which = Criteria { key: key.map(|key| Key::new(key).expect("a key")), ..Criteria::default() };
             let (code, headers, after) = (None, Headers::new(), None);
-            let subscription = name.clone();
-            let query = ListQuery { subscription, state: Some(state), which, code, headers, after, limit: 500 };
+            let (subscription, limit, payloads) = (name.clone(), 500, true);
+            let query = ListQuery { subscription, state: Some(state), which, code, headers, after, limit, payloads };
             session.begin(&store.inner.modes.dry_run).await.expect("begun");
             let before = rows_read(&session).await;
             let found = walk(&session, &row, (&query, state), 0).await.expect("listed").len();
@@ -319,15 +320,15 @@ async fn a_settlement_reads_its_own_rows_whatever_the_statistics_say() {
         let (inline, most, lane_number) = (1024, SETTLED + 1, 0);
         let due = params![inline, most, lane_number, many];
         let modes = &store.inner.modes;
-        // With "BEGIN" as in a transaction of handlers, where no plan is pinned.
+        let apply = format!("BEGIN; {}; {}", *APPLY_BEGIN, *SETTINGS_OURS);
         let calls: [(&str, &str, &[Param<'_>]); 11] = [
             (DELIVERY_UPDATE, &modes.write, &update),
-            (DELIVERY_UPDATE, "BEGIN", &update),
+            (DELIVERY_UPDATE, &apply, &update),
             (DELIVERY_DELETE, &modes.write, &delete),
-            (DELIVERY_DELETE, "BEGIN", &delete),
-            (DELIVERY_COUNT, "BEGIN", &count),
+            (DELIVERY_DELETE, &apply, &delete),
+            (DELIVERY_COUNT, &apply, &count),
             (DELIVERY_RELEASE, &modes.write, &release),
-            (DELIVERY_RELEASE, "BEGIN", &release),
+            (DELIVERY_RELEASE, &apply, &release),
             (CLEAR_FOLLOWER_DUE, &modes.write, &release),
             (LETTERS_WRITE, &modes.write, &letters),
             (DELIVERY_READ_DUE, &modes.read, &due),
