@@ -134,6 +134,11 @@ impl StoreConfig {
         self.chosen().is_ok_and(|chosen| self.has_tenant(chosen))
     }
 
+    /// Whether a tenant is written, whatever store is chosen: `--store` may name it later.
+    pub(crate) fn names_tenant(&self) -> bool {
+        self.options.iter().any(|options| self.has_tenant(&**options))
+    }
+
     fn has_tenant(&self, options: &dyn StoreOptions) -> bool {
         let postgres = (options as &dyn Any).downcast_ref::<PostgresTable>();
         postgres.is_some_and(|postgres| postgres.config(self.url.expose()).tenant.is_some())
@@ -141,8 +146,7 @@ impl StoreConfig {
 
     /// Returns why its `tenant` must be left out, if it has one: the store would ignore it.
     pub fn tenant_refused(&self) -> Option<&'static str> {
-        let is_written = self.options.iter().any(|options| self.has_tenant(&**options));
-        let is_ignored = is_written && self.chosen().is_ok() && !self.is_of_one_tenant();
+        let is_ignored = self.names_tenant() && self.chosen().is_ok() && !self.is_of_one_tenant();
         is_ignored.then_some("only a Postgres store separates tenants; leave it out")
     }
 

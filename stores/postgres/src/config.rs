@@ -37,7 +37,8 @@ pub struct PostgresConfig {
     /// notifications.
     pub listen_url: Option<String>,
     /// The tenant that this store works for, where row-level security separates tenants. Each
-    /// transaction names it. Default none, which suits a relay: it works for all tenants.
+    /// transaction names it, and a role that the policies do not limit is refused
+    /// (`tenant_not_limited`). Default none, which suits a relay: it works for all tenants.
     pub tenant: Option<Tenant>,
     /// The longest that any one of our statements may take; every call is bounded by it. Default
     /// 30 s.
@@ -87,7 +88,8 @@ table! {
         /// Postgres: the longest that one statement may take.
         statement_timeout: Duration = duration(Duration::from_millis(100)), default("30s");
         /// Postgres: the tenant whose events commands see and change, where row-level security
-        /// separates tenants. `run` works for all tenants, and refuses this key.
+        /// limits the role to one. `[store]` and `[stores.NAME]` with this key have no
+        /// subscriptions, because `run` delivers for all tenants.
         tenant: Option<Tenant> = text(from_core::<Tenant>), unset("all", r#""acme""#);
     }
 }

@@ -24,7 +24,7 @@ impl Maintain for PostgresStore {
     async fn create_log(&self, log: &LogName) -> Result<()> {
         let name = log.as_str();
         let params = params![name];
-        self.call("create_log", async |session: &Session| {
+        self.call_on_schema("create_log", async |session: &Session| {
             let sql = session.sql("SELECT {s}.create_log($1)");
             let create = async |session: &Session| session.rows(&sql, &params).await.map(drop);
             session.at_once(&self.inner.modes.change, create).await
@@ -77,7 +77,7 @@ impl Maintain for PostgresStore {
 
     async fn check_integrity(&self) -> Result<()> {
         let look = async |session: &Session| session.step_by_step(&self.inner.modes.count, check_integrity).await;
-        self.with_lock_named(self.call_to_look("check_integrity", look).await).await
+        self.with_lock_named(self.call_to_look_at_schema("check_integrity", look).await).await
     }
 
     /// One transaction, without a time limit. It rewrites the logs, and writers wait meanwhile.

@@ -96,7 +96,7 @@ const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_cat
 #[async_trait]
 impl Migrate for PostgresStore {
     async fn up(&self) -> Result<Vec<String>> {
-        check_encoding(&self.session("migrate").await?).await?;
+        check_encoding(&self.session_on_schema("migrate").await?).await?;
         let mut applied = Vec::new();
         for migration in &MIGRATIONS {
             if self.apply_migration(migration).await? {
@@ -113,7 +113,7 @@ impl Migrate for PostgresStore {
             Err(error) if ["schema_old", "encoding_unsupported"].contains(&error.code()) => {}
             validated => _ = validated?,
         }
-        let session = self.session("migrate").await?;
+        let session = self.session_on_schema("migrate").await?;
         let known = known_migrations(&session).await?;
         let begin = format!("{MIGRATION_BEGIN}{DOWN_LOCK_TIMEOUT}{MIGRATION_LOCK}");
         let remove = async |session: &Session| remove(session, discard_events).await;
@@ -130,7 +130,7 @@ impl Migrate for PostgresStore {
             let created_at = check_versions(session.schema(), &known?)?;
             encoding.map(|()| created_at)
         };
-        self.look("validate", look).await
+        self.look_at_schema("validate", look).await
     }
 
     fn script(&self) -> String {
@@ -176,7 +176,7 @@ impl PostgresStore {
 
     /// Applies one migration unless it was applied before. Returns whether it did.
     async fn apply_migration(&self, migration: &Migration) -> Result<bool> {
-        let session = self.session("migrate").await?;
+        let session = self.session_on_schema("migrate").await?;
         let Migration { version, name, sql } = migration;
         let is_applied =
             async |session: &Session| Ok(known_migrations(session).await?.iter().any(|(known, ..)| known >= version));

@@ -94,7 +94,7 @@ FROM postbox_passed AS p WHERE p.subscription = n.subscription AND p.lane = n.la
 /// Runs in one transaction. If dropped, nothing has changed.
 pub(crate) async fn rebase(store: &PostgresStore) -> Result<()> {
     store.validate().await?;
-    let session = store.session("rebase").await?;
+    let session = store.session_on_schema("rebase").await?;
     session.step_by_step(&format!("{MIGRATION_BEGIN}{DOWN_LOCK_TIMEOUT}"), rebase_all).await.map_err(in_use)
 }
 

@@ -1,4 +1,6 @@
-//! What row-level security hides from the store, and what that means.
+//! What row-level security hides from the store or shows it, and what that means.
+
+use std::sync::atomic::Ordering;
 
 use postbox_core::{Error, ErrorKind, LogName, Result, SubscriptionName};
 use postbox_postgres_sql::{log_unknown, params};
@@ -16,7 +18,41 @@ impl PostgresStore {
             None => Ok(()),
         }
     }
+
+    /// Refuses a role that no policy limits if the store works for one tenant: it would see and
+    /// change the rows of all. Asks until a role is limited, and then never again.
+    pub(crate) async fn require_limit(&self, session: &Session) -> Result<()> {
+        let is_limited = &self.inner.is_limited;
+        if self.inner.config.tenant.is_none() || is_limited.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let schema = self.schema().as_str();
+        let params = params![schema];
+        let look = async |session: &Session| session.rows(SEES_ALL, &params).await;
+        let rows = session.at_once(&self.inner.modes.look, look).await?;
+        // Without a table, there is no schema, and the call says so.
+        let Some(row) = rows.first() else { return Ok(()) };
+        if row.get(1) {
+            return Err(tenant_not_limited(session.operation(), row.get(0)));
+        }
+        is_limited.store(true, Ordering::Relaxed);
+        Ok(())
+    }
 }
+
+/// A log, or the table of subscriptions, and whether this role may see rows of every tenant there:
+/// no policy is in force for it, or another one than a tenant's shows it rows. One of which that is
+/// true comes first. A log is known by its function, because not every writer may read the names of
+/// logs. Reads the catalog; no lock.
+const SEES_ALL: &str = "
+SELECT t.relname::pg_catalog.text, NOT row_security_active(t.oid)
+  OR EXISTS (SELECT FROM pg_policy AS p, unnest(p.polroles) AS role
+    WHERE p.polrelid = t.oid AND p.polpermissive AND p.polcmd IN ('r', '*') AND (role = 0 OR pg_has_role(role, 'USAGE'))
+      AND p.polname NOT IN ('tenant', 'tenant_reads'))
+FROM pg_class AS t JOIN pg_namespace AS n ON n.oid = t.relnamespace
+WHERE n.nspname = $1 AND t.relkind = 'r' AND (t.relname = 'subscription'
+  OR EXISTS (SELECT FROM pg_proc AS f WHERE f.pronamespace = n.oid AND f.proname = t.relname || '_has'))
+ORDER BY 2 DESC, 1 LIMIT 1";
 
 /// A table of `{tables}` in which this role sees no row: no policy is for it, or only one for the
 /// tenant that is named, and none is. Reads the catalog; no lock.
@@ -45,7 +81,8 @@ async fn unseen(session: &Session, tables: &str, names: Vec<&str>) -> Result<Opt
 /// role sees none. In the second case they all exist, and a relay must not treat them as removed.
 pub(crate) async fn subscription_not_seen(session: &Session, unknown: Error) -> Error {
     match unseen(session, TABLES, vec!["subscription"]).await {
-        Ok(Some(_)) => tenant_limited(session.operation()),
+        Ok(Some(_)) if session.is_of_one_tenant() => tenant_limited(session.operation()),
+        Ok(Some(_)) => tenant_not_named(session.operation(), UNNAMED),
         Ok(None) => unknown,
         Err(error) => error,
     }
@@ -54,12 +91,10 @@ pub(crate) async fn subscription_not_seen(session: &Session, unknown: Error) -> 
 /// Refuses a role that sees no subscription because it named no tenant. Otherwise everything would
 /// look empty to it.
 pub(crate) async fn require_sight(session: &Session) -> Result<()> {
-    if unseen(session, TABLES, vec!["subscription"]).await?.is_some() {
-        let message = "row-level security shows this role nothing, because no tenant is named: set `tenant` in [store], \
-                       or use a role that was named in `postbox migrate grants --all-tenants`";
-        return Err(Error::new(ErrorKind::Unauthorized, session.operation(), "tenant_not_named", message));
+    match unseen(session, TABLES, vec!["subscription"]).await? {
+        Some(_) => Err(tenant_not_named(session.operation(), UNNAMED)),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Refuses a role that sees no event of this log. Otherwise nothing would ever be pending in it.
@@ -84,12 +119,14 @@ fn seen(session: &Session, unseen: Option<String>) -> Result<()> {
     Err(Error::new(ErrorKind::Mismatch, session.operation(), "log_hidden", message))
 }
 
-/// Returns why the row of a log could not be locked: it does not exist, or the role works for one
-/// tenant.
+/// Returns why the row of a log could not be locked: it does not exist, the store works for one
+/// tenant, or policies limit the role. In the last case a tenant in `[store]` would be refused,
+/// too.
 pub(crate) async fn log_not_locked(session: &Session, log: &LogName) -> Error {
     match session.rows(&session.sql(LOG_EXISTS), &params![log.as_str()]).await {
         Ok(known) if known.is_empty() => log_unknown(session.operation(), log.as_str()),
-        Ok(_) => tenant_limited(session.operation()),
+        Ok(_) if session.is_of_one_tenant() => tenant_limited(session.operation()),
+        Ok(_) => tenant_not_named(session.operation(), UNNAMED_FOR_ALL),
         Err(error) => error,
     }
 }
@@ -98,4 +135,25 @@ fn tenant_limited(operation: &'static str) -> Error {
     let message = "this is done for all tenants at once, and the store works for one: remove `tenant` from [store], \
                    and use a role that was named in `postbox migrate grants --all-tenants`";
     Error::new(ErrorKind::Unauthorized, operation, "tenant_limited", message)
+}
+
+/// Why a role sees nothing.
+const UNNAMED: &str = "row-level security shows this role nothing, because no tenant is named: set `tenant` in [store], \
+                       or use a role that was named in `postbox migrate grants --all-tenants`";
+
+/// The same for what is done for all tenants at once.
+const UNNAMED_FOR_ALL: &str = "this is done for all tenants at once, and row-level security limits this role to one: use \
+                               a role that was named in `postbox migrate grants --all-tenants`";
+
+fn tenant_not_named(operation: &'static str, message: &'static str) -> Error {
+    Error::new(ErrorKind::Unauthorized, operation, "tenant_not_named", message)
+}
+
+fn tenant_not_limited(operation: &'static str, table: &str) -> Error {
+    let message = format!(
+        "`tenant` is set, but row-level security does not limit this role to one tenant (table {table}), so it would see \
+         and change what belongs to all; use a role that is neither in --all-tenants nor a superuser, or, if there are no \
+         policies yet, run what `postbox migrate grants --all-tenants ROLE` prints, or remove `tenant` from [store]"
+    );
+    Error::new(ErrorKind::Unauthorized, operation, "tenant_not_limited", message)
 }

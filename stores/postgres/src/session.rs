@@ -70,6 +70,11 @@ impl Session {
         self.in_transaction.store(false, Ordering::Relaxed);
     }
 
+    /// Whether the store works for one tenant.
+    pub(crate) fn is_of_one_tenant(&self) -> bool {
+        self.store.inner.config.tenant.is_some()
+    }
+
     /// The name of the operation that borrowed the connection.
     pub(crate) fn operation(&self) -> &'static str {
         self.operation
@@ -179,8 +184,15 @@ impl Drop for Session {
 }
 
 impl PostgresStore {
-    /// Borrows a connection, within the pool's timeouts.
+    /// Borrows a connection, within the pool's timeouts. A store for one tenant is refused on a
+    /// role that policies do not limit.
     pub(crate) async fn session(&self, operation: &'static str) -> Result<Session> {
+        self.limited(self.session_on_schema(operation).await?).await
+    }
+
+    /// The same for what concerns no rows of tenants. Whoever migrates or prints the policies is
+    /// not limited by them.
+    pub(crate) async fn session_on_schema(&self, operation: &'static str) -> Result<Session> {
         self.borrowed(operation, self.inner.pool.get().await)
     }
 
@@ -193,11 +205,15 @@ impl PostgresStore {
             let is_full = status.size >= status.max_size;
             Err(PoolError::Timeout(if is_full { TimeoutType::Wait } else { TimeoutType::Create }))
         });
-        self.borrowed("apply", got)
+        self.limited(self.borrowed("apply", got)?).await
     }
 
     /// The same for status queries.
     pub(crate) async fn look_session(&self, operation: &'static str) -> Result<Session> {
+        self.limited(self.look_session_on_schema(operation).await?).await
+    }
+
+    async fn look_session_on_schema(&self, operation: &'static str) -> Result<Session> {
         self.borrowed(operation, self.inner.look_pool.get().await)
     }
 
@@ -210,8 +226,13 @@ impl PostgresStore {
             Err(PoolError::Timeout(TimeoutType::Wait)) => {
                 Ok((self.look_session(operation).await?, modes.renew_beside.as_str()))
             }
-            got => Ok((self.borrowed(operation, got)?, modes.write.as_str())),
+            got => Ok((self.limited(self.borrowed(operation, got)?).await?, modes.write.as_str())),
         }
+    }
+
+    async fn limited(&self, session: Session) -> Result<Session> {
+        self.require_limit(&session).await?;
+        Ok(session)
     }
 
     fn borrowed(&self, operation: &'static str, got: Result<Object, PoolError>) -> Result<Session> {
@@ -254,6 +275,24 @@ impl PostgresStore {
         work: impl AsyncFnOnce(&Session) -> Result<T>,
     ) -> Result<T> {
         self.bounded(operation, async { work(&self.look_session(operation).await?).await }).await
+    }
+
+    /// Runs a call that concerns no rows of tenants.
+    pub(crate) async fn call_on_schema<T>(
+        &self,
+        operation: &'static str,
+        work: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
+        self.bounded(operation, async { work(&self.session_on_schema(operation).await?).await }).await
+    }
+
+    /// The same for status queries.
+    pub(crate) async fn call_to_look_at_schema<T>(
+        &self,
+        operation: &'static str,
+        work: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
+        self.bounded(operation, async { work(&self.look_session_on_schema(operation).await?).await }).await
     }
 
     /// Bounds a call in time, whatever the network does. The session is dropped with the call,

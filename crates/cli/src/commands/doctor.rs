@@ -10,6 +10,9 @@ use crate::failure::Failure;
 use crate::output;
 use crate::stores::{self, OfStore, ask_each};
 
+/// What the operator of one tenant can do about a subscription that nobody drives.
+const CURE_OF_TENANT: &str = "ask whoever runs `postbox run` for all tenants whether it has this subscription";
+
 /// Most faults of the configuration that are shown: whoever corrects it asks `check-config`.
 const FAULTS_SHOWN: usize = 5;
 
@@ -123,6 +126,11 @@ async fn look(
     let is_misfit = |error: &Error| error.kind() == ErrorKind::Mismatch;
     findings.extend(checked.err().filter(is_misfit).map(Finding::from));
     findings.extend(diagnosed);
+    // Both cures, to rename and to remove, are for all tenants.
+    if context.config.store.is_of_one_tenant() {
+        let unconfigured = findings.iter_mut().filter(|it| it.code == "subscription_unconfigured");
+        unconfigured.for_each(|it| it.cure = Some(CURE_OF_TENANT.to_owned()));
+    }
     // After the subscriptions that should read it.
     findings.extend(unread.iter().map(|(log, count)| Finding::unread(log, *count, context.reader_wanted(log))));
     let is_said = |error: &Error| match error.code() {

@@ -86,16 +86,75 @@ async fn a_role_of_one_tenant_works_with_its_own() -> Result<()> {
     ensure!(complaint.contains("id"), "another's is not its own: {complaint}");
     let found = acme.said(&["doctor"])?;
     ensure!(found.contains("acme") && !found.contains("zeta"), "{found}");
+    ensure!(found.contains("not in the configuration") && found.contains("for all tenants"), "{found}");
+    ensure!(!found.contains("postbox subscription"), "it may neither rename nor remove one: {found}");
     ensure!(acme.ok(&["retry", "--all"])? == "retried=2\n");
     ensure!(acme.ok(&["discard", "--all"])? == "discarded=2\n");
     ensure!(relay.ok(&["stats"])? == "pending=0 dispatched=0 dead=2 total=4\n", "the other's stay dead");
     let complaint = acme.refuses(1, &["prune", "--older-than", "0s"])?;
     ensure!(complaint.contains("all tenants"), "{complaint}");
     acme.config(&format!("tenant = \"acme\"\n{FILE_SINK}"))?;
-    let complaint = acme.refuses(1, &["dispatch"])?;
-    ensure!(complaint.contains("remove `tenant` from"), "{complaint}");
+    for command in ["check-config", "dispatch", "run"] {
+        let complaint = acme.refuses(2, &[command])?;
+        ensure!(complaint.contains("store.tenant: ") && complaint.contains("remove `tenant` from"), "{complaint}");
+    }
+    ensure!(acme.ok(&["stats"])? == "pending=0 dispatched=0 dead=0 total=2\n", "to look is possible");
+    let complaint = env.as_role(&operator, FILE_SINK)?.refuses(1, &["dispatch"])?;
+    ensure!(complaint.contains("(tenant_not_named)") && !complaint.contains("remove `tenant`"), "{complaint}");
     for role in [&writer, &operator] {
         env.sql(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await?;
     }
+    Ok(())
+}
+
+/// Otherwise a command for one tenant would change the events of all.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_is_refused_to_a_role_that_no_policy_limits() -> Result<()> {
+    let target = Endpoint::start(refuses_all)?;
+    let subscription = target.subscription("out");
+    let env = TestEnv::with(Kind::Postgres, &subscription).await?;
+    let mut ids = Vec::new();
+    for tenant in ["acme", "bond"] {
+        ids.push(env.ok(&["send", "t", "{}", "--tenant", tenant])?.trim().to_owned());
+    }
+    ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=2");
+    let role = format!("cli_of_all_{}", std::process::id());
+    env.sql(&format!("CREATE ROLE {role} LOGIN")).await?;
+    let granted = ["migrate", "grants", "--relay", &role, "--all-tenants", &role];
+    let of_acme = "tenant = \"acme\"\n";
+    env.config(of_acme)?;
+    // The superuser before there are policies, and after.
+    refuses_its_tenant(&env, &ids)?;
+    env.sql(&env.ok(&granted)?).await?;
+    refuses_its_tenant(&env, &ids)?;
+    refuses_its_tenant(&env.as_role(&role, of_acme)?, &ids)?;
+    // Whoever migrates and prints the policies need not be limited by them.
+    for args in [&["migrate", "up"][..], &["migrate", "validate"], &granted] {
+        env.ok(args)?;
+    }
+    env.config(&subscription)?;
+    ensure!(env.ok(&["stats"])? == "pending=0 dispatched=0 dead=2 total=2\n", "nothing was changed");
+    env.sql(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await
+}
+
+fn refuses_its_tenant(env: &TestEnv, ids: &[String]) -> Result<()> {
+    for args in [
+        &["stats"][..],
+        &["list"],
+        &["show", &ids[1]],
+        &["discard", "--all"],
+        &["retry", "--topic", "t", "--subscription", "out"],
+        &["pause", "out", "--why", "so"],
+        &["send", "t", "{}", "--tenant", "acme"],
+    ] {
+        let complaint = env.refuses(1, args)?;
+        ensure!(complaint.contains("(tenant_not_limited)"), "{args:?}: {complaint}");
+        ensure!(complaint.contains("remove `tenant` from [store]"), "{args:?}: {complaint}");
+    }
+    let checked = env.output(&["check-config", "--connect"])?;
+    let complaint = String::from_utf8_lossy(&checked.stderr);
+    ensure!(checked.status.code() == Some(1) && complaint.contains("(tenant_not_limited)"), "{complaint}");
+    let found = env.said(&["doctor", "--json"])?;
+    ensure!(found.contains("\"tenant_not_limited\""), "{found}");
     Ok(())
 }

@@ -48,6 +48,24 @@ impl Config {
         }
     }
 
+    /// Checks that a store for one tenant has no subscriptions: creating and driving them is done
+    /// for all tenants at once.
+    pub(super) fn check_tenants(&self, root: &Section<'_>) {
+        for (name, share) in self.per_store() {
+            let Some(first) = share.subscriptions.first().filter(|_| share.store.names_tenant()) else { continue };
+            let path = name.as_ref().map_or_else(|| vec!["store"], |name| vec!["stores", name.as_str()]);
+            let line = root.line_at(&[&path[..], &["tenant"]].concat()).unwrap_or_default();
+            let text = format!(
+                "{}.tenant: `run` and `dispatch` deliver for all tenants, and there is [subscriptions.{}]; remove \
+                 `tenant` from [{}], or give the commands for one tenant a file without subscriptions",
+                path.join("."),
+                first.subscription.name,
+                path.join(".")
+            );
+            root.reader.fault(line, text);
+        }
+    }
+
     /// Checks the stores of the sources, which only who receives needs.
     pub(super) fn check_sources(&self, root: &Section<'_>) {
         for it in &self.sources {

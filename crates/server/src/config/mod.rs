@@ -24,7 +24,7 @@ pub use subscription::SubscriptionConfig;
 
 use crate::lease::{LeaseChoice, lease};
 use crate::sources::{NamedSource, sources};
-use crate::stores::{NamedStore, StoreConfig, stores};
+use crate::stores::{NamedStore, StoreConfig, check_store_url, stores};
 pub(crate) use subscription::store_names;
 use subscription::subscriptions;
 pub use telemetry::{TelemetryConfig, check_collector_url};
@@ -112,9 +112,10 @@ impl Config {
     pub fn load(path: &Path, store: Option<&str>, delivers: bool) -> Result<(Self, Vec<Fault>), LoadError> {
         let text = std::fs::read_to_string(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
         let file = path.display().to_string();
-        // A file that `init` wrote names the variable, and `--store` is the same as the variable.
+        // A file that `init` wrote names the variable, and `--store` is the same as the variable. A
+        // URL that is wrong is no fault of the line: it is reported by whoever chooses the store.
         let env = |name: &str| match (name, store) {
-            (STORE_VARIABLE, Some(store)) => Some(store.to_owned()),
+            (STORE_VARIABLE, Some(store)) => check_store_url(store).is_ok().then(|| store.to_owned()),
             _ => std::env::var(name).ok(),
         };
         let replaced = store.map(|_| "store.url");
@@ -149,6 +150,10 @@ impl Config {
     fn check(&self, root: &Section<'_>) {
         self.check_stores(root);
         self.check_rates(root);
+        // The commands for one tenant may read a file that `run` refuses.
+        if root.reader.options.delivers {
+            self.check_tenants(root);
+        }
         root.reader.for_delivery(|| {
             self.check_sources(root);
             self.check_memory(root);

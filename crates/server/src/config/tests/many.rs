@@ -94,3 +94,22 @@ fn a_message_of_a_broker_goes_into_one_store() {
     }
     parse(&source("stores = [\"b\"]\n")).expect("no faults");
 }
+
+#[test]
+fn a_store_of_one_tenant_has_no_subscription() {
+    let one = |url: &str| format!("[store]\n{url}\ntenant = \"acme\"\n[subscriptions.a]\n");
+    let several = "[stores.a]\nurl = \"postgres://localhost/a\"\ntenant = \"acme\"\n[stores.b]\nurl = \"sqlite:b.db\"\n\
+                   [subscriptions.a]\n";
+    let of_url = one("url = \"postgres://app@localhost/shop\"");
+    let (named_later, of_one, of_many) = (one(""), ":3: store.tenant: ", ":3: stores.a.tenant: ");
+    for (text, place) in [(of_url.as_str(), of_one), (named_later.as_str(), of_one), (several, of_many)] {
+        let message = fault(text);
+        assert!(message.contains(place) && message.contains("remove `tenant` from ["), "{message}");
+    }
+    parse(&format!("{several}stores = [\"b\"]\n")).expect("the other store is of all tenants");
+    let reading = ReadOptions { delivers: false, ..options() };
+    let (_, warnings) = Config::parse_with(&of_url, reading).expect("for the commands of the tenant");
+    assert_eq!(warnings, []);
+    let source = format!("[sources.a]\ntype = \"webhook\"\nscheme = \"standard\"\nsecret = \"{KEY}\"\n");
+    parse(&of_url.replace("[subscriptions.a]\n", &source)).expect("it receives for the tenant");
+}

@@ -103,7 +103,8 @@ fn assert_defaults(text: &str) {
 }
 
 /// The default file with every commented-out key in force. `[store]` and `[stores.acme]` exclude
-/// each other; the second is kept. So do `rate` and `rate_of`; the first is kept.
+/// each other; the second is kept. So do `rate` and `rate_of`; the first is kept. The store is of
+/// no tenant, because there is a subscription.
 fn uncommented() -> String {
     let text = default_toml();
     let lines = text.lines().filter(|line| !line.starts_with("#rate_of")).map(|line| match line.strip_prefix('#') {
@@ -113,6 +114,7 @@ fn uncommented() -> String {
     let text = lines.collect::<Vec<_>>().join("\n");
     let (before, rest) = text.split_once("[store]\n").expect("one store");
     let (_, after) = rest.split_once("\n# Where the logs are, where").expect("several stores");
+    let after = after.replacen("\ntenant = ", "\n# tenant = ", 1);
     format!("{before}# Where the logs are, where{after}")
 }
 
@@ -500,6 +502,7 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
     assert!(source("rate = \"0/s\"").contains("is not a valid rate"));
     assert!(source("concurrency = 0").contains("out of range"));
     assert!(source("body_timeout = \"1ms\"").contains("too short"));
+    assert!(fault("[retention]\ndead = \"1h\"").ends_with("\"1h\" is too short; at least 1d"));
     assert!(source("allowed_origins = [\"*\"]").contains("is not a valid origin; write the name"));
     assert!(fault("[server]\nconnections = 0").contains("out of range"));
 }

@@ -154,6 +154,7 @@ async fn operate(relay: &PostgresStore, batch: &Batch) {
             headers: Headers::new(),
             after: None,
             limit: 10,
+            payloads: true,
         };
         relay.list(&query).await.expect("listed");
     }

@@ -3,4 +3,5 @@
 mod apart;
 mod hostile;
 mod owner;
+mod unlimited;
 mod world;
