@@ -138,6 +138,7 @@ async fn events(store: &MemoryStore, name: &str) -> Vec<Event> {
         headers: Headers::new(),
         after: None,
         limit: 999,
+        payloads: true,
     };
     store.list(&query).await.expect("listed").into_iter().map(|record| record.event).collect()
 }

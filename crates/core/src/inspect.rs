@@ -99,8 +99,9 @@ pub struct TopicStats {
     pub oldest_pending: Option<Duration>,
 }
 
+/// No age is zero: then nothing is due yet.
 fn seconds<S: Serializer>(age: &Option<Duration>, to: S) -> Result<S::Ok, S::Error> {
-    age.map(|age| age.as_secs_f64()).serialize(to)
+    age.filter(|age| !age.is_zero()).map(|age| age.as_secs_f64()).serialize(to)
 }
 
 /// The number of events in a log.
@@ -172,7 +173,7 @@ pub struct SubscriptionInfo {
 /// One event in one subscription, as an operator sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// The event, payload included.
+    /// The event. Its payload is empty if the list was asked for without ([`ListQuery::payloads`]).
     pub event: Event,
     /// Its position in the log.
     pub seq: Seq,
@@ -229,12 +230,17 @@ pub struct ListQuery {
     pub after: Option<Seq>,
     /// At most this many, up to [`LIST_RECORDS_MAX`](crate::limits::LIST_RECORDS_MAX); at least 1.
     pub limit: usize,
+    /// Whether to read the payloads. Without them each is empty, whatever was appended, and
+    /// [`LIST_PAYLOAD_BYTES_MAX`](crate::limits::LIST_PAYLOAD_BYTES_MAX) does not bound the list. A
+    /// large payload takes long to read.
+    pub payloads: bool,
 }
 
 impl ListQuery {
     /// Returns the limits of one list.
     pub fn page(&self) -> BatchLimit {
-        BatchLimit { events: self.limit.clamp(1, LIST_RECORDS_MAX), payload_bytes: LIST_PAYLOAD_BYTES_MAX }
+        let payload_bytes = if self.payloads { LIST_PAYLOAD_BYTES_MAX } else { usize::MAX };
+        BatchLimit { events: self.limit.clamp(1, LIST_RECORDS_MAX), payload_bytes }
     }
 
     /// Returns whether an event has the requested headers.
@@ -253,7 +259,8 @@ impl ListQuery {
 ///   log in the opposite order, each with its state in the subscription. `Pending` and `Dispatched`
 ///   are derived from the cursor. A list stops before its payloads exceed
 ///   [`LIST_PAYLOAD_BYTES_MAX`](crate::limits::LIST_PAYLOAD_BYTES_MAX). Only an empty list is the
-///   end.
+///   end. Without payloads it reads none, however large, and so does not notice one that cannot be
+///   read.
 /// - An event that cannot be read, or that was deleted from the log, still has a record. Its
 ///   position is right, its fields are what could be read, and `code` and `error` say what is
 ///   wrong. No list fails because of one event.

@@ -181,6 +181,7 @@ impl TestEnv {
             headers: Headers::new(),
             after: None,
             limit: 1_000,
+            payloads: true,
         };
         self.store.list(&query).await.expect("listed")
     }

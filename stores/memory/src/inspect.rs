@@ -51,6 +51,12 @@ impl Inspect for MemoryStore {
             .map(|(seq, commit, event)| reader.record(log, seq, commit, event))
             .filter(|record| query.state.is_none_or(|state| record.state == state))
             .filter(|record| query.code.is_none() || record.code == query.code);
+        let records = records.map(|mut record| {
+            if !query.payloads {
+                record.event.payload.clear();
+            }
+            record
+        });
         let mut limiter = BatchLimiter::new(query.page());
         Ok(records.take_while(|record| limiter.take(record.event.payload.len())).collect())
     }

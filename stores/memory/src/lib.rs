@@ -72,8 +72,8 @@ struct Server {
 }
 
 impl MemoryStore {
-    /// Creates an empty store with the logs `outbox` and `inbox`. Ids are made from `clock`, now and
-    /// at each append, and a counter, so that they are repeatable under a simulated clock.
+    /// Creates an empty store with the logs `outbox` and `inbox`. Ids are made from a counter and
+    /// `clock`, now and at each append, so that they are repeatable under a simulated clock.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
         let state = Mutex::new(State::migrated(clock.now()));
         let server = Arc::new(Server { clock, state });

@@ -11,7 +11,9 @@ use postbox_core::{
     BatchLimit, Conflict, Count, Error, ErrorKind, EventId, Inspect, LaneInfo, ListQuery, LogName, Ordering, OwnerId,
     Record, Result, SourceName, State, Stats, SubscriptionInfo, SubscriptionName, Unrouted,
 };
-use postbox_postgres_sql::{EVENT_COLUMNS, LOG_NAMES, check_log_name, is_meant, is_undefined, log_unknown, params};
+use postbox_postgres_sql::{
+    EVENT_COLUMNS, LOG_NAMES, check_log_name, cursor_foreign, is_meant, is_undefined, log_unknown, params,
+};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
@@ -27,8 +29,8 @@ use crate::subscription::{filter_of, look_up};
 use crate::unrouted::count_unrouted;
 use crate::walk::walk;
 
-/// The largest payload to read inline after the server failed to return one of them: none. Payloads
-/// are then fetched one by one, so that a damaged one fails alone.
+/// The largest payload to read inline: none. Either the caller wants none, or the server failed to
+/// return one of them; then they are fetched one by one, so that a damaged one fails alone.
 const WITHOUT_PAYLOADS: i32 = -1;
 
 /// All subscriptions with their lanes. Reads two small tables. No lock.
@@ -39,8 +41,13 @@ SELECT s.name, s.log, s.topics, s.tenant, s.paused_by, s.paused_why, s.paused_un
 FROM {s}.subscription AS s LEFT JOIN {s}.lane AS n ON n.subscription = s.id
 ORDER BY s.name, n.lane";
 
-/// Counts by state and topic: see `0001_depth.sql`. No lock.
-const SUBSCRIPTION_DEPTH: &str = "SELECT * FROM {s}.depths($1, $2)";
+/// Counts by state and topic: see `0001_depth.sql`; and whether a cursor of the subscription was
+/// made in another cluster, so that they mean nothing. No lock.
+const SUBSCRIPTION_DEPTH: &str = "
+SELECT d.*, d.subscription = ANY (ARRAY(
+  SELECT s.name FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
+  WHERE s.name = ANY ($1) AND n.cluster <> (SELECT {s}.cluster_id()))) AS is_foreign
+FROM {s}.depths($1, $2) AS d";
 
 /// The lock timeout of each subscription, after counting all of them at once failed on a lock. A
 /// lock on what one subscription needs then does not keep the others from being counted.
@@ -165,12 +172,15 @@ impl Inspect for PostgresStore {
     }
 
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
-        let inline = i32::try_from(LIST_PAYLOAD_BYTES_MAX / LIST_RECORDS_MAX).unwrap_or(i32::MAX);
+        let inline = match query.payloads {
+            true => i32::try_from(LIST_PAYLOAD_BYTES_MAX / LIST_RECORDS_MAX).unwrap_or(i32::MAX),
+            false => WITHOUT_PAYLOADS,
+        };
         let found = match self.list_rows(query, inline).await {
-            Err(error) if is_damage(&error) => self.list_rows(query, WITHOUT_PAYLOADS).await,
+            Err(error) if query.payloads && is_damage(&error) => self.list_rows(query, WITHOUT_PAYLOADS).await,
             found => found,
         };
-        self.records("list", found.map_err(took_long)?).await
+        self.records("list", found.map_err(took_long)?, query.payloads).await
     }
 
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
@@ -178,7 +188,7 @@ impl Inspect for PostgresStore {
             Err(error) if is_damage(&error) => self.get_row(subscription, id, WITHOUT_PAYLOADS).await?,
             found => found?,
         };
-        Ok(self.records("get", found).await?.pop())
+        Ok(self.records("get", found, true).await?.pop())
     }
 
     async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>> {
@@ -199,7 +209,7 @@ impl Inspect for PostgresStore {
 
     async fn logs(&self) -> Result<Vec<LogName>> {
         let read = async |session: &Session| session.rows(&session.sql(LOG_NAMES), &[]).await;
-        self.look("logs", read).await?.iter().map(|row| row.get::<_, &str>(0).parse()).collect()
+        self.look_at_schema("logs", read).await?.iter().map(|row| row.get::<_, &str>(0).parse()).collect()
     }
 
     async fn unrouted(&self, log: &LogName) -> Result<Unrouted> {
@@ -243,11 +253,13 @@ fn took_long(error: Error) -> Error {
 }
 
 /// Adds up the rows of [`SUBSCRIPTION_DEPTH`] for one subscription. `None` if there are none: the
-/// subscription does not exist.
+/// subscription does not exist. A cursor of another cluster is an error.
 fn added(subscription: &SubscriptionName, rows: &[Row], share: Share) -> Result<Option<StatsCounter>> {
     let mut rows = rows.iter().filter(|row| row.get::<_, &str>(0) == subscription.as_str()).peekable();
-    if rows.peek().is_none() {
-        return Ok(None);
+    match rows.peek() {
+        None => return Ok(None),
+        Some(row) if row.get(6) => return Err(cursor_foreign("stats")),
+        Some(_) => {}
     }
     let mut counter = StatsCounter::within(share);
     for row in rows {
@@ -307,6 +319,16 @@ impl PostgresStore {
         self.with_lock_named(self.call_to_look(operation, look).await).await
     }
 
+    /// The same for a read that concerns no rows of tenants.
+    pub(crate) async fn look_at_schema<T>(
+        &self,
+        operation: &'static str,
+        read: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
+        let look = async |session: &Session| session.at_once(&self.inner.modes.count, read).await;
+        self.with_lock_named(self.call_to_look_at_schema(operation, look).await).await
+    }
+
     /// If a read failed on a lock, puts the session that holds it into the error.
     pub(crate) async fn with_lock_named<T>(&self, looked: Result<T>) -> Result<T> {
         match looked {
@@ -318,7 +340,7 @@ impl PostgresStore {
     async fn name_lock(&self, error: Error) -> Error {
         let schema = self.schema().as_str();
         let ask = async |session: &Session| session.rows(&session.sql(LOCK_HOLDERS), &params![schema]).await;
-        let holders = self.call_to_look(error.operation(), ask).await.unwrap_or_default();
+        let holders = self.call_to_look_at_schema(error.operation(), ask).await.unwrap_or_default();
         let Some(row) = holders.first() else { return error };
         let ((holder, end), table) = (holder(row.get(0), row.get(1)), row.get::<_, &str>(4));
         let whose = [named(row.get(2)), row.get(3)].join(": ");
@@ -391,15 +413,23 @@ impl PostgresStore {
         self.report("get", read).await
     }
 
-    /// Turns rows into records. Large payloads are fetched up to a total size, where the list ends.
-    /// This happens after the snapshot, because a payload that the server cannot return would abort
-    /// its transaction.
-    async fn records(&self, operation: &'static str, (log, rows): (LogName, Vec<Row>)) -> Result<Vec<Record>> {
+    /// Turns rows into records. If payloads are wanted, large ones are fetched up to a total size,
+    /// where the list ends. This happens after the snapshot, because a payload that the server
+    /// cannot return would abort its transaction.
+    async fn records(
+        &self,
+        operation: &'static str,
+        (log, rows): (LogName, Vec<Row>),
+        payloads: bool,
+    ) -> Result<Vec<Record>> {
         let mut events: Vec<Stored> =
             rows.iter().map(|row| Stored::of_delivery(row, EVENT_COLUMNS.len() + 7)).collect();
-        let limit = BatchLimit { events: LIST_RECORDS_MAX, payload_bytes: LIST_PAYLOAD_BYTES_MAX };
-        events.truncate(fitting(&events, limit));
-        self.call_to_look(operation, async |session: &Session| fill_payloads(session, &log, &mut events).await).await?;
+        if payloads {
+            let limit = BatchLimit { events: LIST_RECORDS_MAX, payload_bytes: LIST_PAYLOAD_BYTES_MAX };
+            events.truncate(fitting(&events, limit));
+            self.call_to_look(operation, async |session: &Session| fill_payloads(session, &log, &mut events).await)
+                .await?;
+        }
         events.into_iter().zip(&rows).map(|(event, row)| record(event, row)).collect()
     }
 }

@@ -21,8 +21,16 @@ const SLICE_BYTES: usize = 1024 * 1024;
 /// may have this `seq` by now. Index: primary key of the log.
 const PAYLOAD_READ: &str = "SELECT seq, id, payload, payload_bytes FROM {log} WHERE seq {=} ANY ($1)";
 
-/// A piece of one payload, by id, too. Index: primary key of the log.
-const PAYLOAD_SLICE: &str = "SELECT pg_catalog.substr(coalesce(payload_bytes, pg_catalog.textsend(payload)), $2, $3) FROM {log} WHERE seq {=} $1 AND id {=} $4";
+/// One payload in pieces, by id, too. They come in their order: a single row is joined with the
+/// places at which they begin, of which an empty payload has one as well. Index: primary key of the
+/// log.
+///
+/// `OFFSET 0` is a fence, so that a text is converted once and not for each piece: for 16 MiB that
+/// takes 0.05 to 0.1 s.
+const PAYLOAD_SLICES: &str = "
+SELECT pg_catalog.substr(p.bytes, piece.start, $2)
+FROM (SELECT coalesce(l.payload_bytes, pg_catalog.textsend(l.payload)) AS bytes FROM {log} AS l WHERE l.seq {=} $1 AND l.id {=} $3 OFFSET 0) AS p
+CROSS JOIN LATERAL pg_catalog.generate_series(1, greatest(1, pg_catalog.octet_length(p.bytes)), $2) AS piece(start)";
 
 /// Returns how many of the rows, in order, the caller can hold.
 pub(crate) fn fitting(rows: &[Stored], limit: BatchLimit) -> usize {
@@ -85,18 +93,18 @@ async fn fetch_whole(session: &Session, log: &LogName, rows: &mut [Stored], seqs
     session.alone_or_within(fetch).await
 }
 
-/// `None` if the row is gone, or its payload has become shorter.
+/// `None` if the row is gone. Each piece is taken as it comes: the driver reads on only then.
 async fn fetch_sliced(session: &Session, log: &LogName, row: &Stored) -> Result<Option<Bytes>> {
-    let sql = session.log_sql(PAYLOAD_SLICE, log);
-    let (seq, id, slice) = (row.seq(), row.id(), SLICE_BYTES as i32);
-    let mut payload = BytesMut::with_capacity(row.behind);
-    while payload.len() < row.behind {
-        let start = i32::try_from(payload.len()).unwrap_or(i32::MAX - 1) + 1;
-        let found = session.rows(&sql, &params![seq, start, slice, id]).await?;
-        let Some(piece) = found.first().map(|piece| piece.get::<_, &[u8]>(0)).filter(|it| !it.is_empty()) else {
-            return Ok(None);
-        };
-        payload.extend_from_slice(piece);
-    }
-    Ok(Some(payload.freeze()))
+    let sql = session.log_sql(PAYLOAD_SLICES, log);
+    let (seq, slice, id) = (row.seq(), SLICE_BYTES as i32, row.id());
+    let fetch = async {
+        let mut pieces = pin!(session.client().query_typed_raw(&sql, params![seq, slice, id]).await?);
+        let mut payload: Option<BytesMut> = None;
+        while let Some(piece) = pieces.try_next().await? {
+            let payload = payload.get_or_insert_with(|| BytesMut::with_capacity(row.behind));
+            payload.extend_from_slice(piece.try_get::<_, &[u8]>(0)?);
+        }
+        Ok(payload.map(BytesMut::freeze))
+    };
+    session.alone_or_within(fetch).await
 }

@@ -21,8 +21,8 @@ const LOG_RECEIVE: &str =
 const LOG_RECEIVE_MANY: &str = "SELECT {s}.{name}_receive_many($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)";
 
 /// Deletes old records of conflicts, a thousand at a time, from the place where the last step
-/// ended: while a snapshot is held, the index keeps what earlier steps deleted. Returns how many and
-/// how far. Index: `conflict_last`. Locks the rows, and skips those of a running receiver.
+/// ended: while a snapshot is held, the index keeps what earlier steps deleted. Returns how many
+/// and how far. Index: `conflict_last`. Locks the rows, and skips those of a running receiver.
 const CONFLICT_FORGET: &str = "
 WITH gone AS (DELETE FROM {s}.conflict AS c
   USING (SELECT source, tenant, message_id, digest_refused FROM {s}.conflict

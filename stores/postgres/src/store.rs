@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use deadpool_postgres::Pool;
@@ -38,6 +39,8 @@ pub(crate) struct Inner {
     pub(crate) config: PostgresConfig,
     pub(crate) schema: SchemaName,
     pub(crate) modes: TransactionModes,
+    /// Whether the role is known to be limited to the tenant of `config`.
+    pub(crate) is_limited: AtomicBool,
     /// Incremented by every local commit that may give a lane work.
     pub(crate) wakeups: watch::Sender<u64>,
     /// What is known of the subscriptions that this process reads; one entry each.
@@ -57,7 +60,7 @@ impl PostgresStore {
     /// `Unavailable`.
     pub async fn connect(config: PostgresConfig) -> Result<Self> {
         let store = Self::new(config)?;
-        store.session("connect").await?;
+        store.session_on_schema("connect").await?;
         Ok(store)
     }
 
@@ -99,6 +102,7 @@ impl PostgresStore {
             address,
             listen_target,
             modes: TransactionModes::new(config.statement_timeout, config.tenant.as_ref()),
+            is_limited: AtomicBool::new(false),
             schema,
             config,
             wakeups: watch::Sender::new(0),

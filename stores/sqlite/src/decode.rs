@@ -64,6 +64,10 @@ pub(crate) const LOG_COLUMNS: &str = log_columns!("l.payload");
 /// reads none of them. To read every wanted row again costs three times as much for small payloads
 /// (measured).
 pub(crate) const WALK_COLUMNS: &str = log_columns!("CASE WHEN octet_length(l.payload) <= 2000 THEN l.payload END");
+/// The same columns for a walk that needs no payload: an empty one for each row. `typeof` reads no
+/// page of it either.
+pub(crate) const COLUMNS_WITHOUT_PAYLOAD: &str =
+    log_columns!("CASE WHEN typeof(l.payload) IN ('text', 'blob') THEN x'' ELSE l.payload END");
 /// The columns of [`Head`], which come first in the other lists.
 pub(crate) const HEAD_COLUMNS: &str =
     "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers";

@@ -13,8 +13,8 @@ use rusqlite::{Row, Transaction, params};
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
 use crate::decode::{
-    DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, WALK_COLUMNS,
-    integer, is_meant, is_payload_left_out, log_find, seq,
+    COLUMNS_WITHOUT_PAYLOAD, DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, Head, LOG_COLUMNS,
+    LOG_COLUMNS_COUNT, WALK_COLUMNS, integer, is_meant, is_payload_left_out, log_find, seq,
 };
 use crate::depth;
 use crate::lease::{self, SubscriptionRow, crashes_in_a_row};
@@ -413,10 +413,11 @@ impl Listing {
     }
 
     /// The statement that walks what may be listed, and the two places between which it walks. It
-    /// selects [`WALK_COLUMNS`], then those of [`record_of`].
+    /// selects [`WALK_COLUMNS`], or [`COLUMNS_WITHOUT_PAYLOAD`], then those of [`record_of`].
     fn walk(&self, reader: &Reader) -> (String, [i64; 2]) {
         let (log, after) = (&reader.table, self.query.after.map(|seq| seq.0));
-        let columns = format!("{WALK_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts");
+        let columns = if self.query.payloads { WALK_COLUMNS } else { COLUMNS_WITHOUT_PAYLOAD };
+        let columns = format!("{columns}, {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts");
         // Walks the log's primary key, then that of `postbox_delivery`; no lock.
         let log_list = format!(
             "SELECT {columns} FROM {log} l LEFT JOIN postbox_delivery d ON d.subscription = ?1 AND d.seq = l.seq \
@@ -511,7 +512,8 @@ mod tests {
         let tx = database.transaction().expect("begun");
         let which = Criteria { topic: Some("rare".parse().expect("a pattern")), ..Criteria::default() };
         let (subscription, headers) = ("s".parse().expect("a name"), Headers::new());
-        let query = ListQuery { subscription, state: None, which, code: None, headers, after: None, limit: 10 };
+        let (state, code, after, limit, payloads) = (None, None, None, 10, true);
+        let query = ListQuery { subscription, state, which, code, headers, after, limit, payloads };
         let listing = Listing::new(query).step(&tx).expect("looked");
         assert_eq!((listing.is_over, listing.query.after), (false, Some(Seq(6))), "the newest first");
         let listing = listing.step(&tx).expect("looked");

@@ -1,8 +1,8 @@
 //! `postbox list`, and `postbox list --state STATE`.
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 
-use bytes::Bytes;
 use postbox_core::{Criteria, Headers, ListQuery, Record, State, SubscriptionName};
 use postbox_server::status::RecordJson;
 use postbox_server::text::{cut, estimated};
@@ -12,8 +12,8 @@ use crate::failure::Failure;
 use crate::output;
 use crate::stores::{self, OfStore, ask_each, together};
 
-/// Most records per read of the store. Their payloads are in memory together; without `--json` they
-/// are then dropped.
+/// Most records per read of the store. Payloads are read for `--json` only, and are then in memory
+/// together.
 const PAGE: usize = 500;
 /// Widest error text in a table; `show` prints all of it.
 const ERROR_CHARS: usize = 80;
@@ -30,7 +30,7 @@ pub(super) struct Wanted {
 pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Result<(), Failure> {
     let asked = ask_each(contexts, |context| records(context, wanted, json)).await;
     let is_answered = asked.is_answered();
-    let mut records: Vec<(&Context, SubscriptionName, Record)> = Vec::new();
+    let mut records: Vec<(&Context, Option<SubscriptionName>, Record)> = Vec::new();
     let (mut is_noted, mut failures) = (false, Vec::new());
     for (context, (of_store, notes, ended)) in asked.answers {
         failures.extend(ended.err().map(|failure| (context, failure)));
@@ -43,7 +43,7 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
     if json {
         if is_answered {
             let all = records.iter();
-            let all = all.map(|(context, name, record)| OfStore::new(context, RecordJson::new(name, record)));
+            let all = all.map(|(context, name, record)| OfStore::new(context, RecordJson::new(name.as_ref(), record)));
             output::json(&all.collect::<Vec<_>>());
         }
         return ended;
@@ -62,7 +62,7 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
     let terminal = output::is_terminal();
     stores::rows(
         &HEAD,
-        records.iter().map(|(context, name, record)| (*context, row(name, record, terminal))).collect(),
+        records.iter().map(|(context, name, record)| (*context, row(name.as_ref(), record, terminal))).collect(),
     );
     if records.len() == wanted.limit {
         output::note(&format!("there may be more than these {}: --limit NUMBER", wanted.limit));
@@ -79,13 +79,17 @@ fn first<T>(records: &mut Vec<T>, wanted: &Wanted, record: impl Fn(&T) -> &Recor
     records.truncate(wanted.limit);
 }
 
-type Found = (Vec<(SubscriptionName, Record)>, Vec<String>, Result<(), Failure>);
+/// Each record with its subscription, unless it is of the log.
+type Found = (Vec<(Option<SubscriptionName>, Record)>, Vec<String>, Result<(), Failure>);
 
 /// The records of one store, remarks, and why something is missing.
 async fn records(context: &Context, wanted: &Wanted, json: bool) -> Result<Found, Failure> {
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
-    let mut records: Vec<(SubscriptionName, Record)> = Vec::new();
+    let mut records: Vec<(Option<SubscriptionName>, Record)> = Vec::new();
+    // An event that no subscription wants is of its log, though each subscription lists it.
+    let is_of_log = wanted.state == Some(State::Unrouted);
+    let mut listed = BTreeSet::new();
     for info in &infos {
         let mut query = ListQuery {
             subscription: info.name.clone(),
@@ -95,21 +99,19 @@ async fn records(context: &Context, wanted: &Wanted, json: bool) -> Result<Found
             headers: wanted.headers.clone(),
             after: None,
             limit: 0,
+            payloads: json,
         };
         // The first of all subscriptions are among the first of each.
-        let before = records.len();
-        while records.len() - before < wanted.limit {
-            query.limit = (wanted.limit + before - records.len()).min(PAGE);
+        let mut read = 0;
+        while read < wanted.limit {
+            query.limit = (wanted.limit - read).min(PAGE);
             let page = store.list(&query).await?;
             // A page may be short because its payloads are large; only an empty page is the end.
             let Some(last) = page.last() else { break };
             query.after = Some(last.seq);
-            records.extend(page.into_iter().map(|mut record| {
-                if !json {
-                    record.event.payload = Bytes::new();
-                }
-                (info.name.clone(), record)
-            }));
+            read += page.len();
+            let page = page.into_iter().filter(|record| !is_of_log || listed.insert((info.log.clone(), record.seq)));
+            records.extend(page.map(|record| ((!is_of_log).then(|| info.name.clone()), record)));
         }
         first(&mut records, wanted, |(_, record)| record);
     }
@@ -135,11 +137,11 @@ async fn records(context: &Context, wanted: &Wanted, json: bool) -> Result<Found
 pub(crate) const HEAD: [&str; 10] =
     ["id", "subscription", "state", "topic", "key", "created", "attempts", "due", "code", "error"];
 
-pub(crate) fn row(subscription: &SubscriptionName, record: &Record, terminal: bool) -> Vec<String> {
+pub(crate) fn row(subscription: Option<&SubscriptionName>, record: &Record, terminal: bool) -> Vec<String> {
     let error = record.error.as_deref().unwrap_or("-");
     vec![
         record.event.id.to_string(),
-        subscription.to_string(),
+        subscription.map_or_else(|| "-".to_owned(), SubscriptionName::to_string),
         record.state.to_string(),
         record.event.topic.to_string(),
         record.event.key.as_ref().map_or_else(|| "-".to_owned(), |key| key.to_string()),

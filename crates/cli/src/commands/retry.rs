@@ -78,6 +78,7 @@ async fn oldest_of_all(
                 headers: Headers::new(),
                 after: None,
                 limit,
+                payloads: false,
             };
             let mut ahead = Ahead { place, query, page: VecDeque::new() };
             ahead.fill(store).await?;
@@ -137,8 +138,7 @@ struct Ahead {
 }
 
 impl Ahead {
-    /// Reads the next page. A page may be short because its payloads are large; only an empty page
-    /// is the end.
+    /// Reads the next page. Only an empty page is the end.
     async fn fill(&mut self, store: &dyn Store) -> Result<(), Failure> {
         self.page = store.list(&self.query).await?.into();
         self.query.after = self.page.back().map(|record| record.seq).or(self.query.after);

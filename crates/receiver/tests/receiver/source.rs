@@ -510,6 +510,7 @@ async fn a_relay_never_sends_poison_and_an_operator_sees_its_bytes() {
         headers: Headers::new(),
         after: None,
         limit: 10,
+        payloads: true,
     };
     let dead = store.list(&query).await.expect("listed");
     assert_eq!((dead.len(), dead[0].error.as_deref()), (1, Some("as asked")));

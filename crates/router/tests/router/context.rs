@@ -123,6 +123,7 @@ async fn what_is_appended_names_its_cause_unless_its_task_has_left_the_context()
         headers: Headers::new(),
         after: None,
         limit: 10,
+        payloads: true,
     };
     let records = env.store.list(&query).await.expect("listed").split_off(1);
     let said = |it: &Record| {

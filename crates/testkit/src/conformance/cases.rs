@@ -91,7 +91,8 @@ macro_rules! conformance_suite {
             dispatched_counts_each_delivered_event_once
             a_deep_backlog_is_near_the_truth several_share_what_is_looked_at every_state_lists_its_own
             lists_are_paged_in_seq_order without_a_state_the_newest_are_listed_first lists_narrow_by_topic_and_code
-            a_list_is_bounded_by_its_payloads lists_narrow_by_key_tenant_and_time lists_narrow_by_conversation
+            a_list_is_bounded_by_its_payloads a_list_without_payloads_has_everything_else
+            lists_narrow_by_key_tenant_and_time lists_narrow_by_conversation
             an_unknown_event_is_none an_id_is_found_by_its_beginning events_are_dated_by_the_time_of_the_store
         }
     };

@@ -63,9 +63,12 @@ pub async fn payload_bytes_come_back_identical(fixture: &dyn StoreFixture) {
 pub async fn a_payload_at_the_limit_comes_back(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let payload: Vec<u8> = (0..PAYLOAD_BYTES_MAX).map(|n| (n % 251) as u8).collect();
-    append(&lane.store, [NewEvent::json("t", payload.clone())]).await;
+    // A store that reads a text in pieces cuts characters in two.
+    let text: String = (0..300_000).map(|n| format!("{n}ż€")).collect();
+    append(&lane.store, [NewEvent::json("t", payload.clone()), NewEvent::json("t", text.clone())]).await;
     let read = lane.drain().await;
     assert!(read[0].event.payload == payload, "16 MiB, the same bytes");
+    assert!(read[1].event.payload == text.as_bytes(), "{} bytes, the same", text.len());
 }
 
 pub async fn strange_topics_and_keys_come_back(fixture: &dyn StoreFixture) {

@@ -134,6 +134,7 @@ pub(super) fn query(state: State) -> ListQuery {
         headers: Headers::new(),
         after: None,
         limit: 1_000,
+        payloads: true,
     }
 }
 

@@ -306,6 +306,22 @@ pub async fn a_list_is_bounded_by_its_payloads(fixture: &dyn StoreFixture) {
     let (first, last) = sizes(None).await;
     assert_eq!((first, sizes(last).await.0), (fit, 1));
     assert_eq!(lane.store.list(&query(State::Dead)).await.expect("listed").len(), 1);
+    let bare = ListQuery { payloads: false, ..query(State::Pending) };
+    assert_eq!(lane.store.list(&bare).await.expect("listed").len(), fit + 1, "nothing bounds it");
+}
+
+/// Who shows no payload must not wait for large ones.
+pub async fn a_list_without_payloads_has_everything_else(fixture: &dyn StoreFixture) {
+    let lane = in_every_state(fixture).await;
+    let bytes = NewEvent::new("bytes", vec![0xff; 50_000], "application/octet-stream").correlation_id("c");
+    append(&lane.store, [event(&"1".repeat(50_000)), bytes]).await;
+    for state in State::ALL.into_iter().map(Some).chain([None]) {
+        let query = ListQuery { state, ..query(State::Dead) };
+        let mut whole = lane.store.list(&query).await.expect("listed");
+        whole.iter_mut().for_each(|record| record.event.payload.clear());
+        let bare = lane.store.list(&ListQuery { payloads: false, ..query }).await.expect("listed");
+        assert_eq!(bare, whole, "{state:?}");
+    }
 }
 
 pub async fn lists_narrow_by_topic_and_code(fixture: &dyn StoreFixture) {

@@ -53,6 +53,7 @@ async fn retrying(fixture: &Fixture, subscription: SubscriptionName) -> Vec<Reco
         after: None,
         limit: 100,
         headers: Headers::new(),
+        payloads: true,
     };
     fixture.store.store.list(&query).await.expect("listed")
 }

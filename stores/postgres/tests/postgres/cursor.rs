@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, Batch, BatchLimit, Delivery, Disposition, Entry, Error, ErrorKind, Filter, Lease,
-    Log as _, LogName, Maintain as _, NewEvent, Outcome, OwnerId, Replay, Settlement, Subscription, SubscriptionName,
-    TopicPattern,
+    Admin as _, Append as _, Batch, BatchLimit, Delivery, Disposition, Entry, Error, ErrorKind, Filter, Inspect as _,
+    Lease, Log as _, LogName, Maintain as _, NewEvent, Outcome, OwnerId, Replay, Settlement, Subscription,
+    SubscriptionName, TopicPattern,
 };
 use postbox_engine::Relay;
 use postbox_postgres::{PostgresConfig, PostgresStore};
@@ -108,6 +108,26 @@ async fn a_running_relay_notices_another_cluster() {
     // The refused calls changed nothing.
     client.batch_execute("UPDATE postbox.lane SET cluster = cluster + 1").await.expect("ours again");
     assert_eq!(deliver(store, &lease).await.expect("delivered"), ["2"]);
+}
+
+/// What a cursor of another cluster has still to read is not known: often its snapshots seem to
+/// have seen everything. Other subscriptions are counted.
+#[tokio::test]
+async fn a_subscription_of_another_cluster_is_not_counted() {
+    let fixture = support::on(Version::V15).await;
+    let store = &fixture.store;
+    let other = Subscription { name: SubscriptionName::new("other").expect("a name"), ..subscription(&[]) };
+    for subscription in [&subscription(&[]), &other] {
+        store.subscribe(subscription).await.expect("subscribed");
+    }
+    append(store, "t", "1").await;
+    let foreign = "UPDATE postbox.lane SET cluster = cluster - 1
+                   WHERE subscription = (SELECT id FROM postbox.subscription WHERE name = 'reader')";
+    fixture.client().await.batch_execute(foreign).await.expect("another cluster's");
+    let mut counted = store.stats_of(&[name(), other.name]).await;
+    assert_eq!(counted.pop().expect("two").expect("counted").pending, 1);
+    let error = counted.pop().expect("two").expect_err("unknown");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "cursor_foreign"));
 }
 
 /// The database's clock went back by a day after a grant. Neither the lease of a dead relay nor its

@@ -145,8 +145,8 @@ async fn a_list_that_takes_too_long_says_how_to_ask_for_less() {
     let holder = support::client(&url).await;
     holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
     let (which, code, headers, after) = (Criteria::default(), None, Headers::new(), None);
-    let state = Some(State::Dispatched);
-    let query = ListQuery { subscription: name, state, which, code, headers, after, limit: 10 };
+    let (state, limit, payloads) = (Some(State::Dispatched), 10, true);
+    let query = ListQuery { subscription: name, state, which, code, headers, after, limit, payloads };
     let error = store.list(&query).await.expect_err("locked");
     assert_eq!(error.code(), "statement_timeout", "{error}");
     assert!(["--since", "--key", "`statement_timeout`"].iter().all(|cure| error.message().contains(cure)), "{error}");

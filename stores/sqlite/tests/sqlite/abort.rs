@@ -119,6 +119,7 @@ async fn only_the_poison_dies(fixture: Fixture, apply: bool) {
         headers: Headers::new(),
         after: None,
         limit: 10,
+        payloads: true,
     };
     let dead = fixture.store.list(&query).await.expect("listed");
     let said: Vec<_> = dead.iter().map(|it| (&it.event.payload[..], it.code.as_deref())).collect();

@@ -256,6 +256,7 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
         headers: Headers::new(),
         after: None,
         limit: 10,
+        payloads: true,
     };
     let dead = fixture.store.list(&query).await.expect("listed");
     let codes: Vec<&str> = dead.iter().map(|record| record.code.as_deref().expect("a code")).collect();

@@ -93,8 +93,8 @@ async fn a_list_finds_what_is_steps_away() {
     fixture.store.append(&LogName::outbox(), &[NewEvent::json("rare", "1")]).await.expect("appended");
     fill_log(&fixture, 21_000);
     let which = Criteria { topic: Some("rare".parse().expect("a pattern")), ..Criteria::default() };
-    let headers = Headers::new();
-    let mut query = ListQuery { subscription, state: None, which, code: None, headers, after: None, limit: 10 };
+    let (state, code, headers, after) = (None, None, Headers::new(), None);
+    let mut query = ListQuery { subscription, state, which, code, headers, after, limit: 10, payloads: true };
     for state in [None, Some(State::Pending), Some(State::Discarded)] {
         if state == Some(State::Discarded) {
             fill(&fixture, 42_001);

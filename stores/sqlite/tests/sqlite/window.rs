@@ -94,7 +94,10 @@ async fn a_large_payload_of_a_row_that_is_passed_is_not_read() {
     let tailed = tail(which.clone()).await.expect("read");
     assert_eq!(tailed.events.iter().map(|(_, event)| event.payload.len()).collect::<Vec<_>>(), wanted);
     let (subscription, headers) = (lease.subscription, Headers::new());
-    let query = ListQuery { subscription, state: None, which, code: None, headers, after: None, limit: 10 };
+    let (state, code, after, limit, payloads) = (None, None, None, 10, true);
+    let mut query = ListQuery { subscription, state, which, code, headers, after, limit, payloads };
     let listed = store.list(&query).await.expect("listed");
     assert_eq!(listed.iter().rev().map(|record| record.event.payload.len()).collect::<Vec<_>>(), wanted);
+    (query.which, query.payloads) = (Criteria::default(), false);
+    assert_eq!(store.list(&query).await.expect("listed").len(), 4, "no payload is read");
 }

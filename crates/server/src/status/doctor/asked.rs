@@ -147,8 +147,8 @@ impl<'a> Known<'a> {
 
 fn unread() -> Error {
     let text = format!(
-        "some of its events could not be read within {STATS_WAIT:?}, so a cause may be missing here; events of \
-         megabytes take long, and so does a busy database: run it again, or look at them with `postbox list`"
+        "some of its events could not be read within {STATS_WAIT:?}, so a cause may be missing here; a busy database \
+         takes long: run it again, or look at them with `postbox list`"
     );
     Error::new(ErrorKind::Unavailable, "list", "events_unread", text)
 }
@@ -163,7 +163,8 @@ async fn list(store: &dyn Inspect, name: &SubscriptionName, state: State, count:
     if count > 0 { store.list(&first(name, state)).await } else { Ok(Vec::new()) }
 }
 
-/// The first rows of a state.
+/// The first rows of a state, without payloads: no finding shows one, and to read large ones takes
+/// longer than the doctor waits.
 fn first(name: &SubscriptionName, state: State) -> ListQuery {
     ListQuery {
         subscription: name.clone(),
@@ -173,6 +174,7 @@ fn first(name: &SubscriptionName, state: State) -> ListQuery {
         headers: Headers::new(),
         after: None,
         limit: LOOK,
+        payloads: false,
     }
 }
 
@@ -191,8 +193,7 @@ async fn last<F: Future<Output = Result<Vec<Record>>>>(
         match rows.last() {
             None => end = middle,
             Some(row) => {
-                // A page that is not full has the last row. Or its payloads are so large that it
-                // was cut; then these rows must do.
+                // A page that is not full has the last row.
                 seen = if rows.len() < LOOK { end } else { row.seq };
                 last = rows;
             }

@@ -315,7 +315,7 @@ fn pending(known: &Known<'_>, service: Option<&ServiceStatus>) -> Finding {
     if stats.pending == 0 {
         return Finding::fine("nothing_pending", "nothing is pending");
     }
-    let since = stats.oldest_pending.map_or_else(String::new, |oldest| format!(", the oldest for {}", span(oldest)));
+    let since = stats.oldest().map_or_else(String::new, |oldest| format!(", the oldest for {}", span(oldest)));
     let deepest = stats.topics.first().map_or_else(String::new, |topic| format!(", most of them {}", topic.topic));
     let what = format!("{} pending{since}{deepest}", estimated(stats.pending, stats.is_estimate));
     if !is_late(known) {
@@ -395,6 +395,17 @@ mod tests {
     }
 
     fn found_with(fault: Option<&Fault>, failed: Record, owner: Option<&str>, work: Option<&WorkJson>) -> Vec<Finding> {
+        let counts = Stats { pending: 2, retrying: 1, blocked: 1, total: 2, share: 100, ..Stats::default() };
+        found_of(counts, fault, failed, owner, work)
+    }
+
+    fn found_of(
+        counts: Stats,
+        fault: Option<&Fault>,
+        failed: Record,
+        owner: Option<&str>,
+        work: Option<&WorkJson>,
+    ) -> Vec<Finding> {
         let owner = owner.map(OwnerId::from_stored);
         let lease_left = owner.as_ref().map(|_| Duration::from_secs(5));
         let info = SubscriptionInfo {
@@ -406,7 +417,6 @@ mod tests {
             lanes: vec![LaneInfo { lane: 0, epoch: 1, owner, lease_left, crashes: 0 }],
             paused: None,
         };
-        let counts = Stats { pending: 2, retrying: 1, blocked: 1, total: 2, share: 100, ..Stats::default() };
         let stats = StatsJson::of(&info, counts);
         let config = Config::parse("[subscriptions.out]\nsink = { type = \"stdout\" }\n").expect("no faults");
         let service = work.map(|work| ServiceStatus {
@@ -444,6 +454,17 @@ mod tests {
             let found = found(record(State::Retrying, 0, "connect_refused"), Some("relay-1"), work.as_ref());
             assert_eq!(of(&found, "destination_down").is_some(), is_down, "{found:#?}");
         }
+    }
+
+    /// The counts are there at once, whatever keeps the events from being read.
+    #[test]
+    fn dead_events_are_reported_if_none_could_be_read() {
+        let counts = Stats { dead: 6, total: 6, share: 100, ..Stats::default() };
+        let found = found_of(counts, None, record(State::Retrying, 3, "http_500"), Some("relay-1"), None);
+        let dead = of(&found, "dead").expect("found");
+        assert!(dead.message.starts_with("6 dead") && dead.severity == Severity::Problem, "{dead:?}");
+        let list = "postbox list --state dead --subscription out";
+        assert!(dead.cure.as_ref().is_some_and(|cure| cure.contains(list)), "{dead:?}");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use postbox_config::duration_text;
-use postbox_core::{Disposition, Record, Unreadable};
+use postbox_core::{Disposition, Envelope, Record, Unreadable};
 
 use super::Finding;
 use super::asked::{Known, is_driven};
@@ -116,10 +116,15 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Dead events, by reason.
+/// Dead events, by reason. If none could be read in time, their number is known all the same.
 pub(super) fn dead(known: &Known<'_>) -> Vec<Finding> {
     let dead: Vec<&Record> = known.dead.iter().collect();
     let name = &known.info.name;
+    if dead.is_empty() && known.stats.dead > 0 {
+        let what = format!("{} dead; their reasons were not read", known.stats.of_rows(known.stats.dead));
+        let cure = format!("postbox list --state dead --subscription {name} shows why");
+        return vec![Finding::problem("dead", what, cure)];
+    }
     let finding = |reason: &Reason<'_>| {
         let of = of_all(known.stats, "dead", reason.count, dead.len(), known.stats.dead);
         let what = format!("{of}: {}", reason.said());
@@ -277,12 +282,18 @@ fn cure_refused(code: &str, is_dead: bool) -> &'static str {
         "http_404" | "http_405" => {
             "the destination has no endpoint at this address: correct the path in the sink's url"
         }
+        "http_410" => {
+            "the destination says that it is gone for good, which paused the subscription: correct the sink's url and resume it before the retry, or write discard instead of retry"
+        }
         "http_413" => "the event is too large for the destination: raise its limit, or send less",
         "http_redirect" => {
             "the destination has moved: write its final address into the sink's url; curl -i -X POST shows it"
         }
         "http_400" | "http_422" => {
             "the destination rejects the event as invalid: fix the program that appends it, or the destination"
+        }
+        Envelope::NOT_JSON => {
+            "the payload is not JSON, and the sink's `envelope` takes nothing else: write another one and restart before the retry, or write discard instead of retry"
         }
         "row_undecodable" | "headers_invalid" => "the event cannot be read: repair its row or discard it",
         Disposition::MARKED_DEAD => {
@@ -311,6 +322,14 @@ mod tests {
     #[test]
     fn a_refused_signature_may_be_the_fault_of_a_clock() {
         assert!(cure_refused("http_401", true).contains("the clock of the relay's host is wrong"));
+    }
+
+    /// A retry alone would end as before.
+    #[test]
+    fn what_would_be_dead_again_has_its_cure_before_the_retry() {
+        assert!(cure_refused("http_410", true).contains("resume it before the retry"));
+        let envelope = cure_refused("payload_not_json", true);
+        assert!(envelope.contains("the sink's `envelope`") && envelope.contains("discard instead"), "{envelope}");
     }
 
     /// The http sink reads changed files, but keys of the configuration only at the start.
