@@ -6,7 +6,7 @@ use std::sync::Arc;
 use postbox_core::{Count, EventId, IdPrefix, LogName, Store, StoreName, SubscriptionInfo, SubscriptionName};
 use postbox_server::status;
 use postbox_server::{
-    Config, Fault, Faults, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store,
+    Config, Fault, Faults, LoadError, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store,
     validate_schema,
 };
 use tracing::warn;
@@ -228,6 +228,7 @@ impl Context {
     /// The configured subscriptions that are selected.
     pub(crate) fn configured(&self) -> Result<Vec<SubscriptionConfig>, Failure> {
         let all = self.config.subscriptions.iter();
+        self.refuse_another_log(all.clone().map(|config| (&config.subscription.name, &config.subscription.log)))?;
         let meant: Vec<_> = all.filter(|config| self.means(config)).cloned().collect();
         match &self.only {
             Some(only) if meant.is_empty() => {
@@ -248,6 +249,7 @@ impl Context {
     /// configured ones.
     pub(crate) async fn registered(&self, store: &dyn Store) -> Result<Vec<SubscriptionInfo>, Failure> {
         let mut infos = store.subscriptions().await?;
+        self.refuse_another_log(infos.iter().map(|info| (&info.name, &info.log)))?;
         infos.retain(|info| self.log.as_ref().is_none_or(|log| info.log == *log));
         let Some(only) = &self.only else { return Ok(infos) };
         if self.never_run(&infos).next().is_some() {
@@ -256,6 +258,18 @@ impl Context {
         let known: Vec<String> = infos.iter().map(|info| info.name.to_string()).collect();
         let meant: Vec<_> = infos.into_iter().filter(|info| info.name == *only).collect();
         if meant.is_empty() { Err(unknown_subscription(only.as_str(), known)) } else { Ok(meant) }
+    }
+
+    /// Rejects a `--subscription` that reads another log than `--log`.
+    fn refuse_another_log<'a>(
+        &self,
+        mut all: impl Iterator<Item = (&'a SubscriptionName, &'a LogName)>,
+    ) -> Result<(), Failure> {
+        let (Some(only), Some(log)) = (&self.only, &self.log) else { return Ok(()) };
+        match all.find(|(name, of)| *name == only && *of != log) {
+            Some((_, of)) => Err(Failure::usage(format!("{only} reads the {of}, not the {log}; leave --log out"))),
+            None => Ok(()),
+        }
     }
 
     /// The selected configured subscriptions that the store does not have.
@@ -452,9 +466,9 @@ pub(crate) fn config_name(global: &Global) -> String {
 
 /// Reads the file, if there is one; else the defaults and the sinks in the environment. Also
 /// returns warnings.
-pub(crate) fn read_config(global: &Global, delivers: bool) -> Result<(Config, Vec<Fault>), Failure> {
+pub(crate) fn read_config(global: &Global, delivers: bool) -> Result<(Config, Vec<Fault>), LoadError> {
     match config_file(global) {
-        Some(path) => Ok(Config::load(path, global.store.as_deref(), delivers)?),
-        None => Ok(Config::without_file(|name| std::env::var(name).ok(), delivers)?),
+        Some(path) => Config::load(path, global.store.as_deref(), delivers),
+        None => Config::without_file(|name| std::env::var(name).ok(), delivers),
     }
 }

@@ -120,7 +120,7 @@ fn subscriptions() -> Vec<(SubscriptionInfo, StatsJson)> {
 
 #[test]
 fn list() {
-    let rows: Vec<_> = dead().iter().map(|record| list::row(&name("orders-to-billing"), record, true)).collect();
+    let rows: Vec<_> = dead().iter().map(|record| list::row(Some(&name("orders-to-billing")), record, true)).collect();
     golden("list", |width| layout::rows(&list::HEAD, &rows, width));
 }
 

@@ -15,7 +15,7 @@ use crate::faults::suggestion;
 use crate::reader::Place;
 use crate::secret::is_variable;
 use crate::table::{Key, Table};
-use crate::units::{parse_duration, parse_size};
+use crate::units::{duration_text, parse_duration, parse_size};
 
 /// What may be written, for documents.
 #[derive(Debug, Clone)]
@@ -193,7 +193,7 @@ pub fn path() -> Kind<PathBuf> {
 /// A duration of at least `least`.
 pub fn duration(least: Duration) -> Kind<Duration> {
     let mut kind = text(move |text| match parse_duration(text)? {
-        short if short < least => Err(format!("{text:?} is too short; at least {least:?}")),
+        short if short < least => Err(format!("{text:?} is too short; at least {}", duration_text(least))),
         duration => Ok(duration),
     });
     kind.shape.schema["pattern"] = "^ *([0-9]+ *(ms|s|m|min|h|d) *)+$".into();

@@ -62,7 +62,8 @@ impl JsonLines {
         let opened = match open(&path) {
             Ok(file) => LineFile { file, path, is_torn: false },
             Err(source) => {
-                let text = format!("cannot append to {}: {source}", path.display());
+                let shown = path.display();
+                let text = format!("cannot append to {shown}: {source}; correct the path, or its permissions");
                 return Err(
                     Error::new(ErrorKind::Invalid, "open file sink", "file_not_writable", text).with_source(source)
                 );
@@ -374,6 +375,6 @@ mod tests {
     async fn a_folder_that_is_not_there_is_named() {
         let error = JsonLines::file("/nowhere/events.jsonl").await.expect_err("refused");
         assert_eq!(error.code(), "file_not_writable");
-        assert!(error.message().contains("/nowhere/events.jsonl"));
+        assert!(error.message().contains("/nowhere/events.jsonl") && error.message().contains("; correct the path"));
     }
 }

@@ -67,7 +67,8 @@ table! {
         ///
         /// All bodies of the source share 12 MiB, or three times this if that is more. When that is
         /// full, [the oldest unverified body is dropped with
-        /// 503](../decisions/bodies-that-do-not-end.md).
+        /// 503](../decisions/bodies-that-do-not-end.md). Each source has its own share, in each
+        /// store.
         body_max: usize = size(1..=PAYLOAD_BYTES_MAX), default("1MiB");
         /// The longest a body may take to arrive; then 503.
         body_timeout: Duration = duration(Duration::from_millis(100)), default("10s");

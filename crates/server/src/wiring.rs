@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use futures::future::join_all;
 use postbox_config::SinkContext;
 use postbox_core::{
-    Capabilities, Clock, Delivery, HighWaterMarks, Log, Outcome, Result, Sink, Store, SubscriptionName,
+    Capabilities, Clock, Delivery, Error, HighWaterMarks, Log, Outcome, Result, Sink, Store, SubscriptionName,
 };
 use postbox_engine::{Relay, RelaySettings, SharedRate, SystemRandom, fresh_owner};
 
@@ -44,9 +44,9 @@ impl Sinks {
         let mut rates: HashMap<SubscriptionName, Arc<SharedRate>> = HashMap::new();
         for of in subscriptions {
             let context = sink_context(&of.settings, listening, clock);
-            let sink = of.sink.build(&context).await?;
+            let sink = of.sink.build(&context).await.map_err(|error| with_name(of, "sink", error))?;
             let dead_to = match &of.dead_to {
-                Some(dead_to) => dead_to.build(&context).await?,
+                Some(dead_to) => dead_to.build(&context).await.map_err(|error| with_name(of, "dead_to", error))?,
                 None => None,
             };
             let rate = of.settings.rate.map(|rate| {
@@ -69,6 +69,12 @@ impl Sinks {
     pub(crate) async fn close(&self) {
         join_all(self.shared.iter().map(|sink| sink.close())).await;
     }
+}
+
+/// Names the key of a sink that cannot be built, because a file has many sinks.
+fn with_name(of: &SubscriptionConfig, key: &str, error: Error) -> Error {
+    let text = format!("subscriptions.{}.{key}: {}", of.subscription.name, error.message());
+    Error::new(error.kind(), error.operation(), error.code().to_owned(), text).with_source(error)
 }
 
 /// A sink shared by the relays of several stores. The first relay to end must not close it.

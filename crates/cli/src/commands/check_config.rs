@@ -2,8 +2,9 @@
 //! everything can be reached.
 
 use postbox_core::{Filter, StoreName, Subscription};
-use postbox_server::{Config, Fault, Tried};
-use serde_json::json;
+use postbox_server::{Config, Fault, LoadError, Tried};
+use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::args::Global;
 use crate::context::{choose_store, config_name, read_config, require_store};
@@ -14,7 +15,15 @@ use crate::{logging, output, telemetry};
 pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     require_store(global)?;
     let file = config_name(global);
-    let (config, warnings) = read_config(global, true)?;
+    let (config, warnings) = match read_config(global, true) {
+        Ok(read) => read,
+        Err(error) => {
+            if let (true, LoadError::Faults(faults)) = (global.json, &error) {
+                output::json(&json!({ "file": file, "faults": lines(faults.iter()) }));
+            }
+            return Err(error.into());
+        }
+    };
     telemetry::check(&config.telemetry)?;
     logging::filter(&config.log.level)?;
     // The listing is of the whole file, also if one of several stores is chosen.
@@ -54,26 +63,55 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     if !connect {
         return Ok(());
     }
-    let (reached, ended) = tried(&chosen).await;
-    reached.iter().for_each(|(name, text)| output::line(&format!("{name}: {text}")));
-    ended
+    let (reached, failed) = tried(&chosen).await;
+    reached.iter().for_each(|it| output::line(&format!("{}: {}", it.name, it.found)));
+    ended(&failed)
 }
 
-/// The parts that could be reached, by name, and the failures of the others.
-async fn tried(config: &Config) -> (Vec<(String, String)>, Result<(), Failure>) {
-    let (mut reached, mut failures) = (Vec::new(), Vec::new());
+/// A part that could be reached.
+#[derive(Serialize)]
+struct Reached {
+    name: String,
+    found: String,
+}
+
+/// A part that could not be reached, or is wrong.
+#[derive(Serialize)]
+struct Failed {
+    name: String,
+    code: String,
+    /// What is wrong, and how to fix it.
+    error: String,
+}
+
+/// The failures of all parts together.
+fn ended(failed: &[Failed]) -> Result<(), Failure> {
+    let lines: Vec<String> = failed.iter().map(|it| format!("{}: {}", it.name, it.error)).collect();
+    if lines.is_empty() { Ok(()) } else { Err(Failure::failed(lines.join("\n"))) }
+}
+
+/// Tries every part.
+async fn tried(config: &Config) -> (Vec<Reached>, Vec<Failed>) {
+    let (mut reached, mut failed) = (Vec::new(), Vec::new());
     for Tried { name, found } in postbox_server::connect(config).await {
         match found {
-            Ok(text) => reached.push((name, text)),
+            Ok(found) => reached.push(Reached { name, found }),
             Err(error) => {
+                let code = error.code().to_owned();
                 let failure = Failure::from(error);
                 let store: Option<StoreName> = name.strip_prefix("stores.").and_then(|it| it.parse().ok());
                 let text = store.map(|store| with_store(failure.text(), &store));
-                failures.push(format!("{name}: {}", text.as_deref().unwrap_or(failure.text())));
+                let error = text.unwrap_or_else(|| failure.text().to_owned());
+                failed.push(Failed { name, code, error });
             }
         }
     }
-    (reached, if failures.is_empty() { Ok(()) } else { Err(Failure::failed(failures.join("\n"))) })
+    (reached, failed)
+}
+
+/// Faults or warnings, each with its line; 0 if it belongs to none.
+fn lines<'a>(faults: impl Iterator<Item = &'a Fault>) -> Vec<Value> {
+    faults.map(|fault| json!({ "line": fault.line, "text": fault.text })).collect()
 }
 
 async fn check_as_json(
@@ -92,22 +130,23 @@ async fn check_as_json(
         let (name, kind, log) = (&source.name, source.type_name(), &source.log);
         json!({ "source": name, "type": kind, "path": source.path(), "log": log, "stores": source.stores })
     });
-    let warnings = warnings.iter().map(|warning| json!({ "line": warning.line, "text": warning.text }));
     let mut said = json!({
         "file": file,
         "stores": config.store_names(),
         "subscriptions": subscriptions.collect::<Vec<_>>(),
         "sources": sources.collect::<Vec<_>>(),
-        "warnings": warnings.collect::<Vec<_>>(),
+        "warnings": lines(warnings.iter()),
+        "faults": [],
     });
-    let mut ended = Ok(());
+    let mut result = Ok(());
     if let Some(chosen) = connect {
         let (reached, failed) = tried(chosen).await;
-        said["reached"] = reached.iter().map(|(name, found)| json!({ "name": name, "found": found })).collect();
-        ended = failed;
+        said["reached"] = json!(reached);
+        said["failed"] = json!(failed);
+        result = ended(&failed);
     }
     output::json(&said);
-    ended
+    result
 }
 
 /// Names the stores that have it, if not all do.

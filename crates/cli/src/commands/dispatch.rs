@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, LogName, Store, SubscriptionName};
-use postbox_engine::{Drained, MetricsSnapshot, Relay, TokioClock, UnroutedFinder};
+use postbox_engine::{Drained, MetricsSnapshot, Relay, TokioClock, UnroutedFinder, note_subscribed};
 use postbox_server::{LaneLeases, ServerConfig, Sinks, SubscriptionConfig};
 use tokio_util::sync::CancellationToken;
+use tracing::{Span, error_span};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -125,9 +126,15 @@ impl Drain<'_> {
     async fn rounds(&self, context: &Context, store: &Arc<dyn Store>, relays: &[Relay]) -> Result<(), Failure> {
         let Self { stop, until_empty, .. } = *self;
         let configs = context.configured()?;
+        let known = store.subscriptions().await?;
+        // With several stores, each line names its store, as those of `run` do.
+        let span = context.name.as_ref().map_or_else(Span::none, |name| error_span!("postbox", store = %name));
         // Stores the filters as configured now: unrouted events are handed over by them.
-        for config in &configs {
-            store.subscribe(&config.subscription).await?;
+        for SubscriptionConfig { subscription, .. } in &configs {
+            store.subscribe(subscription).await?;
+            let is_ours =
+                |name: &SubscriptionName| context.config.subscriptions.iter().any(|it| it.subscription.name == *name);
+            span.in_scope(|| note_subscribed(subscription, &known, is_ours));
         }
         let logs: BTreeSet<LogName> = configs.into_iter().map(|config| config.subscription.log).collect();
         let all = logs.iter().cloned().collect();

@@ -57,7 +57,14 @@ fn event(send: SendArgs) -> Result<NewEvent, Failure> {
     event.key = key;
     event.tenant = tenant;
     event.expires_at = expires_in.map(|time| Timestamp::now().checked_add(time)).transpose().map_err(too_late)?;
-    event.headers.extend(headers);
+    for (name, value) in headers {
+        if event.headers.contains_key(&name) {
+            let text =
+                format!("--header {name} is there twice, and an event has one value for each name; leave one out");
+            return Err(Failure::usage(text));
+        }
+        event.headers.insert(name, value);
+    }
     event.validate().map_err(refused)?;
     // Checked as the receiver will see it: JSON if the content type says so.
     let preview = event.clone().into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);

@@ -159,6 +159,6 @@ pub(crate) fn row(stats: &StatsJson) -> Option<Vec<String>> {
     row.extend(of_rows.map(|count| stats.of_rows(count)));
     row.extend([grouped(stats.dispatched), estimated(stats.skipped, stats.skipped_is_estimate)]);
     row.push(estimated(stats.total, stats.is_estimate));
-    row.push(stats.oldest_pending.map_or_else(|| "-".to_owned(), span));
+    row.push(stats.oldest().map_or_else(|| "-".to_owned(), span));
     Some(row)
 }

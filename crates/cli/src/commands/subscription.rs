@@ -171,8 +171,7 @@ fn ordering(of: &SubscriptionJson) -> &'static str {
 }
 
 fn oldest(of: &SubscriptionJson) -> String {
-    let oldest = of.counts.as_ref().and_then(|counts| counts.oldest_pending);
-    oldest.map_or_else(|| "-".to_owned(), span)
+    of.counts.as_ref().and_then(StatsJson::oldest).map_or_else(|| "-".to_owned(), span)
 }
 
 fn describe(of: &SubscriptionJson) -> Vec<(&'static str, String)> {
@@ -202,7 +201,8 @@ fn describe(of: &SubscriptionJson) -> Vec<(&'static str, String)> {
     }));
     if let Some(counts) = &of.counts {
         let pending = estimated(counts.pending, counts.is_estimate);
-        fields.push(("pending", format!("{pending}, the oldest for {}", oldest(of))));
+        let since = counts.oldest().map_or_else(String::new, |oldest| format!(", the oldest for {}", span(oldest)));
+        fields.push(("pending", format!("{pending}{since}")));
         fields.push(("dead", counts.of_rows(counts.dead)));
         fields.push(("dispatched", counts.dispatched.to_string()));
     }

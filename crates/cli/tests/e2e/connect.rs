@@ -125,6 +125,18 @@ async fn what_cannot_be_reached_is_named_with_its_cure(kind: Kind) -> Result<()>
     }
     ensure!(!complaint.contains("hunter2"), "a token: {complaint}");
     ensure!(endpoint.count() == 0, "a request was sent");
+    let mut check = env.command(&["check-config", "--connect", "--json"]);
+    let output = check.env("HOOK_URL", "http://nobody.invalid/hunter2?token=hunter2").output()?;
+    ensure!(output.status.code() == Some(1), "{}", output.status);
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    ensure!(
+        json["reached"][0]["name"] == "subscriptions.hooks.sink" && json["faults"] == serde_json::json!([]),
+        "{json}"
+    );
+    let failed = json["failed"].as_array().context("a list")?;
+    let shut = failed.iter().find(|it| it["name"] == "subscriptions.shut.sink").context("not in the JSON")?;
+    ensure!(failed.len() == 4 && shut["code"] == "connect_refused", "{json}");
+    ensure!(shut["error"].as_str().is_some_and(|text| text.contains("nobody listens there")), "{json}");
     Ok(())
 }
 
@@ -200,6 +212,18 @@ async fn a_chosen_store_needs_no_url_of_the_file_and_is_checked_first() -> Resul
         ensure!(junk.status.code() == Some(2) && junk.stdout.is_empty(), "{args:?}: {said}");
         ensure!(said.contains("--store, or POSTBOX_STORE: no such kind of store"), "{args:?}: {said}");
     }
+    // It is no fault of a line that names the variable.
+    std::fs::write(env.path("postbox.toml"), "[store]\nurl = \"env:POSTBOX_STORE\"\n")?;
+    for (args, variable) in [
+        (&["stats"][..], "postgres://u@h/d?foo=bar"),
+        (&["check-config"], "shop.db"),
+        (&["stats", "--store", "shop.db"], env.url.as_str()),
+    ] {
+        let junk = env.command(args).env("POSTBOX_STORE", variable).output()?;
+        let said = String::from_utf8(junk.stderr)?;
+        ensure!(junk.status.code() == Some(2) && said.lines().count() == 1, "{args:?}: {said}");
+        ensure!(said.starts_with("postbox: --store, or POSTBOX_STORE: "), "{args:?}: {said}");
+    }
     Ok(())
 }
 
@@ -208,6 +232,11 @@ async fn a_file_that_is_wrong_is_not_tried() -> Result<()> {
     let env = TestEnv::migrated(Kind::Sqlite).await?;
     env.config("[subscriptions.a]\nbatsh = 1\n")?;
     ensure!(env.refuses(2, &["check-config", "--connect"])?.contains("batsh"));
+    let output = env.output(&["check-config", "--connect", "--json"])?;
+    ensure!(output.status.code() == Some(2), "{}", output.status);
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    let text = json["faults"][0]["text"].as_str().context("a text")?;
+    ensure!(json["faults"][0]["line"] == 4 && text.contains("did you mean `batch`?"), "{json}");
     Ok(())
 }
 

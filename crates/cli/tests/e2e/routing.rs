@@ -124,6 +124,21 @@ async fn what_nobody_wants_can_be_given_up(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// It belongs to the log, however many subscriptions read that.
+async fn what_nobody_wants_is_listed_once(kind: Kind) -> Result<()> {
+    let other = wanting("billing.*").replace("out", "other");
+    let env = TestEnv::with(kind, &(wanting("billing.*") + &other)).await?;
+    env.insert_three().await?;
+    until_unrouted(&env, 3).await?;
+    let listed = env.json(&["list", "--state", "unrouted", "--json"])?;
+    let all = listed.as_array().context("a list")?;
+    ensure!(all.len() == 3 && all.iter().all(|it| it["subscription"].is_null()), "{listed}");
+    let rows = env.ok(&["list", "--state", "unrouted", "--limit", "2"])?;
+    let whose: Vec<_> = rows.lines().skip(1).filter_map(|row| row.split('\t').nth(1)).collect();
+    ensure!(whose == ["-", "-"], "{rows}");
+    Ok(())
+}
+
 /// `start = "now"`: earlier events do not count as delivered, and can be replayed.
 async fn what_was_skipped_is_named_and_sent_on_demand(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, &(FILE_SINK.to_owned() + "start = \"now\"\n")).await?;
@@ -183,6 +198,7 @@ on_both!(
     what_is_handed_over_goes_out_in_the_same_run,
     a_dispatch_sends_before_it_looks_at_the_whole_log,
     what_nobody_wants_can_be_given_up,
+    what_nobody_wants_is_listed_once,
     what_was_skipped_is_named_and_sent_on_demand,
     what_was_delivered_is_sent_again,
     a_replay_is_for_one_subscription,

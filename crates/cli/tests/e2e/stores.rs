@@ -287,6 +287,10 @@ async fn a_webhook_comes_into_the_store_of_its_path() -> Result<()> {
     // The store is away: the sender is asked to repeat.
     ensure!(sender.send_to("s1/partner", "msg_1", body).await? == 503);
     ensure!(sender.send_to("partner", "msg_1", body).await? == 404, "no store is named");
+    for path in ["/in/partner", "/in/nowhere/partner"] {
+        let answer = page(&served, path).await?;
+        ensure!(answer.starts_with("HTTP/1.1 404") && answer.ends_with("\r\n\r\nsource_unknown"), "{answer}");
+    }
     env.ok(&["migrate", "up", "--store", "s1"])?;
     until("the second store", async || Ok((sender.send_to("s1/partner", "msg_1", body).await? == 202).then_some(())))
         .await?;

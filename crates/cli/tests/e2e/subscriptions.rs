@@ -27,9 +27,14 @@ async fn subscriptions_are_listed_and_shown(kind: Kind) -> Result<()> {
     for expected in ["outbox", "billing is migrating", "lane          0: free", "dispatched    3"] {
         ensure!(shown.contains(expected), "{expected}: {shown}");
     }
+    ensure!(!shown.contains("the oldest for"), "nothing is pending: {shown}");
     ensure!(env.json(&["subscription", "show", "out", "--json"])?["counts"]["dispatched"] == 3);
     let complaint = env.refuses(2, &["subscription", "show", "nobody"])?;
     ensure!(complaint.contains("known: out"), "{complaint}");
+    for command in ["stats", "list", "dispatch"] {
+        let complaint = env.refuses(2, &[command, "--subscription", "out", "--log", "inbox"])?;
+        ensure!(complaint.contains("out reads the outbox, not the inbox; leave --log out"), "{complaint}");
+    }
     Ok(())
 }
 
@@ -42,6 +47,14 @@ async fn a_renamed_subscription_goes_on_under_its_new_name(kind: Kind) -> Result
     env.insert_three().await?;
     ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
     ensure!(env.ok(&["stats"])? == "pending=0 dispatched=6 dead=0 total=6\n");
+    // Under its former name, the whole log is sent to another one.
+    env.config(FILE_SINK)?;
+    let output = env.output(&["dispatch"])?;
+    let said = String::from_utf8(output.stderr)?;
+    ensure!(output.status.success() && said.lines().count() == 1, "{}: {said}", output.status);
+    for part in ["WARN", "subscription created", "others=[\"billing\"]", "postbox subscription rename OLD NEW"] {
+        ensure!(said.contains(part), "{part:?} is not in {said}");
+    }
     Ok(())
 }
 

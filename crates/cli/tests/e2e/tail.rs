@@ -133,6 +133,7 @@ async fn what_cannot_be_sent_is_refused_with_its_cure(kind: Kind) -> Result<()> 
         (&["send", "order paid", "{}"], "topic_invalid"),
         (&["send", "order.paid", "{}", "--idempotency-key", ""], "order-42-paid"),
         (&["send", "order.paid", "{}", "--header", "a"], "NAME=VALUE"),
+        (&["send", "order.paid", "{}", "--header", "a=1", "--header", "a=2"], "--header a is there twice"),
         (&["send", "order.paid", "@nowhere.json"], "cannot read nowhere.json"),
         (&["send", "order.paid", "{}", "--log", "nowhere"], "there are: inbox, outbox"),
         (&["send", "order.paid", "{}", "--subscription", "out"], "leave --subscription out"),

@@ -120,11 +120,11 @@ async fn one_event_that_is_always_throttled_slows_no_other() {
 async fn a_probe_that_is_to_be_tried_again_does_not_close_the_breaker() {
     let env = TestEnv::with((0..300).map(|n| event(n, n))).await;
     let (sink, relay) = env.recorded(Capabilities::default(), fast());
-    let calls = std::sync::atomic::AtomicUsize::new(0);
+    let calls = AtomicUsize::new(0);
     let stumbles = Arc::new(std::sync::Mutex::new(Vec::new()));
     let noted = stumbles.clone();
     sink.takes(Duration::from_millis(50));
-    sink.script(move |_| match calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+    sink.script(move |_| match calls.fetch_add(1, Ordering::Relaxed) {
         0..16 => Outcome::unavailable("connect_refused", "down"),
         16..30 => {
             noted.lock().unwrap().push(tokio::time::Instant::now());
@@ -164,8 +164,8 @@ async fn one_dies_of_1_120(env: &TestEnv, relay: &Relay) {
 async fn a_relay_dropped_in_the_middle_of_a_probe_probes_again_when_run_again() {
     let env = TestEnv::with((0..10).map(|n| event(n, n))).await;
     let sink = Recorder::new(Capabilities { concurrency: 1, ..Capabilities::default() });
-    let calls = std::sync::atomic::AtomicUsize::new(0);
-    sink.script(move |_| match calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+    let calls = AtomicUsize::new(0);
+    sink.script(move |_| match calls.fetch_add(1, Ordering::Relaxed) {
         0 => Outcome::unavailable("connect_refused", "down").into(),
         1 => Answer::Hang,
         _ => Outcome::DELIVERED.into(),

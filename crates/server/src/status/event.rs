@@ -28,7 +28,8 @@ impl<'a> From<&'a Event> for EventJson<'a> {
 /// The state of an event in one subscription.
 #[derive(Debug, Serialize)]
 pub struct DeliveryJson<'a> {
-    subscription: &'a SubscriptionName,
+    /// `None`: no subscription wants the event, so it is the state in its log.
+    subscription: Option<&'a SubscriptionName>,
     seq: Seq,
     state: &'static str,
     attempts: u32,
@@ -64,7 +65,7 @@ impl<'a> From<&'a Attempt> for AttemptJson<'a> {
 }
 
 impl<'a> DeliveryJson<'a> {
-    fn new(subscription: &'a SubscriptionName, record: &'a Record) -> Self {
+    fn new(subscription: Option<&'a SubscriptionName>, record: &'a Record) -> Self {
         Self {
             subscription,
             seq: record.seq,
@@ -89,8 +90,9 @@ pub struct RecordJson<'a> {
 }
 
 impl<'a> RecordJson<'a> {
-    /// Builds it from the store's record.
-    pub fn new(subscription: &'a SubscriptionName, record: &'a Record) -> Self {
+    /// Builds it from the store's record; without a subscription if no subscription wants the
+    /// event.
+    pub fn new(subscription: Option<&'a SubscriptionName>, record: &'a Record) -> Self {
         Self { delivery: DeliveryJson::new(subscription, record), event: EventJson::from(&record.event) }
     }
 }
@@ -120,7 +122,7 @@ impl<'a> ShowJson<'a> {
     /// Builds it from the records of each subscription that has the event; `None` if none has.
     pub fn new(found: &'a [(SubscriptionInfo, Record)]) -> Option<Self> {
         let (_, first) = found.first()?;
-        let deliveries = found.iter().map(|(info, record)| DeliveryJson::new(&info.name, record));
+        let deliveries = found.iter().map(|(info, record)| DeliveryJson::new(Some(&info.name), record));
         Some(Self { event: EventJson::from(&first.event), deliveries: deliveries.collect() })
     }
 }

@@ -28,7 +28,8 @@ pub struct StatsJson {
     /// What the store counted.
     #[serde(flatten)]
     pub stats: Stats,
-    /// Events of the log that no subscription wants, counted up to a limit; `None`: not counted.
+    /// Events of the log that no subscription wants, counted up to a limit; the same for all
+    /// subscriptions of the log. `None`: not counted.
     pub unrouted: Option<u64>,
     /// Whether a person or a `410 Gone` paused the subscription.
     pub paused: bool,
@@ -55,6 +56,11 @@ impl StatsJson {
             paused: info.paused.is_some(),
             high_water_marks: Vec::new(),
         }
+    }
+
+    /// The age to show of the oldest pending event; `None` also if nothing is due yet.
+    pub fn oldest(&self) -> Option<Duration> {
+        self.oldest_pending.filter(|age| !age.is_zero())
     }
 
     /// Formats a count of delivery rows; `~` marks a lower bound.
@@ -107,6 +113,17 @@ mod tests {
     use std::future::pending;
 
     use super::*;
+
+    #[test]
+    fn what_is_not_due_yet_has_no_age() {
+        let mut counted = StatsJson::unread(LogName::outbox(), Count { events: 1, is_estimate: false });
+        for (age, seconds) in [(0, None), (2, Some(2.0))] {
+            counted.stats.oldest_pending = Some(Duration::from_secs(age));
+            assert_eq!(counted.oldest(), (age > 0).then(|| Duration::from_secs(age)));
+            let json = serde_json::to_value(&counted).expect("JSON");
+            assert_eq!(json["oldest_pending_seconds"].as_f64(), seconds, "{json}");
+        }
+    }
 
     #[tokio::test(start_paused = true)]
     async fn what_was_counted_in_time_is_kept() {

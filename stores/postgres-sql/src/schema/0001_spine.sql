@@ -291,7 +291,7 @@ CREATE TABLE {s}.lane (
   epoch bigint NOT NULL DEFAULT 0,
   owner text,
   lease_until timestamptz CHECK (lease_until > '-infinity' AND lease_until < '9999-12-30 22:00:01+00'),
-  -- In microseconds. A lease that ends later was granted before the clock was set back, and is void.
+  -- In microseconds. One that ends later was granted before the clock was set back, and is void.
   lease_ttl bigint NOT NULL DEFAULT 0 CHECK (lease_ttl BETWEEN 0 AND 3162240000000000),
   granted_at timestamptz NOT NULL DEFAULT '-infinity' CHECK (granted_at < '9999-12-30 22:00:01+00'),
   -- How many holders in a row crashed: they neither released the lane nor held it for long.

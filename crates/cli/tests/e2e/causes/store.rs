@@ -170,6 +170,10 @@ async fn a_dump_of_another_cluster(kind: Kind) -> Result<Planted> {
     let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
     planted.env.dispatch(&[])?;
     planted.env.sql("UPDATE postbox.lane SET cluster = cluster - 1").await?;
+    let said = planted.env.refuses(1, &["stats"])?;
+    ensure!(said.contains("(cursor_foreign)"), "{said}");
+    let said = planted.env.said(&["doctor"])?;
+    ensure!(!said.contains("nothing is pending"), "{said}");
     Ok(planted)
 }
 
