@@ -41,8 +41,9 @@ fn not_connected(operation: &'static str, cause: &str) -> Error {
         );
         (ErrorKind::Unavailable, "store_certificate_invalid", message)
     } else if cause.contains("does not allow writes") {
-        let message = "no server of the store's URL accepts writes, which its target_session_attrs requires; promote the standby, or, where \
-                       transactions start read-only, set default_transaction_read_only = off by ALTER ROLE or ALTER DATABASE";
+        let message = "no server of the store's URL accepts writes now, which its target_session_attrs requires; if the primary is only \
+                       restarting, wait; if it is gone for good, promote the standby; where transactions start read-only, set \
+                       default_transaction_read_only = off by ALTER ROLE or ALTER DATABASE";
         (ErrorKind::Unavailable, "store_read_only", message.to_owned())
     } else {
         let message = format!("the database cannot be reached ({cause}); is it running, and is the store's URL right?");

@@ -43,7 +43,9 @@ pub struct PostgresConfig {
     /// The longest that any one of our statements may take; every call is bounded by it. Default
     /// 30 s.
     pub statement_timeout: Duration,
-    /// The longest to wait for a connection to be made. Default 5 s.
+    /// The longest to wait for a connection to be made. If the URL names several servers, each gets
+    /// an equal part of it before the next is asked, or the `connect_timeout` of the URL. Default
+    /// 5 s.
     pub connect_timeout: Duration,
     /// The longest to wait for a free connection of the pool. Default 10 s.
     pub pool_timeout: Duration,

@@ -16,7 +16,6 @@ use tokio::time::Instant;
 use tokio_postgres::AsyncMessage;
 
 use crate::PostgresStore;
-use crate::connect::Target;
 use crate::log::micros;
 use crate::session::Session;
 use crate::store::Inner;
@@ -154,11 +153,11 @@ impl PostgresStore {
 /// Listens until the store is gone, on its own connection, which is reopened when it is lost.
 async fn listen(store: Weak<Inner>, channel: String) {
     while let Some(inner) = store.upgrade() {
-        let Some(Target { settings, tls }) = inner.listen_target.clone() else { return };
+        let Some(target) = inner.listen_target.clone() else { return };
         let wakeups = inner.wakeups.clone();
         // Release the store, so that it can be dropped while we wait.
         drop(inner);
-        if let Ok((client, mut connection)) = settings.connect(tls).await {
+        if let Ok((client, mut connection)) = target.open().await {
             let sql = format!("LISTEN \"{channel}\"");
             let messages = async {
                 while let Some(Ok(message)) = poll_fn(|context| connection.poll_message(context)).await {

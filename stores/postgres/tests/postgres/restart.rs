@@ -259,3 +259,17 @@ async fn a_silent_server_holds_up_no_call() {
         assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     }
 }
+
+/// A machine that lost its power refuses nothing: it is silent, at whatever step.
+#[tokio::test]
+async fn a_server_that_is_silent_does_not_keep_the_next_from_being_asked() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    // The system answers for it, and nobody reads what is sent.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let (before, server) = url.split_once('@').expect("a user");
+    let address = silent.local_addr().expect("an address");
+    for servers in [format!("{address},{server}"), format!("{address},{address},{server}")] {
+        let store = PostgresStore::connect(PostgresConfig::new(format!("{before}@{servers}"))).await;
+        store.expect("the next server is asked").up().await.expect("made");
+    }
+}
