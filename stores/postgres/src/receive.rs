@@ -20,43 +20,32 @@ const LOG_RECEIVE: &str =
 /// The same for several messages.
 const LOG_RECEIVE_MANY: &str = "SELECT {s}.{name}_receive_many($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)";
 
-/// Deletes old records of conflicts, a thousand at a time, from the place where the last step
+/// Deletes the oldest rows of a table, a thousand at a time, from the place where the last step
 /// ended: while a snapshot is held, the index keeps what earlier steps deleted. Returns how many
-/// and how far. Index: `conflict_last`. Locks the rows, and skips those of a running receiver.
-const CONFLICT_FORGET: &str = "
-WITH gone AS (DELETE FROM {s}.conflict AS c
-  USING (SELECT source, tenant, message_id, digest_refused FROM {s}.conflict
-    WHERE last_at <= statement_timestamp() - $1 * interval '1 microsecond' AND last_at >= coalesce($2, '-infinity')
-    ORDER BY last_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
-  WHERE c.source = old.source AND c.tenant = old.tenant AND c.message_id = old.message_id AND c.digest_refused = old.digest_refused
-  RETURNING c.last_at AS at)
-SELECT count(*), max(at) FROM gone";
+/// and how far. Index: that of the time. Locks the rows, and skips those that others have locked.
+macro_rules! forget {
+    ($table:literal, $time:literal, $($key:literal),+) => {
+        concat!(
+            "WITH gone AS (DELETE FROM {s}.", $table, " AS t
+USING (SELECT ", $($key, ", ",)+ $time, " FROM {s}.", $table, "
+  WHERE ", $time, " <= statement_timestamp() - $1 * interval '1 microsecond' AND ", $time, " >= coalesce($2, '-infinity')
+  ORDER BY ", $time, " LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
+WHERE true", $(" AND t.", $key, " = old.", $key,)+ " RETURNING t.", $time, " AS at)
+SELECT count(*), max(at) FROM gone"
+        )
+    };
+}
 
-/// The same for old ids of `once`. Index: `once_seen`. Locks the rows, and skips those of a running
-/// consumer.
-const ONCE_FORGET: &str = "
-WITH gone AS (DELETE FROM {s}.once AS o
-  USING (SELECT source, tenant, message_id FROM {s}.once
-    WHERE seen_at <= statement_timestamp() - $1 * interval '1 microsecond' AND seen_at >= coalesce($2, '-infinity')
-    ORDER BY seen_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
-  WHERE o.source = old.source AND o.tenant = old.tenant AND o.message_id = old.message_id
-  RETURNING o.seen_at AS at)
-SELECT count(*), max(at) FROM gone";
+/// Forgets receipts, ids of `once`, and records of conflicts, which expire like the ids they belong
+/// to. Indexes: `receipt_received`, `once_seen`, `conflict_last`.
+const FORGET: [&str; 3] = [
+    forget!("receipt", "received_at", "source", "tenant", "message_id"),
+    forget!("once", "seen_at", "source", "tenant", "message_id"),
+    forget!("conflict", "last_at", "source", "tenant", "message_id", "digest_refused"),
+];
 
-/// The same for old receipts. Index: `receipt_received`. Locks the rows, and skips those of a
-/// running receiver.
-const RECEIPT_FORGET: &str = "
-WITH gone AS (DELETE FROM {s}.receipt AS r
-  USING (SELECT source, tenant, message_id FROM {s}.receipt
-    WHERE received_at <= statement_timestamp() - $1 * interval '1 microsecond' AND received_at >= coalesce($2, '-infinity')
-    ORDER BY received_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
-  WHERE r.source = old.source AND r.tenant = old.tenant AND r.message_id = old.message_id
-  RETURNING r.received_at AS at)
-SELECT count(*), max(at) FROM gone";
-
-/// How far the present sweep has deleted receipts, ids of `once`, and records of conflicts; `None`:
-/// a sweep begins with the oldest.
-pub(crate) type Forgotten = [Option<Timestamp>; 3];
+/// How far the present sweep is in each table of [`FORGET`]; `None`: it begins with the oldest.
+pub(crate) type Forgotten = [Option<Timestamp>; FORGET.len()];
 
 #[async_trait]
 impl Receive for PostgresStore {
@@ -87,8 +76,7 @@ impl Receive for PostgresStore {
         let (age, after) = (micros(older_than), *lock(&self.inner.forgotten));
         let forgotten = self
             .call("forget", async |session: &Session| {
-                // Records of conflicts expire like the ids they belong to.
-                let sqls = [RECEIPT_FORGET, ONCE_FORGET, CONFLICT_FORGET].map(|template| session.sql(template));
+                let sqls = FORGET.map(|template| session.sql(template));
                 let forget = async |session: &Session| {
                     let steps = sqls.iter().zip(after).map(async |(sql, after)| {
                         let row = session.row(sql, &params![age, after]).await?;
