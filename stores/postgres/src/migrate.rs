@@ -61,34 +61,45 @@ WHERE NOT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.
       WHERE i.indrelid = c.oid AND i.indisvalid AND x.relname = p.name)))
 ORDER BY p.nth";
 
+/// Whether the role `r` may make what runs with our rights: a superuser, the database's owner, or a
+/// role that ours is a member of. A superuser is a member of every role, so it is not asked that.
+macro_rules! is_trusted {
+    () => {
+        "(r.rolsuper OR r.oid = (SELECT d.datdba FROM pg_database AS d WHERE d.datname = current_database())
+    OR current_setting('is_superuser') = 'off' AND pg_has_role(r.oid, 'USAGE'))"
+    };
+}
+
 /// The quoted names of a renamed schema: today's, and the one in the bodies of its functions. The
 /// schema is ours or, if ours has no functions, one that was called `$1`. Anybody can make such
-/// functions, so the latter counts only if their owner is a superuser, the database's owner, or a
-/// role that ours is a member of. A superuser is a member of every role, so it is not asked that.
-/// Index: `pg_proc_proname_args_nsp_index`; no lock.
-const SCHEMA_RENAMED: &str = "
+/// functions, so the latter counts only if their owner is trusted. Index:
+/// `pg_proc_proname_args_nsp_index`; no lock.
+const SCHEMA_RENAMED: &str = concat!(
+    "
 SELECT s.now, s.made FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
 CROSS JOIN LATERAL (SELECT format('\"%s\"', replace(n.nspname, '\"', '\"\"')), substring(p.prosrc FROM 'UPDATE (\"(?:[^\"]|\"\")*\")[.]lane AS l ')) AS s(now, made)
 WHERE p.proname = 'settle_lane' AND CASE WHEN n.oid = to_regnamespace($1) OR n.nspname !~ '^pg_'
   AND NOT EXISTS (SELECT FROM pg_proc AS ours WHERE ours.proname = 'settle_lane' AND ours.pronamespace = to_regnamespace($1))
   AND EXISTS (SELECT FROM pg_class AS c WHERE c.relname = 'migration' AND c.relnamespace = n.oid)
-  AND EXISTS (SELECT FROM pg_roles AS r WHERE r.oid = p.proowner AND (r.rolsuper
-    OR r.oid = (SELECT d.datdba FROM pg_database AS d WHERE d.datname = current_database())
-    OR current_setting('is_superuser') = 'off' AND pg_has_role(r.oid, 'USAGE')))
+  AND EXISTS (SELECT FROM pg_roles AS r WHERE r.oid = p.proowner AND ",
+    is_trusted!(),
+    ")
   THEN s.now <> s.made AND $1 IN (s.now, s.made) END
-ORDER BY s.now LIMIT 1";
+ORDER BY s.now LIMIT 1"
+);
 
 /// A role that may make objects in the schema: its owner, or one that may CREATE there. Not the one
-/// that migrates, one that it is a member of, a superuser or the database's owner. A superuser is a
-/// member of every role, so it is not asked that. Reads the catalog; no lock.
-const SCHEMA_MAKER: &str = "
+/// that migrates, nor one that is trusted. Reads the catalog; no lock.
+const SCHEMA_MAKER: &str = concat!(
+    "
 SELECT coalesce(r.rolname, 'PUBLIC')::text FROM pg_namespace AS n CROSS JOIN LATERAL (
   SELECT n.nspowner AS oid UNION ALL SELECT a.grantee FROM aclexplode(n.nspacl) AS a WHERE a.privilege_type = 'CREATE') AS maker
 LEFT JOIN pg_roles AS r ON r.oid = maker.oid
-WHERE n.oid = to_regnamespace($1) AND NOT coalesce(r.rolname IN (current_user, 'pg_database_owner') OR r.rolsuper
-  OR r.oid = (SELECT d.datdba FROM pg_database AS d WHERE d.datname = current_database())
-  OR current_setting('is_superuser') = 'off' AND pg_has_role(r.oid, 'USAGE'), false)
-LIMIT 1";
+WHERE n.oid = to_regnamespace($1) AND NOT coalesce(r.rolname IN (current_user, 'pg_database_owner') OR ",
+    is_trusted!(),
+    ", false)
+LIMIT 1"
+);
 
 /// The encoding in which the database stores text.
 const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text";
