@@ -20,7 +20,7 @@ use tracing::Instrument as _;
 use crate::PostgresStore;
 use crate::classify::classify;
 use crate::execute::{Execute as _, Row};
-use crate::session::Session;
+use crate::session::{PINNED, Session};
 use crate::settle::settle_in;
 
 /// A handler that works inside the store's transaction.
@@ -134,11 +134,6 @@ const XACT_STATUS: &str = "SELECT pg_catalog.pg_xact_status('{xid}')";
 /// two questions. The server rolls back within milliseconds, unless it has not seen the end yet.
 const STATUS_ASKED_MAX: usize = 100;
 const STATUS_PAUSE: Duration = Duration::from_millis(20);
-
-/// What else our statements set for themselves: their plans must not depend on statistics, see
-/// [`TransactionModes`](crate::session::TransactionModes).
-const PINNED: [&str; 5] =
-    ["enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mergejoin", "enable_material"];
 
 /// Saves the role, search_path and planner options that the last handler worked with, and sets our
 /// own.

@@ -41,6 +41,8 @@ pub(crate) struct Target {
     tls: Tls,
     /// The longest that one server is waited for, if there is another one to ask.
     server_timeout: Duration,
+    /// The longest that opening a connection takes, with all servers together.
+    timeout: Duration,
 }
 
 impl Target {
@@ -55,6 +57,7 @@ impl Target {
             Some(given) => *given,
             None => config.connect_timeout / servers,
         };
+        let timeout = server_timeout.saturating_mul(servers).max(config.connect_timeout);
         settings.connect_timeout(server_timeout).keepalives_idle(Duration::from_secs(15));
         // A network that drops packets silently must not hold a call longer than its own timeout.
         settings.tcp_user_timeout(config.statement_timeout);
@@ -64,7 +67,7 @@ impl Target {
         if tls_options.verify {
             settings.ssl_mode(SslMode::Require);
         }
-        Ok(Self { settings, tls: Tls::new(tls_options)?, server_timeout })
+        Ok(Self { settings, tls: Tls::new(tls_options)?, server_timeout, timeout })
     }
 
     /// Connects to the first server that accepts. One that does not answer, at whatever step, is
@@ -133,11 +136,9 @@ impl Target {
         // silently fails its call as unavailable, and is dropped.
         let manager_config = ManagerConfig { recycling_method: RecyclingMethod::Fast };
         let manager = Manager::from_connect(self.settings.clone(), self.clone(), manager_config);
-        let servers = u32::try_from(server_count(&self.settings)).unwrap_or(u32::MAX);
-        let all_servers = self.server_timeout.saturating_mul(servers).max(config.connect_timeout);
         let timeouts = Timeouts {
             wait: Some(config.pool_timeout),
-            create: Some(all_servers),
+            create: Some(self.timeout),
             recycle: Some(config.connect_timeout),
         };
         Pool::builder(manager).max_size(size.max(1)).runtime(Runtime::Tokio1).timeouts(timeouts).build().map_err(

@@ -306,6 +306,17 @@ impl PostgresStore {
     }
 }
 
+/// The plans that the planner must not choose; see [`TransactionModes::read`].
+pub(crate) const PINNED: [&str; 7] = [
+    "enable_seqscan",
+    "enable_bitmapscan",
+    "enable_hashjoin",
+    "enable_mergejoin",
+    "enable_sort",
+    "enable_incremental_sort",
+    "enable_material",
+];
+
 /// The statements that begin our transactions, built once per store. Each is sent as one message.
 ///
 /// All of them set the search_path to Postgres's own schema. Otherwise an object planted in a
@@ -374,9 +385,8 @@ impl TransactionModes {
         let limited = timeouts(relay_ms);
         let common = |lock_ms: u128| format!("{}; SET LOCAL jit = off", timeouts(lock_ms));
         let (patient, of_relay, soon) = (common(0), common(relay_ms), common(lock_ms));
-        let planner = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_hashjoin = off; \
-                       SET LOCAL enable_mergejoin = off; SET LOCAL enable_sort = off; SET LOCAL enable_incremental_sort = off; \
-                       SET LOCAL enable_material = off; SET LOCAL max_parallel_workers_per_gather = 0";
+        let pins = PINNED.map(|name| format!("SET LOCAL {name} = off")).join("; ");
+        let planner = format!("{pins}; SET LOCAL max_parallel_workers_per_gather = 0");
         // Raised only if it is `off`: a setting stricter than `on` is kept.
         let durable = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') = 'off'";
         // A step that a crash undoes is simply repeated, so it need not wait for the disk. Pages
