@@ -41,9 +41,9 @@ fn not_connected(operation: &'static str, cause: &str) -> Error {
         );
         (ErrorKind::Unavailable, "store_certificate_invalid", message)
     } else if cause.contains("does not allow writes") {
-        let message = "no server of the store's URL accepts writes now, which its target_session_attrs requires; if the primary is only \
-                       restarting, wait; if it is gone for good, promote the standby; where transactions start read-only, set \
-                       default_transaction_read_only = off by ALTER ROLE or ALTER DATABASE";
+        let message = "no server of the store's URL accepts writes now, which its target_session_attrs requires; the primary may be down \
+                       or restarting: wait for it, or repair it, and only if it will never accept writes again, promote the standby; where \
+                       transactions start read-only, set default_transaction_read_only = off by ALTER ROLE or ALTER DATABASE";
         (ErrorKind::Unavailable, "store_read_only", message.to_owned())
     } else {
         let message = format!("the database cannot be reached ({cause}); is it running, and is the store's URL right?");
@@ -60,6 +60,22 @@ fn fields(error: &DbError) -> Refusal<'_> {
         message: error.message(),
         hint: error.hint(),
     }
+}
+
+/// What a server said of a connection that was not made, as a part of a message: see [`plain`].
+pub(crate) fn said(error: &tokio_postgres::Error) -> String {
+    plain(&error.as_db_error().map_or_else(|| chain(error), |database| database.message().to_owned()))
+}
+
+/// A text of somebody else's as a part of a message: on one line, and without a semicolon, because
+/// whatever follows the first one is the cure.
+pub(crate) fn plain(text: &str) -> String {
+    one_line(text).replace(';', ",")
+}
+
+/// The same text on one line.
+pub(crate) fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// Whether the server could not return a value as it is stored: the text is in no known encoding,
@@ -95,7 +111,7 @@ mod tests {
                 "store_certificate_invalid",
                 "sslrootcert=FILE",
             ),
-            ("database does not allow writes", ErrorKind::Unavailable, "store_read_only", "promote the standby"),
+            ("database does not allow writes", ErrorKind::Unavailable, "store_read_only", "or restarting: wait"),
             ("Connection refused (os error 111)", ErrorKind::Unavailable, "store_unreachable", "is it running"),
         ] {
             let error = not_connected("test", cause);

@@ -43,9 +43,9 @@ pub struct PostgresConfig {
     /// The longest that any one of our statements may take; every call is bounded by it. Default
     /// 30 s.
     pub statement_timeout: Duration,
-    /// The longest to wait for a connection to be made. If the URL names several servers, each gets
-    /// an equal part of it before the next is asked, or the `connect_timeout` of the URL. Default
-    /// 5 s.
+    /// The longest to wait for a connection to be made, with all servers of the URL together. If
+    /// one is silent for half a second, the next one is tried beside it. `connect_timeout=SECONDS`
+    /// in the URL replaces this value. Default 5 s.
     pub connect_timeout: Duration,
     /// The longest to wait for a free connection of the pool. Default 10 s.
     pub pool_timeout: Duration,

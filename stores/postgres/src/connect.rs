@@ -1,15 +1,13 @@
 //! Turns a URL into a pool of connections.
 
 use std::error::Error as _;
-use std::hash::{BuildHasher as _, RandomState};
 use std::net::IpAddr;
 use std::path::Path;
 use std::str::FromStr as _;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
-use deadpool_postgres::{Connect, Manager, ManagerConfig, Pool, RecyclingMethod, Runtime, Timeouts};
-use futures::future::BoxFuture;
+use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod, Runtime, Timeouts};
 use postbox_core::{Error, ErrorKind, Result, lock};
 use rustls::ClientConfig;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -17,14 +15,14 @@ use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signat
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
-use tokio::task::JoinHandle;
-use tokio_postgres::config::{Host, LoadBalanceHosts, SslMode};
+use tokio_postgres::Socket;
+use tokio_postgres::config::{Host, SslMode};
 use tokio_postgres::tls::MakeTlsConnect;
-use tokio_postgres::{Client, Connection, Socket};
 use tokio_postgres_rustls::MakeRustlsConnect;
 use tracing::{info, warn};
 
 use crate::config::PostgresConfig;
+use crate::servers::{Servers, names};
 
 /// Where systems keep their trusted certificates, in the order we try.
 const ROOT_FILES: [&str; 4] = [
@@ -34,15 +32,11 @@ const ROOT_FILES: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// How to connect: the driver's settings and TLS.
+/// How to connect: the driver's settings, and the servers that they name.
 #[derive(Clone)]
 pub(crate) struct Target {
     settings: tokio_postgres::Config,
-    tls: Tls,
-    /// The longest that one server is waited for, if there is another one to ask.
-    server_timeout: Duration,
-    /// The longest that opening a connection takes, with all servers together.
-    timeout: Duration,
+    pub(crate) servers: Servers,
 }
 
 impl Target {
@@ -52,13 +46,8 @@ impl Target {
             let text = format!("the store URL is invalid: {text}");
             Error::new(ErrorKind::Mismatch, "connect", "store_url_invalid", text)
         })?;
-        let servers = u32::try_from(server_count(&settings)).unwrap_or(u32::MAX);
-        let server_timeout = match settings.get_connect_timeout() {
-            Some(given) => *given,
-            None => config.connect_timeout / servers,
-        };
-        let timeout = server_timeout.saturating_mul(servers).max(config.connect_timeout);
-        settings.connect_timeout(server_timeout).keepalives_idle(Duration::from_secs(15));
+        let limit = settings.get_connect_timeout().copied().unwrap_or(config.connect_timeout);
+        settings.connect_timeout(limit).keepalives_idle(Duration::from_secs(15));
         // A network that drops packets silently must not hold a call longer than its own timeout.
         settings.tcp_user_timeout(config.statement_timeout);
         if settings.get_application_name().is_none() {
@@ -67,62 +56,8 @@ impl Target {
         if tls_options.verify {
             settings.ssl_mode(SslMode::Require);
         }
-        Ok(Self { settings, tls: Tls::new(tls_options)?, server_timeout, timeout })
-    }
-
-    /// Connects to the first server that accepts. One that does not answer, at whatever step, is
-    /// given up after its time, so that the next is asked: the driver would wait for it for ever.
-    pub(crate) async fn open(&self) -> Result<(Client, Connection<Socket, TlsStream>), tokio_postgres::Error> {
-        let mut servers = self.servers();
-        let last = servers.pop().unwrap_or_else(|| self.settings.clone());
-        for server in servers {
-            let opened = tokio::time::timeout(self.server_timeout, server.connect(self.tls.clone())).await;
-            if let Ok(Ok(opened)) = opened {
-                return Ok(opened);
-            }
-        }
-        last.connect(self.tls.clone()).await
-    }
-
-    /// The settings for each server alone, in the order in which they are asked.
-    fn servers(&self) -> Vec<tokio_postgres::Config> {
-        let count = server_count(&self.settings);
-        let mut servers: Vec<_> = (0..count).map(|nth| self.server(nth)).collect();
-        if self.settings.get_load_balance_hosts() == LoadBalanceHosts::Random {
-            servers.rotate_left(RandomState::new().hash_one(count) as usize % count);
-        }
-        servers
-    }
-
-    /// The settings with only one of the servers.
-    fn server(&self, nth: usize) -> tokio_postgres::Config {
-        let (all, mut one) = (&self.settings, tokio_postgres::Config::new());
-        match all.get_hosts().get(nth) {
-            Some(Host::Tcp(name)) => _ = one.host(name),
-            #[cfg(unix)]
-            Some(Host::Unix(folder)) => _ = one.host_path(folder),
-            None => {}
-        }
-        all.get_hostaddrs().get(nth).into_iter().for_each(|address| _ = one.hostaddr(*address));
-        let port = all.get_ports().get(nth).or(all.get_ports().first());
-        port.into_iter().for_each(|port| _ = one.port(*port));
-        all.get_user().into_iter().for_each(|user| _ = one.user(user));
-        all.get_password().into_iter().for_each(|password| _ = one.password(password));
-        all.get_dbname().into_iter().for_each(|name| _ = one.dbname(name));
-        all.get_options().into_iter().for_each(|options| _ = one.options(options));
-        all.get_application_name().into_iter().for_each(|name| _ = one.application_name(name));
-        all.get_connect_timeout().into_iter().for_each(|timeout| _ = one.connect_timeout(*timeout));
-        all.get_tcp_user_timeout().into_iter().for_each(|timeout| _ = one.tcp_user_timeout(*timeout));
-        all.get_keepalives_interval().into_iter().for_each(|interval| _ = one.keepalives_interval(interval));
-        all.get_keepalives_retries().into_iter().for_each(|retries| _ = one.keepalives_retries(retries));
-        one.keepalives(all.get_keepalives())
-            .keepalives_idle(all.get_keepalives_idle())
-            .ssl_mode(all.get_ssl_mode())
-            .ssl_negotiation(all.get_ssl_negotiation())
-            .target_session_attrs(all.get_target_session_attrs())
-            .channel_binding(all.get_channel_binding())
-            .load_balance_hosts(all.get_load_balance_hosts());
-        one
+        let servers = Servers::new(&settings, Tls::new(tls_options)?, limit);
+        Ok(Self { settings, servers })
     }
 
     /// Describes the database, the server and the user, without the password.
@@ -135,10 +70,10 @@ impl Target {
         // Fast recycling notices a closed connection without a round trip. A connection that broke
         // silently fails its call as unavailable, and is dropped.
         let manager_config = ManagerConfig { recycling_method: RecyclingMethod::Fast };
-        let manager = Manager::from_connect(self.settings.clone(), self.clone(), manager_config);
+        let manager = Manager::from_connect(self.settings.clone(), self.servers.clone(), manager_config);
         let timeouts = Timeouts {
             wait: Some(config.pool_timeout),
-            create: Some(self.timeout),
+            create: Some(self.servers.pool_limit()),
             recycle: Some(config.connect_timeout),
         };
         Pool::builder(manager).max_size(size.max(1)).runtime(Runtime::Tokio1).timeouts(timeouts).build().map_err(
@@ -148,25 +83,6 @@ impl Target {
             },
         )
     }
-}
-
-impl Connect for Target {
-    fn connect(
-        &self,
-        _: &tokio_postgres::Config,
-    ) -> BoxFuture<'_, Result<(Client, JoinHandle<()>), tokio_postgres::Error>> {
-        Box::pin(async move {
-            let (client, connection) = self.open().await?;
-            // Whoever uses the connection learns why it ended.
-            let driven = tokio::spawn(async move { _ = connection.await });
-            Ok((client, driven))
-        })
-    }
-}
-
-/// The number of servers; at least one.
-fn server_count(settings: &tokio_postgres::Config) -> usize {
-    settings.get_hosts().len().max(settings.get_hostaddrs().len()).max(1)
 }
 
 type TlsStream = <MakeRustlsConnect as MakeTlsConnect<Socket>>::Stream;
@@ -255,20 +171,10 @@ fn parse_url(url: &str) -> Result<(tokio_postgres::Config, TlsOptions), String> 
 }
 
 fn address(settings: &tokio_postgres::Config) -> String {
-    let hosts = settings.get_hosts().iter().map(|host| match host {
-        Host::Tcp(name) => name.clone(),
-        #[cfg(unix)]
-        Host::Unix(folder) => folder.display().to_string(),
-    });
-    let addresses = settings.get_hostaddrs().iter().map(IpAddr::to_string);
-    let hosts: Vec<String> = if hosts.len() > 0 { hosts.collect() } else { addresses.collect() };
-    let ports = settings.get_ports();
-    let port = |nth: usize| ports.get(nth).or(ports.first()).copied().unwrap_or(5432);
-    let servers: Vec<String> = hosts.iter().enumerate().map(|(nth, host)| format!("{host}:{}", port(nth))).collect();
     let user = settings.get_user();
     let database = settings.get_dbname().or(user).unwrap_or_default();
     let by = user.map(|user| format!(" as {user}")).unwrap_or_default();
-    format!("the database {database} at {}{by}", servers.join(","))
+    format!("the database {database} at {}{by}", names(settings).join(","))
 }
 
 /// As [`Target::address`], for a URL.

@@ -157,7 +157,7 @@ async fn listen(store: Weak<Inner>, channel: String) {
         let wakeups = inner.wakeups.clone();
         // Release the store, so that it can be dropped while we wait.
         drop(inner);
-        if let Ok((client, mut connection)) = target.open().await {
+        if let Ok((client, mut connection)) = target.servers.open().await {
             let sql = format!("LISTEN \"{channel}\"");
             let messages = async {
                 while let Some(Ok(message)) = poll_fn(|context| connection.poll_message(context)).await {

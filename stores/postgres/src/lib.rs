@@ -31,6 +31,7 @@ mod rebase;
 mod receive;
 mod replay;
 mod row_security;
+mod servers;
 mod session;
 mod settle;
 mod store;

@@ -32,8 +32,8 @@ pub(crate) struct Inner {
     /// For status queries: they are answered even while relays wait for locks on every connection
     /// of `pool`. Leases are renewed on them while handlers hold all of `pool`.
     pub(crate) look_pool: Pool,
-    /// The database, server and user, for error messages. Unknown for a pool that the caller made.
-    pub(crate) address: Option<String>,
+    /// The database, servers and user, for error messages. Unknown for a pool that the caller made.
+    pub(crate) target: Option<Target>,
     /// Where to LISTEN. Listening has a connection outside the pool.
     pub(crate) listen_target: Option<Target>,
     pub(crate) config: PostgresConfig,
@@ -73,7 +73,7 @@ impl PostgresStore {
             None => target.clone(),
         };
         let pools = (target.pool(&config, config.pool_size)?, target.pool(&config, LOOK_CONNECTIONS)?);
-        Ok(Self::on(pools, Some(target.address()), Some(listen_target), schema, config))
+        Ok(Self::on(pools, Some(target), Some(listen_target), schema, config))
     }
 
     /// Returns a store on a pool of yours, with the default settings. The store only needs its
@@ -91,7 +91,7 @@ impl PostgresStore {
 
     fn on(
         (pool, look_pool): (Pool, Pool),
-        address: Option<String>,
+        target: Option<Target>,
         listen_target: Option<Target>,
         schema: SchemaName,
         config: PostgresConfig,
@@ -99,7 +99,7 @@ impl PostgresStore {
         let inner = Inner {
             pool,
             look_pool,
-            address,
+            target,
             listen_target,
             modes: TransactionModes::new(config.statement_timeout, config.tenant.as_ref()),
             is_limited: AtomicBool::new(false),

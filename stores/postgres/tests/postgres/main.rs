@@ -15,6 +15,7 @@ mod notify;
 mod order;
 mod prune;
 mod restart;
+mod servers;
 mod shared_transaction;
 mod side_by_side;
 mod sql;

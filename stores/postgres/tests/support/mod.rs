@@ -170,6 +170,18 @@ pub async fn leased(store: &PostgresStore, name: &str) -> Lease {
     acquired.lease.expect("a free lane")
 }
 
+/// Waits until a store listens for notifications in the database of this connection.
+pub async fn until_listening(client: &Client) {
+    let listening = "SELECT count(*) FROM pg_stat_activity
+        WHERE datname = current_database() AND state = 'idle' AND query LIKE 'LISTEN %'";
+    let wait = async {
+        while client.query_one(listening, &[]).await.expect("asked").get::<_, i64>(0) == 0 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, wait).await.expect("never listened");
+}
+
 /// Waits until a session waits for a lock that this connection holds.
 pub async fn until_waited_for(holder: &Client) {
     let waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY (pg_blocking_pids(pid))";
