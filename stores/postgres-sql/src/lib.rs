@@ -14,7 +14,7 @@ pub use grants::{RELAY_TABLES, Roles};
 pub use migration::ToolScripts;
 pub use params::{Bound, Param, Typed, param};
 pub use refusal::{
-    MIGRATE, REFERENCE_MISSING, Refusal, SCHEMA_DAMAGED, STANDBY, UNREACHABLE, append_refused, cursor_foreign,
+    MIGRATE, REBASE, REFERENCE_MISSING, Refusal, SCHEMA_DAMAGED, STANDBY, UNREACHABLE, append_refused, cursor_foreign,
     is_undefined, log_unknown, unreachable,
 };
 pub use schema::{EVENT_COLUMNS, LOG_NAMES, SchemaName, check_log_name, is_meant};

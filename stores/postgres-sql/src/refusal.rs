@@ -54,6 +54,10 @@ pub const STANDBY: &str = "the database is a standby; promote it, or name the pr
 /// The cure of a missing or old schema. Without the same store, the command would create another.
 pub const MIGRATE: &str = "run: postbox migrate up, with the same store";
 
+/// The cure of cursors of another cluster. The role of a relay may not rewrite the tables.
+pub const REBASE: &str =
+    "stop all relays and run, as the owner of the schema (--store postgres://OWNER@…): postbox migrate rebase";
+
 /// The error of a log that does not exist.
 pub fn log_unknown(operation: &'static str, log: &str) -> Error {
     let message = format!("there is no log {log}; create it: postbox migrate up --log {log}");
@@ -65,8 +69,10 @@ pub const SCHEMA_DAMAGED: &str = "schema_damaged";
 
 /// The error of a cursor that was made in another cluster.
 pub fn cursor_foreign(operation: &'static str) -> Error {
-    let message = "a cursor was made in another database cluster (a restored dump?), whose transaction ids mean nothing in this one; \
-                   stop all relays and run: postbox migrate rebase";
+    let message = format!(
+        "a cursor was made in another database cluster (a restored dump?), whose transaction ids mean nothing in this \
+         one; {REBASE}"
+    );
     Error::new(ErrorKind::Mismatch, operation, "cursor_foreign", message)
 }
 

@@ -106,17 +106,19 @@ impl PostgresStore {
         Ok(changed)
     }
 
-    /// Runs a step over delivery rows, or only its reads for a dry run.
+    /// Runs a step over delivery rows, or only its reads for a dry run. It waits for a lock no
+    /// longer than a relay, and says who holds it: whoever waits for the answer can end that.
     async fn change_or_look<T>(
         &self,
         operation: &'static str,
         dry_run: bool,
         step: impl AsyncFnOnce(&Session) -> Result<T>,
     ) -> Result<T> {
-        match dry_run {
+        self.with_lock_named(match dry_run {
             true => self.dry_run(operation, step).await,
-            false => self.write(operation, &self.inner.modes.write, step).await,
-        }
+            false => self.write(operation, &self.inner.modes.relay, step).await,
+        })
+        .await
     }
 
     /// Runs the reading part of a change.

@@ -10,6 +10,7 @@ use postbox_postgres_sql::{check_log_name, is_undefined, log_unknown, params};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
+use crate::classify::one_line;
 use crate::decode::Raw;
 use crate::session::Session;
 
@@ -139,7 +140,7 @@ fn blocker(row: &Row) -> Blocker {
     Blocker {
         holder,
         program: named(&text(2)).to_owned(),
-        query: text(3).into_owned(),
+        query: one_line(&text(3)),
         tables: row.get(4),
         waiting: row.get::<_, i64>(5).unsigned_abs(),
         waited: Duration::from_millis(row.get::<_, i64>(6).unsigned_abs()),
@@ -157,6 +158,9 @@ pub(crate) fn named(program: &str) -> &str {
     if program.is_empty() { "a program without a name" } else { program }
 }
 
+/// Who may end a session. The role of a relay or an operator may not.
+const WHO_MAY: &str = "-- as a superuser, or a member of pg_signal_backend";
+
 /// The name of a holder, and the statement that ends it, or what does. `name` is the number of a
 /// session, and an SQL literal otherwise.
 pub(crate) fn holder(kind: &str, name: &str) -> (String, String) {
@@ -167,7 +171,8 @@ pub(crate) fn holder(kind: &str, name: &str) -> (String, String) {
             format!("the standby that session {name} sends to"),
             "on the standby, end its long transactions, or turn hot_standby_feedback off".to_owned(),
         ),
-        _ => (format!("session {name}"), format!("SELECT pg_terminate_backend({name})")),
+        // A comment, so that the line can be executed as it is printed.
+        _ => (format!("session {name}"), format!("SELECT pg_terminate_backend({name}) {WHO_MAY}")),
     }
 }
 

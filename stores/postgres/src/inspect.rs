@@ -17,7 +17,7 @@ use postbox_postgres_sql::{
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
-use crate::classify::is_damage;
+use crate::classify::{is_damage, plain};
 use crate::criteria::{Meant, headers_json};
 use crate::decode::{Raw, Stored};
 use crate::diagnose::{holder, named};
@@ -94,22 +94,38 @@ SELECT (SELECT count(*) FROM (SELECT FROM {log} AS l WHERE l.seq >= (SELECT kept
     - (SELECT l.seq FROM {log} AS l WHERE l.seq >= (SELECT kept_from FROM g) ORDER BY l.seq LIMIT 1) + 1, 0)";
 
 /// The session or prepared transaction that locks writers out of one of our tables, as CREATE INDEX
-/// does, in the columns of `diagnose.rs`. One that locks out readers as well goes first. Reads the
-/// server's list of locks; waits for nothing.
+/// does, or out of a row for which somebody waits, in the columns of `diagnose.rs`, and which of
+/// the two. One that locks out readers as well goes first.
+///
+/// Whoever waits for a row holds a lock on it as well, so sessions that wait are followed to the
+/// one that waits for nobody. Each session is looked at once. Of a prepared transaction that others
+/// wait for, `pg_blocking_pids` says only `0`; `postbox doctor` names it. Reads the server's list
+/// of locks; waits for nothing.
 const LOCK_HOLDERS: &str = "
-SELECT CASE WHEN l.pid IS NULL THEN 'prepared' ELSE 'session' END, coalesce(l.pid::pg_catalog.text, pg_catalog.quote_literal(p.gid)),
-  coalesce(a.application_name, 'role ' {||} p.owner, ''), pg_catalog.left(coalesce(a.query, ''), 80), c.relname::pg_catalog.text
-FROM pg_catalog.pg_locks AS l
-JOIN pg_catalog.pg_class AS c ON c.oid {=} l.relation
-JOIN pg_catalog.pg_namespace AS n ON n.oid {=} c.relnamespace
-LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid {=} l.pid
-LEFT JOIN pg_catalog.pg_locks AS x ON l.pid IS NULL AND x.pid IS NULL AND x.virtualtransaction {=} l.virtualtransaction AND x.locktype {=} 'transactionid'
-LEFT JOIN pg_catalog.pg_prepared_xacts AS p ON p.transaction {=} x.transactionid
-WHERE l.granted AND l.mode {=} ANY (ARRAY['AccessExclusiveLock', 'ExclusiveLock', 'ShareRowExclusiveLock', 'ShareLock'])
-  AND n.nspname {=} $1 AND c.relkind {=} 'r'
-  AND l.database {=} (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname {=} pg_catalog.current_database())
-  AND (l.pid IS NOT NULL OR p.gid IS NOT NULL)
-ORDER BY l.mode {=} 'AccessExclusiveLock' DESC, l.pid LIMIT 1";
+WITH RECURSIVE locks AS MATERIALIZED (SELECT l.* FROM pg_catalog.pg_locks AS l),
+held AS MATERIALIZED (
+  SELECT l.pid, p.gid, p.owner, c.relname::pg_catalog.text AS name, l.locktype
+  FROM locks AS l
+  JOIN pg_catalog.pg_class AS c ON c.oid {=} l.relation
+  JOIN pg_catalog.pg_namespace AS n ON n.oid {=} c.relnamespace
+  LEFT JOIN locks AS x ON l.pid IS NULL AND x.pid IS NULL AND x.virtualtransaction {=} l.virtualtransaction AND x.locktype {=} 'transactionid'
+  LEFT JOIN pg_catalog.pg_prepared_xacts AS p ON p.transaction {=} x.transactionid
+  WHERE l.granted AND l.mode {=} ANY (ARRAY['AccessExclusiveLock', 'ExclusiveLock', 'ShareRowExclusiveLock', 'ShareLock'])
+    AND l.locktype {=} ANY (ARRAY['relation', 'tuple'])
+    AND n.nspname {=} $1 AND c.relkind {=} 'r'
+    AND l.database {=} (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname {=} pg_catalog.current_database())
+    AND (l.pid IS NOT NULL OR p.gid IS NOT NULL)
+  ORDER BY l.locktype {=} 'relation' DESC, l.mode {=} 'AccessExclusiveLock' DESC, l.pid LIMIT 1),
+chain AS (
+  SELECT held.pid FROM held
+  UNION
+  SELECT b.pid FROM chain AS c CROSS JOIN LATERAL pg_catalog.unnest(pg_catalog.pg_blocking_pids(c.pid)) AS b (pid))
+SELECT CASE WHEN c.pid IS NULL THEN 'prepared' ELSE 'session' END, coalesce(c.pid::pg_catalog.text, pg_catalog.quote_literal(h.gid)),
+  coalesce(a.application_name, 'role ' {||} h.owner, ''), pg_catalog.left(coalesce(a.query, ''), 80), h.name, h.locktype
+FROM chain AS c CROSS JOIN held AS h
+LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid {=} c.pid
+WHERE (c.pid IS NULL OR c.pid {<>} 0) AND NOT EXISTS (SELECT FROM locks AS w WHERE w.pid {=} c.pid AND NOT w.granted)
+ORDER BY c.pid LIMIT 1";
 
 #[async_trait]
 impl Inspect for PostgresStore {
@@ -344,9 +360,14 @@ impl PostgresStore {
         let Some(row) = holders.first() else { return error };
         let ((holder, end), table) = (holder(row.get(0), row.get(1)), row.get::<_, &str>(4));
         let whose = [named(row.get(2)), row.get(3)].join(": ");
-        // Whatever follows the first semicolon is the cure, so no foreign text may contain one.
-        let what =
-            format!("the table {table} is locked by {holder} ({})", whose.trim_end_matches(": ")).replace(';', ",");
+        let part = if row.get::<_, &str>(5) == "tuple" { "a row of " } else { "" };
+        // No foreign text may contain a semicolon.
+        let what = format!(
+            "{part}the table {} is locked by {} ({})",
+            table.replace(';', ","),
+            holder.replace(';', ","),
+            plain(whose.trim_end_matches(": "))
+        );
         let message = format!("{what}; wait for it, or end it: {end}");
         Error::new(ErrorKind::Unavailable, error.operation(), "table_locked", message).with_source(error)
     }

@@ -252,10 +252,15 @@ impl PostgresStore {
         Ok(Session { object: Some(object), store: self.clone(), operation, unanswered, in_transaction })
     }
 
-    /// Adds the address to the error of a connection that could not be opened.
+    /// Adds what each server said, and the address, to the error of a connection that could not be
+    /// opened. Whatever follows the first semicolon is the cure.
     fn not_connected(&self, error: Error) -> Error {
-        let Some(address) = &self.inner.address else { return error };
-        let message = format!("{} ({address})", error.message());
+        let Some(target) = &self.inner.target else { return error };
+        let (said, address) = (target.servers.said(), target.address());
+        let message = match error.message().split_once("; ") {
+            Some((what, cure)) => format!("{what}{said}; {cure} ({address})"),
+            None => format!("{}{said} ({address})", error.message()),
+        };
         Error::new(error.kind(), error.operation(), error.code().to_owned(), message)
     }
 

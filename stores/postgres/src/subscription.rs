@@ -7,7 +7,7 @@ use postbox_core::{
     Error, ErrorKind, Filter, Lease, LogName, Ordering, Result, Seq, Settlement, StartAt, Subscription,
     SubscriptionName, Tenant, TopicPattern, lock,
 };
-use postbox_postgres_sql::{cursor_foreign, params};
+use postbox_postgres_sql::{REBASE, cursor_foreign, params};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
@@ -391,9 +391,7 @@ pub(crate) async fn look_up(session: &Session, name: &SubscriptionName) -> Resul
 }
 
 fn from_future(session: &Session, what: &str) -> Error {
-    let message = format!(
-        "{what} is ahead of this database cluster (a restored dump?); stop all relays and run: postbox migrate rebase"
-    );
+    let message = format!("{what} is ahead of this database cluster (a restored dump?); {REBASE}");
     Error::new(ErrorKind::Mismatch, session.operation(), "cursor_from_future", message)
 }
 

@@ -1,7 +1,7 @@
 //! NOTIFY is only a hint: off by default, sent only to sleeping relays, and never needed, because
 //! relays also poll.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use postbox_core::{BatchLimit, Log as _, LogName, Settlement, Subscription, SubscriptionName};
 use postbox_postgres::PostgresConfig;
@@ -19,7 +19,7 @@ async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     let store = support::migrated(PostgresConfig { notify: true, ..PostgresConfig::new(&url) }).await;
     let writer = support::client(&url).await;
     let lease = support::leased(&store, "reader").await;
-    until_listening(&writer).await;
+    support::until_listening(&writer).await;
     // The first wait only declares the sleep: a writer that looked before it sent no notification.
     // Read once more, then really wait.
     timeout(LONG, store.hint(&lease)).await.expect("a declaration lets the caller read once more");
@@ -56,18 +56,6 @@ async fn a_declaration_deletes_those_of_relays_that_are_gone() {
     let left = client.query("SELECT log, owner FROM postbox.sleeper ORDER BY log", &[]).await.expect("asked");
     let left: Vec<(&str, &str)> = left.iter().map(|row| (row.get(0), row.get(1))).collect();
     assert_eq!(left, [("inbox", "gone"), ("outbox", lease.owner.as_str())]);
-}
-
-/// The listener connects in the background. Until it has, a hint may be lost; that is allowed.
-async fn until_listening(client: &tokio_postgres::Client) {
-    const LISTENING: &str = "
-        SELECT count(*) FROM pg_stat_activity
-        WHERE datname = current_database() AND state = 'idle' AND query LIKE 'LISTEN %'";
-    let deadline = Instant::now() + LONG;
-    while client.query_one(LISTENING, &[]).await.expect("asked").get::<_, i64>(0) == 0 {
-        assert!(Instant::now() < deadline, "never listened");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
 }
 
 /// Creating the trigger has to wait for open writers, and later writers would wait behind it.

@@ -115,6 +115,20 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     assert_eq!(change.await.expect("no panic").expect("replayed").count, 1);
 }
 
+/// Whoever waits for the answer can end that session.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_operators_change_names_whoever_locks_its_rows() {
+    let (url, store, lease) = leased(1, TTL).await;
+    let holder = support::client(&url).await;
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.delivery IN ACCESS EXCLUSIVE MODE").await.expect("locked");
+    for dry_run in [true, false] {
+        let all = Selection { dry_run, ..Selection::default() };
+        let error = store.change(&lease.subscription, &Change::Retry, &all).await.expect_err("locked");
+        assert_eq!(error.code(), "table_locked", "{error}");
+        assert!(error.message().contains("the table delivery is locked by session"), "{error}");
+    }
+}
+
 /// A log that somebody has locked is not counted; the others are.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_locked_log_keeps_no_other_from_being_counted() {
@@ -228,6 +242,27 @@ async fn a_relay_names_whoever_locks_out_only_writers() {
     is_named(store.note_unrouted(&LogName::outbox()).await.expect_err("locked"), "log");
 }
 
+/// Whoever waits for a row holds a lock on it as well. To end that session would cure nothing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_waits_itself_is_not_blamed() {
+    let (url, store, lease) = leased(1, TTL).await;
+    let position = store.next_batch(&lease, BatchLimit::default()).await.expect("read").end;
+    let holder = support::client(&url).await;
+    let pid: i32 = holder.query_one("SELECT pg_backend_pid()", &[]).await.expect("asked").get(0);
+    holder.batch_execute("BEGIN; SELECT FROM postbox.lane FOR UPDATE").await.expect("locked");
+    let (waiting, of_lane) = (store.clone(), lease.clone());
+    let renewed = tokio::spawn(async move { waiting.renew(&of_lane, TTL).await });
+    support::until_waited_for(&holder).await;
+    holder.batch_execute("SELECT 1;\n  SELECT 2").await.expect("its last statement");
+    let error = store.settle(&lease, Settlement { position, ..Settlement::default() }).await.expect_err("locked");
+    assert_eq!(error.code(), "table_locked", "{error}");
+    let who = format!("a row of the table lane is locked by session {pid} (a program without a name: SELECT 1, SELECT 2)");
+    assert!(error.message().starts_with(&who), "{error}");
+    assert!(!renewed.is_finished());
+    holder.batch_execute("COMMIT").await.expect("released");
+    renewed.await.expect("no panic").expect("renewed");
+}
+
 /// A prepared transaction has no session to end. What a program says of itself must not become the
 /// cure, which follows the first semicolon.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -249,7 +284,8 @@ async fn whoever_locks_a_table_is_named_with_its_end() {
         holder.batch_execute(&format!("BEGIN; {lock}; SELECT 'y'")).await.expect("locked");
         let (what, cure) = said().await;
         assert!(what.ends_with(&format!("session {pid} (app, run: x: BEGIN, {lock}, SELECT 'y')")), "{what}");
-        assert_eq!(cure, format!("wait for it, or end it: SELECT pg_terminate_backend({pid})"));
+        let end = format!("SELECT pg_terminate_backend({pid}) -- as a superuser, or a member of pg_signal_backend");
+        assert_eq!(cure, format!("wait for it, or end it: {end}"));
         holder.batch_execute("PREPARE TRANSACTION 'it''s; run: z'").await.expect("prepared");
         let (what, cure) = said().await;
         assert!(what.ends_with("the prepared transaction 'it''s, run: z' (role postgres)"), "{what}");
