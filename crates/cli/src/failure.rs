@@ -49,7 +49,7 @@ impl Failure {
 
 /// Errors that may be temporary, and after which nothing was committed all the same. `store_error`
 /// is an answer of the database, for example of a trigger.
-const REFUSED: [&str; 3] = ["store_read_only", "store_full", "store_error"];
+const REFUSED: [&str; 4] = ["store_read_only", "store_full", "store_error", "table_locked"];
 
 /// Whether a write that failed with this error committed nothing. After another error nobody knows.
 pub(crate) fn is_refused(error: &postbox_core::Error) -> bool {

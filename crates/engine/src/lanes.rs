@@ -89,6 +89,7 @@ impl Lanes {
             Err(error) => return Err(error),
         };
         self.failures = 0;
+        context.metrics.lanes_kept(&held);
         self.note_pause(acquired.paused.as_ref());
         self.of = acquired.lanes;
         self.note_held();

@@ -317,6 +317,13 @@ impl Metrics {
         }
     }
 
+    /// Notes that the store answered a request for a lane, beside those that are held. That is a
+    /// write too: earlier failures of lanes that are another's by now, because the store was away,
+    /// are over.
+    pub(crate) fn lanes_kept(&self, held: &[u16]) {
+        lock(&self.failures).retain(|(lane, _), failures| held.contains(lane) || !failures.of_store);
+    }
+
     /// Notes that a lane was given back with this number of crashes.
     pub(crate) fn lane_released(&self, lane: u16, crashes: u32) {
         lock(&self.crashes).insert(lane, crashes);
@@ -414,6 +421,22 @@ mod tests {
         metrics.lane_released(0, 0);
         assert_eq!([take(4_000, 0), take(5_000, 1)], [2, 3], "the same after it was given back");
         assert_eq!(metrics.lanes_acquired(), 6);
+    }
+
+    #[test]
+    fn a_lane_that_went_to_another_relay_keeps_no_outage_here() {
+        let (metrics, now) = (Metrics::default(), Timestamp::UNIX_EPOCH);
+        let failed =
+            |lane, kind| metrics.lane_failed(lane, "settle", &Error::new(kind, "settle", "reason", "why"), now);
+        failed(0, ErrorKind::Unavailable);
+        metrics.lanes_kept(&[0, 1]);
+        assert!(metrics.store_outage(now).is_some(), "it is held, and its next call says more");
+        metrics.lanes_kept(&[1]);
+        assert_eq!(metrics.store_outage(now), None);
+        // The lane itself is at fault, whoever has it.
+        (0..FAILURES_MIN).for_each(|_| failed(0, ErrorKind::Internal));
+        metrics.lanes_kept(&[1]);
+        assert_eq!(metrics.failing_lanes(now).len(), 1);
     }
 
     #[test]

@@ -274,6 +274,11 @@ impl Relay {
         Some(self.metrics.pace.read(now, context.capabilities.concurrency, settings.rate, flags))
     }
 
+    /// Returns the wait until a destination that is down is tried again; `None` while it answers.
+    pub fn probe_in(&self) -> Option<Duration> {
+        self.context.as_ref()?.health.breaker.wait(self.clock.monotonic())
+    }
+
     /// Returns the name under which it holds its lanes.
     pub fn owner(&self) -> &OwnerId {
         &self.owner

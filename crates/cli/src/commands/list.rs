@@ -53,7 +53,7 @@ pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Re
         // Not if the log is unread, which a note has said.
         if !is_noted {
             output::note(&match wanted.state {
-                Some(state) => format!("nothing is {state}"),
+                Some(state) => format!("no event is in the state {state}"),
                 None => "nothing is there".to_owned(),
             });
         }

@@ -1,5 +1,7 @@
 //! What only the running service knows: how fast it delivers, and what fails.
 
+use std::time::Duration;
+
 use jiff::Timestamp;
 use postbox_core::{Outage, SourceName, StoreName, SubscriptionName};
 use postbox_engine::{Pace, SupervisedRelay};
@@ -18,6 +20,9 @@ pub struct WorkJson {
     pub calls: Option<CallsJson>,
     /// The destination is down: only one event at a time is sent, as a probe.
     pub destination_fails: Option<FailsJson>,
+    /// In how many seconds it is tried again, while it is down.
+    #[serde(default)]
+    pub probe_in_seconds: Option<f64>,
     /// Reads or settlements fail because the store is unreachable, full or busy.
     pub store_fails: Option<FailsJson>,
     /// The `dead_to` sink does not accept dead events.
@@ -74,6 +79,12 @@ pub struct StormJson {
 }
 
 impl WorkJson {
+    /// The wait until a destination that is down is tried again.
+    pub fn probe_in(&self) -> Option<Duration> {
+        self.destination_fails.as_ref()?;
+        Duration::try_from_secs_f64(self.probe_in_seconds?).ok()
+    }
+
     pub(crate) fn of(store: Option<&StoreName>, relay: &SupervisedRelay) -> Self {
         let (metrics, name) = (relay.relay().metrics(), relay.name());
         Self {
@@ -81,6 +92,7 @@ impl WorkJson {
             subscription: name.clone(),
             calls: relay.relay().pace().and_then(CallsJson::of),
             destination_fails: metrics.outage().map(FailsJson::from),
+            probe_in_seconds: relay.relay().probe_in().map(|wait| wait.as_secs_f64()),
             store_fails: relay.relay().store_outage().map(FailsJson::from),
             dead_to_fails: metrics.dead_letters_outage().map(FailsJson::from),
         }

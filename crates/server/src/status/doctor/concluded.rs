@@ -10,7 +10,7 @@ use postbox_engine::Schedule as _;
 use super::asked::{Known, is_driven};
 use super::destination::{dead, down, is_uncharged, of_all, retrying, soonest};
 use super::speed::{is_late, speed};
-use super::{Finding, Severity};
+use super::{Finding, LOGIN_REFUSED, RESTART, Severity, restarted_to_log_in};
 use crate::status::{FailsJson, ServiceStatus};
 use crate::text::{cut, estimated, span};
 
@@ -38,7 +38,7 @@ pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Ve
     findings.push(driven(known, address.as_deref()));
     findings.extend(nowhere(known, service.is_some()));
     findings.extend(relay_fails(known, address.as_deref()));
-    findings.extend(store_fails(known));
+    findings.extend(store_fails(known, service));
     findings.extend(relay_crashes(known));
     findings.extend(down(known, address.as_deref()));
     findings.extend(halted(known));
@@ -86,8 +86,10 @@ fn filter_differs(known: &Known<'_>) -> Option<Finding> {
 fn relay_crashes(known: &Known<'_>) -> Option<Finding> {
     let lane = known.info.lanes.iter().max_by_key(|lane| lane.crashes).filter(|lane| lane.crashes >= CRASHES_MIN)?;
     let (crashes, lane) = (lane.crashes, lane.lane);
-    let what =
-        format!("{crashes} relays in a row crashed while they held lane {lane}; its next events go out one at a time");
+    let what = format!(
+        "{crashes} relays in a row crashed, or were away for longer than their lease (killed, frozen), while they held \
+         lane {lane}; its next events go out one at a time"
+    );
     let name = &known.info.name;
     let cure = format!(
         "find out why the process ends: its exit status, its memory limit, its last log lines; events that it died of: \
@@ -194,16 +196,20 @@ fn relay_fails(known: &Known<'_>, address: Option<&str>) -> Option<Finding> {
         .filter(|_| known.work.is_none_or(|work| work.destination_fails.is_none() && work.store_fails.is_none()))?;
     let what = format!("the service at {}: {}", address.unwrap_or_default(), fault.what);
     if fault.lane.is_none() {
-        return Some(Finding::failed(&fault.code, &what));
+        return Some(restarted_to_log_in(Finding::failed(&fault.code, &what)));
     }
     let cure = "the lines \"store call failed\" in its log say why; repair the store";
     Some(Finding::problem("lane_failing", what, cure).reason(&fault.code))
 }
 
-fn store_fails(known: &Known<'_>) -> Option<Finding> {
+fn store_fails(known: &Known<'_>, service: Option<&ServiceStatus>) -> Option<Finding> {
     let fails = known.work?.store_fails.as_ref().filter(|fails| !is_of_redis(&fails.code))?;
+    // The reason may be that of the last connection before the password was changed.
+    let mut faults = service.iter().flat_map(|it| &it.faults).filter(|fault| fault.source.is_none());
+    let is_refused = fails.code == LOGIN_REFUSED || faults.any(|fault| fault.code == LOGIN_REFUSED);
     let what = format!("calls to the store have failed since {}; last reason: {}", fails.since, fails.code);
     let cure = match fails.code.as_str() {
+        _ if is_refused => RESTART,
         "store_busy" => {
             "another program holds the write lock of the store's file: find its long transaction, or many one after \
              another without a pause, and end it; if the log says that reads took too long, look at the disk's load"
@@ -367,6 +373,7 @@ mod tests {
             subscription: "out".parse().expect("a name"),
             calls: (ended > 0).then_some(calls),
             destination_fails: None,
+            probe_in_seconds: None,
             store_fails: None,
             dead_to_fails: None,
         }
@@ -423,7 +430,7 @@ mod tests {
             version: String::new(),
             address: ([127, 0, 0, 1], 8600).into(),
             ready: true,
-            faults: Vec::new(),
+            faults: fault.cloned().into_iter().collect(),
             work: vec![work.clone()],
             storms: Vec::new(),
             stores: Vec::new(),
@@ -486,6 +493,38 @@ mod tests {
         let finding = of(&found_with, "not_driven").expect("found");
         assert!(finding.message.contains("127.0.0.1:8600 runs"), "{finding:?}");
         assert!(finding.cure.as_ref().is_some_and(|cure| !cure.contains(start)), "{finding:?}");
+    }
+
+    /// The last failure may be that of a connection that was cut before the password was changed.
+    #[test]
+    fn a_service_with_a_former_password_does_not_go_on_by_itself() {
+        let fails = FailsJson { since: "2026-01-01T00:00:00Z".into(), code: "store_unavailable".into() };
+        let work = WorkJson { store_fails: Some(fails), ..work(3) };
+        let refused = Fault { code: LOGIN_REFUSED.into(), what: "refused".into(), ..Fault::default() };
+        for (fault, cure) in [(Some(&refused), "restart the service"), (None, "repair the database")] {
+            let failed = record(State::Retrying, 3, "http_500");
+            let found = found_with(fault, failed, Some("relay-1"), Some(&work));
+            let said = of(&found, "store_failing").and_then(|it| it.cure.as_deref());
+            assert!(said.is_some_and(|said| said.starts_with(cure)), "{found:#?}");
+        }
+    }
+
+    /// A destination that named a wait of minutes is not tried when its events are due.
+    #[test]
+    fn a_wait_that_the_destination_named_is_said() {
+        let fails = FailsJson { since: "2026-01-01T00:00:00Z".into(), code: "http_503".into() };
+        let wait =
+            |seconds| WorkJson { destination_fails: Some(fails.clone()), probe_in_seconds: Some(seconds), ..work(3) };
+        for (work, is_said) in [(wait(570.0), true), (wait(0.5), false)] {
+            let failed = Record { updated_at: Some(Timestamp::now()), ..record(State::Retrying, 0, "http_503") };
+            let found = found(failed, Some("relay-1"), Some(&work));
+            for code in ["destination_down", "retrying"] {
+                let said = of(&found, code).is_some_and(|it| it.message.contains("9m 30s"));
+                assert_eq!(said, is_said, "{found:#?}");
+            }
+            let cure = of(&found, "destination_down").and_then(|it| it.cure.as_deref()).unwrap_or_default();
+            assert_eq!(cure.contains("postbox pause out --for 10s"), is_said, "{found:#?}");
+        }
     }
 
     /// Calls that hung when their relay stopped keep their rows, which the next relay takes.

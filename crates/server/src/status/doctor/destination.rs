@@ -8,7 +8,7 @@ use postbox_core::{Disposition, Envelope, Record, Unreadable};
 
 use super::Finding;
 use super::asked::{Known, is_driven};
-use crate::status::StatsJson;
+use crate::status::{StatsJson, WorkJson};
 use crate::text::{cut, span};
 
 /// Number of events that must fail for the same reason before the destination is blamed and not an
@@ -43,10 +43,12 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
     });
     // A pause is reported by itself, and must not be replaced by another one.
     let is_tried = known.info.paused.is_none();
+    let next = known.work.filter(|_| is_tried).and_then(WorkJson::probe_in).filter(|wait| *wait > PAUSE_MIN);
     let open = known.work.and_then(|work| work.destination_fails.as_ref()).filter(|_| is_tried).map(|fails| {
         let (address, since, code) = (address.unwrap_or_default(), &fails.since, &fails.code);
+        let next = next.map_or_else(String::new, |wait| format!("; it is tried again in {}", span(wait)));
         format!(
-            "the service at {address}: the breaker has been open since {since}, nothing is sent; last reason: {code}"
+            "the service at {address}: the breaker has been open since {since}, nothing is sent; last reason: {code}{next}"
         )
     });
     let what = match (&open, said) {
@@ -62,7 +64,8 @@ pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> 
     // A relay looks every third of its lease.
     let lease = known.config.map_or(Duration::ZERO, |config| config.settings.lease_ttl);
     let pause = (lease / 2).max(PAUSE_MIN);
-    if open.is_some() && tried.is_none_or(|ago| ago > pause) {
+    let waits_long = next.is_some_and(|wait| wait > pause) || tried.is_none_or(|ago| ago > pause);
+    if open.is_some() && waits_long {
         let long = duration_text(pause);
         cure.push_str(&format!("; to try again in {long}, not later: postbox pause {} --for {long}", known.info.name));
     }
@@ -94,7 +97,10 @@ pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
         let under_way = is_under_way.then(|| format!("{of}: in flight for longer than others"));
         return under_way.map(|what| Finding::note("in_flight", what)).into_iter().collect();
     }
-    let soonest = soonest(&known.retrying, all);
+    let mut soonest = soonest(&known.retrying, all);
+    if let Some(wait) = known.work.and_then(WorkJson::probe_in).filter(|wait| *wait > PAUSE_MIN) {
+        soonest.push_str(&format!(", but nothing is sent for {}", span(wait)));
+    }
     let reasons = reasons(&failed);
     let mut findings: Vec<Finding> = reasons
         .iter()

@@ -5,6 +5,11 @@ use serde::Serialize;
 
 use crate::text::estimated;
 
+/// The cure of a store that waited for too long, where another command reports it.
+const DOCTOR_NAMES: &str = "postbox doctor names";
+/// The same, where the doctor does.
+const NAMED_HERE: &str = "if it waits for a lock, the session that holds it is a finding of its own; otherwise find out what keeps the database busy";
+
 /// How serious a finding is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -63,10 +68,21 @@ impl Finding {
         Self::problem("log_unread", format!("nobody reads the {log}: {count} event(s) wait there"), cure)
     }
 
-    /// A finding from an error's text: the cure follows the first semicolon.
+    /// A finding from an error's text: the cure follows the first semicolon, unless that is the
+    /// last reason of a fault.
     pub(super) fn failed(code: &str, text: &str) -> Self {
-        match text.split_once("; ") {
-            Some((message, cure)) => Self::problem(code, message, cure),
+        let ends = text.match_indices("; ").map(|(at, _)| text.split_at(at));
+        let mut ends = ends.map(|(message, rest)| (message, rest.trim_start_matches("; ")));
+        match ends.find(|(_, rest)| !rest.starts_with("last reason: ")) {
+            Some((message, cure)) => Self::problem(
+                code,
+                message,
+                // Who reads it has just asked the doctor.
+                match cure.split_once(DOCTOR_NAMES) {
+                    Some((first, _)) => format!("{first}{NAMED_HERE}"),
+                    None => cure.to_owned(),
+                },
+            ),
             None => Self::new(Severity::Problem, code, text),
         }
     }
@@ -89,5 +105,24 @@ impl Finding {
 impl From<Error> for Finding {
     fn from(error: Error) -> Self {
         Self::failed(error.code(), error.message())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cure_is_what_a_person_can_do() {
+        let of = |text: &str| {
+            let found = Finding::failed("code", text);
+            (found.message, found.cure)
+        };
+        let cured = |message: &str, cure: &str| (message.to_owned(), Some(cure.to_owned()));
+        assert_eq!(of("it is gone; bring it back; then wait"), cured("it is gone", "bring it back; then wait"));
+        let reason = "no lane can be taken; last reason: table_locked";
+        assert_eq!(of(reason), (reason.to_owned(), None));
+        assert_eq!(of(&format!("{reason}; wait")), cured(reason, "wait"));
+        assert_eq!(of("it waits; postbox doctor names the locks it may wait for"), cured("it waits", NAMED_HERE));
     }
 }

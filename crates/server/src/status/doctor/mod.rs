@@ -37,7 +37,7 @@ pub async fn diagnose(
     // One standby is the cause of all of them.
     standby.truncate(1);
     findings.extend(standby.into_iter().chain(locks).map(blocker));
-    findings.extend(service.iter().flat_map(|service| of_service(service, infos)));
+    findings.extend(service.iter().flat_map(|service| of_service(service, infos)).map(restarted_to_log_in));
     let counts = async {
         let mut all = stats(store, infos, deadline).await;
         count_alone(store, infos, &mut all, deadline).await;
@@ -101,6 +101,17 @@ pub fn unopened(error: Error, config: &Config, service: Option<ServiceStatus>) -
     findings
 }
 
+/// The code of a store that refuses the user or the password.
+const LOGIN_REFUSED: &str = "login_refused";
+/// The cure if it refuses the service's, and not this command's.
+const RESTART: &str = "restart the service with the user and password that this command has: it reads its configuration, and `env:` variables, at its start only";
+
+/// What the service reports, if the store is open here: its configuration is right, and the service
+/// has an older one.
+fn restarted_to_log_in(finding: Finding) -> Finding {
+    if finding.code == LOGIN_REFUSED { finding.cure(RESTART) } else { finding }
+}
+
 /// A subscription whose events could not be counted.
 fn uncounted(error: &Error) -> Finding {
     let found = Finding::failed(error.code(), &format!("its events could not be counted: {}", error.message()));
@@ -128,12 +139,21 @@ async fn count_alone(
     }
 }
 
+/// What Postgres shows of a session to a role without a right to see it.
+const HIDDEN: &str = "<insufficient privilege>";
+/// How to see it.
+const HIDDEN_WHY: &str = "GRANT pg_read_all_stats TO the role of this store shows what it runs";
+
 /// Somebody holds a lock that others wait for, waits for a standby with its locks, holds the
 /// database's horizon, or lets the write-ahead log grow.
 fn blocker(blocker: &Blocker) -> Finding {
     let Blocker { holder, program, query, tables, waiting, waited, end, hold } = blocker;
     let (program, query) = (cut(program, 60), cut(query, 80));
-    let who = if query.is_empty() { format!("{holder} ({program})") } else { format!("{holder} ({program}: {query})") };
+    let who = match query.as_str() {
+        "" => format!("{holder} ({program})"),
+        HIDDEN => format!("{holder} ({program}; {HIDDEN_WHY})"),
+        query => format!("{holder} ({program}: {query})"),
+    };
     let tables = tables.join(", ");
     let lasted = if waited.is_zero() { String::new() } else { format!(" for {}", span(*waited)) };
     match hold {
@@ -273,6 +293,35 @@ mod tests {
         assert!(found.message.starts_with(who) && found.message.contains("unrouted"), "{found:?}");
         assert!(found.cure.is_some_and(|cure| cure.ends_with(": ROLLBACK PREPARED 'x'")));
         assert!(!held(false).message.contains("unrouted"), "a snapshot only keeps dead rows");
+    }
+
+    #[test]
+    fn a_statement_that_is_hidden_says_how_to_see_it() {
+        let found = |query: &str| {
+            blocker(&Blocker {
+                holder: "session 7".to_owned(),
+                program: "ops".to_owned(),
+                query: query.to_owned(),
+                tables: vec!["outbox".to_owned()],
+                waiting: 1,
+                waited: Duration::from_secs(2),
+                end: "SELECT pg_terminate_backend(7)".to_owned(),
+                hold: Hold::Lock,
+            })
+        };
+        assert!(found("<insufficient privilege>").message.contains("(ops; GRANT pg_read_all_stats TO"));
+        assert!(found("BEGIN").message.starts_with("session 7 (ops: BEGIN) holds a lock on outbox"));
+    }
+
+    /// The store is open here, so this configuration is right: to correct it would change nothing.
+    #[test]
+    fn a_service_with_a_former_password_is_to_be_restarted() {
+        let cure = |code: &str| {
+            let found = Finding::failed(code, "the service at A: the store: refused; correct the password");
+            restarted_to_log_in(found).cure.unwrap_or_default()
+        };
+        assert!(cure("login_refused").starts_with("restart the service"));
+        assert_eq!(cure("store_unreachable"), "correct the password");
     }
 
     #[test]

@@ -225,6 +225,7 @@ mod tests {
             subscription: info.name.clone(),
             calls: Some(calls),
             destination_fails: None,
+            probe_in_seconds: None,
             store_fails: None,
             dead_to_fails: None,
         };
