@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex};
 
 use postbox_core::{Epoch, Lease, lock};
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::PostgresStore;
 
@@ -49,8 +50,8 @@ pub(crate) struct Position {
     pub(crate) given: VecDeque<i64>,
     /// Whether nothing of the window is left beyond `read`.
     pub(crate) drained: bool,
-    /// Whether the window was opened under this lease.
-    pub(crate) opened: bool,
+    /// When the window was opened, if under this lease.
+    pub(crate) opened: Option<Instant>,
     /// Where the window's rows are, once known, and if it has no stragglers.
     pub(crate) bounds: Option<Bounds>,
     /// Incremented by every rewind, so that a read in progress does not undo it.
@@ -71,13 +72,13 @@ pub(crate) struct Bounds {
 impl Position {
     /// Starts from the position in the database, under a lease that has not read yet.
     pub(crate) fn at(epoch: Epoch, window: Arc<str>, revision: i32, settled: i64) -> Self {
-        let (given, drained, opened, bounds, rewinds) = (VecDeque::new(), false, false, None, 0);
+        let (given, drained, opened, bounds, rewinds) = (VecDeque::new(), false, None, None, 0);
         Self { epoch, window, revision, settled, read: settled, given, drained, opened, bounds, rewinds }
     }
 
     /// Starts the next window, which was opened.
     pub(crate) fn enter(&mut self, window: Arc<str>) {
-        (self.window, self.opened) = (window, true);
+        (self.window, self.opened) = (window, Some(Instant::now()));
         (self.settled, self.read, self.drained, self.bounds) = (0, 0, false, None);
         self.given.clear();
     }

@@ -387,7 +387,7 @@ struct LaneCase {
 }
 
 /// Calls the window function: most rows, lane, lanes, topics and tenant; then where the lane
-/// stands; then the place to continue after, and how many places to look at.
+/// stands; then the place to continue after, and how many places to look at. It stays in no window.
 macro_rules! window {
     ($lanes:literal, $topics:literal, $to:literal, $after:literal) => {
         window!($lanes, $topics, $to, $after, "10000")
@@ -404,7 +404,7 @@ macro_rules! window {
             $after,
             ", ",
             $look,
-            ")"
+            ", false)"
         )
     };
 }

@@ -25,6 +25,9 @@ use crate::subscription::{LANE_TAKE_FILTER, SubscriptionRow};
 const WINDOWS_PER_CALL_MAX: usize = 8;
 /// The most places of a window that one statement looks at, whatever it finds: a tenth of a second.
 const WINDOW_LOOK_MAX: i64 = 200_000;
+/// How long a lane stays in its window while the log's few new rows are for other lanes. What is
+/// passed may be deleted by retention, so it is passed soon.
+const STAY_MAX: Duration = Duration::from_secs(1);
 /// The largest payload, in bytes, that may be read with its row.
 const INLINE_BYTES_MAX: usize = 16 * 1024;
 /// The smallest such limit, in bytes: below this, a second round trip costs more than the bytes.
@@ -38,7 +41,7 @@ WHERE subscription {=} $1 AND lane {=} $2 AND epoch {=} $3 AND lease_until {>} p
 
 /// Reads a page, or opens the next window. `0001_window.sql` describes its arguments, writes and
 /// answers.
-const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9::pg_catalog.text::pg_catalog.jsonb, $10, $11, $12, $13, $14, $15, $16, $17)";
+const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9::pg_catalog.text::pg_catalog.jsonb, $10, $11, $12, $13, $14, $15, $16, $17, $18)";
 
 /// A further page of a window without stragglers, directly from the log. Index: primary key.
 const WINDOW_PAGE: &str = "
@@ -291,7 +294,7 @@ impl NextBatch<'_> {
         let end = Some(looked).filter(|looked| !at.drained && *looked > at.read);
         at.read = end.unwrap_or(at.read);
         // A former holder's window may end with the last step. What came since was not looked at.
-        let more = at.drained && !at.opened && !is_over;
+        let more = at.drained && at.opened.is_none() && !is_over;
         let is_current = self.lane.advance(at);
         Ok(Batch { end: end.filter(|_| is_current).map(Seq), more, due_in, ..Batch::default() })
     }
@@ -366,6 +369,7 @@ impl NextBatch<'_> {
         let (kinds, aggregates) = (subscription.kinds(), subscription.aggregates());
         let (id, epoch, revision) = (subscription.id, self.lease.epoch, subscription.revision);
         let (place, window, settled) = (self.lane.place(), &*at.window, at.settled);
+        let may_stay = at.opened.is_some_and(|opened| opened.elapsed() < STAY_MAX);
         let params = params![
             inline_bytes,
             rows_max,
@@ -383,7 +387,8 @@ impl NextBatch<'_> {
             window,
             settled,
             after,
-            WINDOW_LOOK_MAX
+            WINDOW_LOOK_MAX,
+            may_stay
         ];
         let sql = self.session.log_sql(LANE_WINDOW, &subscription.log);
         let mut found = pin!(self.session.client().query_typed_raw(&sql, params).await?);
@@ -460,7 +465,7 @@ impl NextBatch<'_> {
         let (held, discarded) = self.held_and_discarded(exceptions, &rows).await?;
         let end = looked.filter(|_| !more).or(rows.last().map(Stored::seq)).unwrap_or(at.read);
         (at.read, at.drained) = (end, !more && looked.is_none());
-        let caught_up = at.opened && at.drained;
+        let caught_up = at.opened.is_some() && at.drained;
         at.given.extend(rows.iter().map(Stored::seq));
         if !self.lane.advance(at) {
             if !self.lane.is_of(self.lease.epoch) {

@@ -11,7 +11,8 @@
 -- The parameters: the largest payload to read inline; the most rows (0: only the verdict); what the
 -- lane and its subscription want; the lane under an epoch; the filter's revision; where the lane's
 -- row was last seen; the window and the position that the caller remembers; the place to read on
--- after in that window, or NULL to look for the next one; and how many places to look at.
+-- after in that window, or NULL to look for the next one; how many places to look at; and whether a
+-- few new rows of which the lane wants none may be left for a later call.
 --
 -- The result: rows in two runs of `seq` order (stragglers, then the others), and a last row without
 -- `seq`, whose `verdict` is the outcome of the call:
@@ -22,7 +23,8 @@
 --   changed  the subscription's filter, the filter that the lane reads by, or the number of lanes
 --            is not the one that the caller passed
 --   page     rows of the window; nothing was written
---   nothing  nothing was committed since the window ended; nothing was written
+--   nothing  nothing was committed since the window ended, or nothing that the lane wants; nothing
+--            was written
 --   window   the next window is open and written; it may hold nothing that is wanted
 -- `low`, `high` and `xid_low` bound the rows of a window without stragglers. Its further pages can
 -- then be read without this function, which collects its rows before returning them and costs a
@@ -45,7 +47,7 @@ BEGIN
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_window(
       inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[], of_tenant text,
       of_kinds text[], of_aggregates text[], of_headers jsonb, of_subscription int, under_epoch bigint, under_revision int,
-      last_place text, last_snap text, last_settled bigint, read_after bigint, look_max bigint)
+      last_place text, last_snap text, last_settled bigint, read_after bigint, look_max bigint, may_stay boolean)
     RETURNS TABLE ({column_types},
       verdict text, left_stream boolean, place text, window_to text, low bigint, high bigint, xid_low text, looked bigint)
     LANGUAGE plpgsql VOLATILE {pinned}
@@ -196,6 +198,12 @@ BEGIN
         IF looked IS NOT NULL AND given + stragglers > 0 THEN
           looked := look_to;
         END IF;
+      END IF;
+      -- With several lanes or a narrow filter, most windows would hold nothing for the lane. Each
+      -- would cost a write and another call, and the write would make the next window of another
+      -- lane wait for the disk.
+      IF may_stay AND read_after IS NULL AND given = 0 AND late_low IS NULL AND window_rows <= 100 THEN
+        news := false;
       END IF;
       IF news AND cardinality(ended) = 0 THEN
         low := coalesce(CASE WHEN read_after IS NULL THEN window_low ELSE at.low END, 0);

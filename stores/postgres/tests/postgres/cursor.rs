@@ -86,6 +86,42 @@ async fn a_dump_in_another_cluster_is_refused_until_it_is_rebased() {
     assert_eq!(deliver(&store, &lease).await.expect("delivered"), ["3"]);
 }
 
+/// Each write of a lane that wants nothing would make the next window of another lane wait for the
+/// disk.
+#[tokio::test]
+async fn a_few_events_for_others_cost_no_write_and_are_passed_soon() {
+    let fixture = support::on(Version::V15).await;
+    let (store, client) = (&fixture.store, fixture.client().await);
+    store.subscribe(&subscription(&["wanted"])).await.expect("subscribed");
+    let lease = store.acquire(&name(), &owner("one"), &[], TTL).await.expect("acquired").lease.expect("a free lane");
+    let window = async || -> String {
+        client.query_one("SELECT to_snap::text FROM postbox.lane", &[]).await.expect("the lane").get(0)
+    };
+    append(store, "wanted", "1").await;
+    assert_eq!(deliver(store, &lease).await.expect("delivered"), ["1"]);
+    let first = window().await;
+    append(store, "other", "2").await;
+    assert!(deliver(store, &lease).await.expect("read").is_empty());
+    assert_eq!(window().await, first, "one event for others");
+    append(store, "wanted", "3").await;
+    append(store, "other", "4").await;
+    assert_eq!(deliver(store, &lease).await.expect("delivered"), ["3"]);
+    let second = window().await;
+    assert_ne!(second, first, "the second event was passed with the third");
+    let many = vec![NewEvent::json("other", "{}"); 101];
+    store.append(&LogName::outbox(), &many).await.expect("appended");
+    assert!(deliver(store, &lease).await.expect("read").is_empty());
+    let third = window().await;
+    assert_ne!(third, second, "many events for others");
+    append(store, "other", "5").await;
+    let passed = async {
+        while window().await == third {
+            assert!(deliver(store, &lease).await.expect("read").is_empty());
+        }
+    };
+    tokio::time::timeout(TTL, passed).await.expect("it does not stay for long");
+}
+
 /// The database behind the address is replaced while a relay runs: it gets neither a lease nor a
 /// window.
 #[tokio::test]
