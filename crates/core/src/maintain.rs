@@ -85,9 +85,10 @@ pub trait Maintain: Send + Sync + 'static {
     /// Changes nothing. The error names the cure.
     async fn check_receiving(&self) -> Result<()>;
     /// Checks that the cursors fit their database, which they do not after a dump was restored into
-    /// another one, that nothing of the schema was dropped or moved, and that the role sees every
-    /// log that is read, where a store can tell. Changes nothing. Errors: `Mismatch`
-    /// `cursor_from_future`, `cursor_foreign`, `schema_damaged` or `log_hidden`, with the cure.
+    /// another one, that nothing of the schema was dropped or moved, that the role sees every log
+    /// that is read, and that no other role may create objects in the schema, where a store can
+    /// tell. Changes nothing. Errors: `Mismatch` `cursor_from_future`, `cursor_foreign`,
+    /// `schema_damaged`, `log_hidden` or `schema_open`, with the cure.
     async fn check_integrity(&self) -> Result<()>;
     /// Makes rows and cursors fit their database after a dump was restored into another one: the
     /// cure of `cursor_from_future` and `cursor_foreign`. Delivered events stay delivered, pending

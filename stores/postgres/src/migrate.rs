@@ -61,12 +61,17 @@ WHERE NOT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.
       WHERE i.indrelid = c.oid AND i.indisvalid AND x.relname = p.name)))
 ORDER BY p.nth";
 
-/// Whether the role `r` may make what runs with our rights: a superuser, the database's owner, or a
-/// role that ours is a member of. A superuser is a member of every role, so it is not asked that.
+/// Whether the role `r` may make what runs with the rights of the role `u` that is meant: a
+/// superuser, the database's owner, or a role that `u` is a member of, as each is of itself. A
+/// superuser is a member of every role, so it is not asked that.
 macro_rules! is_trusted {
-    () => {
-        "(r.rolsuper OR r.oid = (SELECT d.datdba FROM pg_database AS d WHERE d.datname = current_database())
-    OR current_setting('is_superuser') = 'off' AND pg_has_role(r.oid, 'USAGE'))"
+    ($u_is_meant:literal) => {
+        concat!(
+            "(r.rolsuper OR r.oid = (SELECT d.datdba FROM pg_database AS d WHERE d.datname = current_database())
+    OR EXISTS (SELECT FROM pg_roles AS u WHERE ",
+            $u_is_meant,
+            " AND NOT u.rolsuper AND pg_has_role(u.oid, r.oid, 'USAGE')))"
+        )
     };
 }
 
@@ -82,21 +87,25 @@ WHERE p.proname = 'settle_lane' AND CASE WHEN n.oid = to_regnamespace($1) OR n.n
   AND NOT EXISTS (SELECT FROM pg_proc AS ours WHERE ours.proname = 'settle_lane' AND ours.pronamespace = to_regnamespace($1))
   AND EXISTS (SELECT FROM pg_class AS c WHERE c.relname = 'migration' AND c.relnamespace = n.oid)
   AND EXISTS (SELECT FROM pg_roles AS r WHERE r.oid = p.proowner AND ",
-    is_trusted!(),
+    is_trusted!("u.rolname = current_user"),
     ")
   THEN s.now <> s.made AND $1 IN (s.now, s.made) END
 ORDER BY s.now LIMIT 1"
 );
 
-/// A role that may make objects in the schema: its owner, or one that may CREATE there. Not the one
-/// that migrates, nor one that is trusted. Reads the catalog; no lock.
+/// A role that may make objects in the schema: its owner, or one that may CREATE there. Not one
+/// that is trusted by the role that migrates, or later (`$2`) by the one that did: the owner of the
+/// table `migration`. Reads the catalog; no lock.
 const SCHEMA_MAKER: &str = concat!(
     "
-SELECT coalesce(r.rolname, 'PUBLIC')::text FROM pg_namespace AS n CROSS JOIN LATERAL (
+SELECT coalesce(quote_ident(r.rolname), 'PUBLIC') FROM pg_namespace AS n CROSS JOIN LATERAL (
   SELECT n.nspowner AS oid UNION ALL SELECT a.grantee FROM aclexplode(n.nspacl) AS a WHERE a.privilege_type = 'CREATE') AS maker
 LEFT JOIN pg_roles AS r ON r.oid = maker.oid
-WHERE n.oid = to_regnamespace($1) AND NOT coalesce(r.rolname IN (current_user, 'pg_database_owner') OR ",
-    is_trusted!(),
+WHERE n.oid = to_regnamespace($1) AND NOT coalesce(r.rolname = 'pg_database_owner' OR ",
+    is_trusted!(
+        "CASE WHEN $2 THEN u.oid = (SELECT c.relowner FROM pg_class AS c WHERE c.relname = 'migration' AND c.relnamespace = n.oid)
+      ELSE u.rolname = current_user END"
+    ),
     ", false)
 LIMIT 1"
 );
@@ -197,7 +206,7 @@ impl PostgresStore {
         }
         let apply = async |session: &Session| {
             check_name(session).await?;
-            check_makers(session).await?;
+            check_makers(session, false).await?;
             session.run(&session.schema().migration_sql(MIGRATION_TABLE)).await?;
             if is_applied(session).await? {
                 return Ok(false);
@@ -282,17 +291,25 @@ async fn check_name(session: &Session) -> Result<()> {
     Err(Error::new(ErrorKind::Mismatch, session.operation(), "schema_renamed", message))
 }
 
-/// Checks that nobody else may make objects in the schema. A function that they plant there, for
-/// example, could run with the rights of relays and of the owner.
-async fn check_makers(session: &Session) -> Result<()> {
+/// Checks that nobody else may make objects in the schema, before it is made or later. A function
+/// that they plant there, for example, could run with the rights of relays and of the owner.
+pub(crate) async fn check_makers(session: &Session, is_made: bool) -> Result<()> {
     let quoted = session.schema().quoted();
-    let rows = session.rows(SCHEMA_MAKER, &params![quoted]).await?;
+    let rows = session.rows(SCHEMA_MAKER, &params![quoted, is_made]).await?;
     let Some(row) = rows.first() else { return Ok(()) };
     let maker: &str = row.get(0);
+    let revoke = format!("REVOKE CREATE ON SCHEMA {quoted} FROM {maker}");
+    let cure = match is_made {
+        true => format!(
+            "as its owner, run: {revoke}; if that role owns it, let the owner of its tables own it; then drop what is \
+             in it and not Postbox's"
+        ),
+        false => format!(
+            "run `postbox migrate up` as the schema's owner, and {revoke}, or choose another schema: `schema` in [store]"
+        ),
+    };
     let message = format!(
-        "{maker} may create objects in schema {quoted}, which could then run with the rights of others; run \
-         `postbox migrate up` as the schema's owner, and REVOKE CREATE ON SCHEMA {quoted} FROM {maker}, or choose \
-         another schema: `schema` in [store]"
+        "{maker} may create objects in schema {quoted}, which could then run with the rights of others; {cure}"
     );
     Err(Error::new(ErrorKind::Mismatch, session.operation(), "schema_open", message))
 }

@@ -13,7 +13,7 @@ use tokio_postgres::Row;
 use crate::PostgresStore;
 use crate::admin::lock_lanes;
 use crate::criteria::headers_json;
-use crate::migrate::check_parts;
+use crate::migrate::{check_makers, check_parts};
 use crate::row_security::{log_not_locked, require_sight_of, subscription_not_seen};
 use crate::session::Session;
 
@@ -282,14 +282,15 @@ pub(crate) async fn unblock(
     Ok(ends.first().map(|row| (row.get(0), row.get(1))))
 }
 
-/// Checks that every log that is read is seen and fits this cluster, that every cursor fits it, and
-/// first that the schema is whole.
+/// Checks that every log that is read is seen and fits this cluster, that every cursor fits it,
+/// first that the schema is whole, and last that nobody else may make objects in it.
 pub(crate) async fn check_integrity(session: &Session) -> Result<()> {
     check_parts(session).await?;
     for row in session.rows(&session.sql(LOGS_READ), &[]).await? {
         check_log_rows(session, &LogName::from_stored(row.get::<_, &str>(0))).await?;
     }
-    check_lanes(session, None).await
+    check_lanes(session, None).await?;
+    check_makers(session, true).await
 }
 
 async fn check_log_rows(session: &Session, log: &LogName) -> Result<()> {

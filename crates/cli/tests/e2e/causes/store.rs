@@ -24,6 +24,7 @@ causes! {
     Postgres a_standby_that_is_away "problem" "standby_awaited" "do not end the session";
     Postgres a_dump_of_another_cluster "problem" "cursor_foreign" "postbox migrate rebase";
     Postgres a_log_that_was_moved "problem" "schema_damaged" "ALTER TABLE OTHER.outbox SET SCHEMA";
+    Postgres a_schema_that_is_open_to_others "problem" "schema_open" "REVOKE CREATE ON SCHEMA \"postbox\" FROM PUBLIC";
     Sqlite an_index_that_was_dropped "problem" "schema_damaged" "CREATE INDEX postbox_delivery_key";
     Sqlite an_older_log_with_newer_cursors "problem" "cursor_from_future" "restore the newer one";
     Sqlite a_file_that_was_moved "problem" "store_replaced" "put it back";
@@ -183,6 +184,15 @@ async fn an_index_that_was_dropped(kind: Kind) -> Result<Planted> {
     planted.env.sql("DROP INDEX postbox_delivery_key").await?;
     let said = planted.env.refuses(1, &["migrate", "validate"])?;
     ensure!(said.contains("CREATE INDEX postbox_delivery_key ON"), "{said}");
+    Ok(planted)
+}
+
+async fn a_schema_that_is_open_to_others(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
+    planted.env.dispatch(&[])?;
+    planted.env.sql("GRANT CREATE ON SCHEMA postbox TO PUBLIC").await?;
+    let said = planted.env.refuses(1, &["migrate", "validate"])?;
+    ensure!(said.contains("PUBLIC may create objects"), "{said}");
     Ok(planted)
 }
 
