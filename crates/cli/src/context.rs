@@ -335,6 +335,14 @@ impl Context {
         }))
     }
 
+    /// The cure for events that no subscription wants, as this store can carry it out.
+    pub(crate) fn cure_of_unrouted(&self, cure: &str) -> String {
+        match self.config.store.is_of_one_tenant() {
+            true => cure.replace(status::OR_DELETE, "; whoever runs `postbox run` for all tenants can delete them"),
+            false => cure.to_owned(),
+        }
+    }
+
     /// The cure for a log that no subscription reads.
     pub(crate) fn reader_wanted(&self, log: &LogName) -> String {
         match self.config.subscriptions.iter().any(|config| config.subscription.log == *log) {

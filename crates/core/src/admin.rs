@@ -260,7 +260,8 @@ pub struct ResetPlan {
 ///   [`Delivery::replay`](crate::Delivery::replay) and therefore its own dedupe id. Only events
 ///   that the subscription wants now are sent, unless they are named by id. Events that are pending
 ///   or have a delivery row are skipped. A step that finds nothing may still have a next one.
-/// - `pause(None)` resumes.
+/// - `pause(None)` resumes. A pause that would end in the past, by the store's clock, changes
+///   nothing: `Invalid`, code `until_past` ([`Pause::validate`]).
 /// - `rename` keeps everything but the name. A relay of the former name loses its lanes. Nobody
 ///   gets them before its lease would have ended. `Conflict` `subscription_exists` if the new name
 ///   is taken. A repeated call finds it done and succeeds. A store whose rows have the name

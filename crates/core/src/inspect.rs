@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 
 use crate::batch::BatchLimit;
 use crate::criteria::Criteria;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::event::{Event, EventId, Headers, Seq, header};
 use crate::limits::{LIST_PAYLOAD_BYTES_MAX, LIST_RECORDS_MAX};
 use crate::log::Epoch;
@@ -31,6 +31,20 @@ pub struct Pause {
 impl Pause {
     /// Who paused, if a relay did because its destination is gone.
     pub const BY_RELAY: &str = "postbox";
+
+    /// Checks that it would not end in the past. Stores call this with their own clock.
+    pub fn validate(&self, now: Timestamp) -> Result<()> {
+        match self.until {
+            Some(until) if !self.holds_at(now) => {
+                let text = format!(
+                    "the pause would end at {until}, which has passed; give a later time, or leave it out to pause \
+                     until somebody resumes; to end a pause, use resume"
+                );
+                Err(Error::invalid("pause", "until_past", text))
+            }
+            _ => Ok(()),
+        }
+    }
 
     /// Returns whether the pause is in force.
     pub fn holds_at(&self, now: Timestamp) -> bool {

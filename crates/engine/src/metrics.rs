@@ -19,9 +19,6 @@ const CAUSES_MAX: usize = 100;
 /// Failed attempts beyond each of these numbers are counted, so that events that fail again and
 /// again differ from many that fail once.
 const OVER: [u32; 3] = [1, 5, 10];
-/// Maximum number of sources of duplicates counted by name. Applications choose these names, so
-/// they need a limit.
-const SOURCES_MAX: usize = 50;
 
 /// The outage of something, while it fails, and when it failed last.
 #[derive(Debug, Default)]
@@ -280,8 +277,17 @@ impl Metrics {
         lock(&self.causes).clone()
     }
 
-    /// Returns duplicates by the source of their events. At most 50 are named; later ones count
-    /// under `other`.
+    /// Counts duplicates of events of these sources by name, from zero. Whoever appends chooses the
+    /// source of an event, so no other name is counted by itself.
+    pub fn name_sources(&self, names: impl IntoIterator<Item = String>) {
+        let mut sources = lock(&self.duplicates_from);
+        for name in names {
+            sources.entry(Some(name)).or_default();
+        }
+    }
+
+    /// Returns duplicates by the source of their events. Those that [`Self::name_sources`] did not
+    /// name count under `other`.
     pub fn duplicates_by_source(&self) -> BTreeMap<Option<String>, u64> {
         lock(&self.duplicates_from).clone()
     }
@@ -364,7 +370,7 @@ impl Metrics {
         self.duplicates.fetch_add(1, Ordering::Relaxed);
         let mut sources = lock(&self.duplicates_from);
         let mut source = event.source.clone();
-        if sources.len() >= SOURCES_MAX && !sources.contains_key(&source) {
+        if source.is_some() && !sources.contains_key(&source) {
             source = Some("other".to_owned());
         }
         *sources.entry(source).or_default() += 1;
@@ -440,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn hostile_topics_do_not_grow_the_table() {
+    fn hostile_topics_and_sources_do_not_grow_the_tables() {
         let metrics = Metrics::default();
         for n in 0..10_000 {
             metrics.failure(&Topic::from_stored(format!("t{n}")), "http_500");
@@ -454,9 +460,11 @@ mod tests {
             let event = postbox_core::NewEvent::json("t", "{}").source(format!("s{n}"));
             metrics.duplicate(&event.into_event(id, Timestamp::UNIX_EPOCH));
         }
-        let sources = metrics.duplicates_by_source();
-        assert_eq!(sources.len(), SOURCES_MAX + 1);
-        assert_eq!(sources.values().sum::<u64>(), 10_000);
-        assert_eq!(metrics.duplicates(), 10_000);
+        metrics.name_sources(["s7", "other"].map(String::from));
+        let event = postbox_core::NewEvent::json("t", "{}").source("s7");
+        metrics.duplicate(&event.into_event(id, Timestamp::UNIX_EPOCH));
+        let counted = [("other", 10_000), ("s7", 1)].map(|(name, count)| (Some(name.to_owned()), count));
+        assert_eq!(metrics.duplicates_by_source(), counted.into());
+        assert_eq!(metrics.duplicates(), 10_001);
     }
 }

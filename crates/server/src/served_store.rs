@@ -133,6 +133,8 @@ impl ServedStore {
             });
             let log = self.leases.log(&store, self.name.as_ref());
             let relay = wiring::relay(&store, log, (&self.config.server, subscription), &self.sinks, &self.clock)?;
+            let of_log = self.sources.of_log(&subscription.subscription.log);
+            relay.metrics().name_sources(of_log.map(ToString::to_string));
             let schedule = subscription.schedule.clone().map(|cron| Box::new(cron) as Box<dyn Schedule>);
             relays.push(SupervisedRelay::new(relay, schedule));
         }

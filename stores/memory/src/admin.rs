@@ -176,8 +176,11 @@ impl Server {
     }
 
     fn pause(&self, subscription: &SubscriptionName, pause: Option<Pause>) -> Result<()> {
+        let now = self.clock.now();
         let mut state = self.state("pause")?;
-        state.data.reader_mut("pause", subscription)?.0.pause = pause;
+        let (reader, _) = state.data.reader_mut("pause", subscription)?;
+        pause.iter().try_for_each(|pause| pause.validate(now))?;
+        reader.pause = pause;
         state.flush();
         Ok(())
     }

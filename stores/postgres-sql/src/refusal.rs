@@ -48,8 +48,10 @@ pub fn unreachable(operation: &'static str, cause: impl Display) -> Error {
     Error::new(ErrorKind::Unavailable, operation, UNREACHABLE, message)
 }
 
-/// What is wrong with a standby.
-pub const STANDBY: &str = "the database is a standby; promote it, or name the primary in the store's URL";
+/// What is wrong with a standby. A primary that only restarts must not be replaced: two would
+/// accept writes.
+pub const STANDBY: &str = "the database is a standby; name the primary in the store's URL; it may be down or restarting: \
+    wait for it, or repair it, and only if it will never accept writes again, promote the standby";
 
 /// The cure of a missing or old schema. Without the same store, the command would create another.
 pub const MIGRATE: &str = "run: postbox migrate up, with the same store";
@@ -87,6 +89,8 @@ fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
         // The constraint is of the application: its handler wrote the row. An internal error counts
         // as a failure of the event.
         "23514" | "23502" | "23505" if operation == "apply" => make(Internal, "store_error", text()),
+        // Raised by `pause`.
+        "23514" if operation == "pause" => make(Invalid, fields.constraint.unwrap_or("refused"), cured(hint)),
         // check_violation: our constraints carry the stable codes of `postbox_core::limits`.
         "23514" => {
             let code = fields.constraint.unwrap_or("refused");
@@ -343,6 +347,9 @@ mod tests {
     fn constraints_are_codes() {
         let check = Refusal { constraint: Some("topic_too_long"), ..fields("23514") };
         assert_eq!(of_database("append", &check).code(), "topic_too_long");
+        let over = Refusal { constraint: Some("until_past"), hint: Some("use resume"), ..fields("23514") };
+        let over = of_database("pause", &over);
+        assert_eq!((over.code(), over.message()), ("until_past", "text; use resume"), "it is no event");
         let missing = Refusal { column: Some("topic"), ..fields("23502") };
         assert_eq!(of_database("append", &missing).code(), "topic_missing");
         let taken = Refusal { constraint: Some("outbox_id_key"), ..fields("23505") };

@@ -81,7 +81,7 @@ WHERE l.subscription = $1 AND l.owner = $2 AND l.xmin = pg_current_xact_id()::xi
 /// crashed while sending them (`Disposition::ALONE`, `RELAY_CRASHED`). Index: `delivery_in_flight`.
 /// Locks the rows. Runs after the grant and for the same lane, as [`DELIVERY_MAKE_DUE`] does.
 const DELIVERY_COUNT_CRASH: &str = "
-UPDATE {s}.delivery AS d SET crashes = d.crashes + 1, code = 'relay_crashed', error = $3, updated_at = clock_timestamp()
+UPDATE {s}.delivery AS d SET crashes = least(d.crashes, 1000000) + 1, code = 'relay_crashed', error = $3, updated_at = clock_timestamp()
 FROM {s}.lane AS l
 WHERE l.subscription = $1 AND l.owner = $2 AND l.xmin = pg_current_xact_id()::xid
   AND d.subscription = l.subscription AND d.lane = l.lane AND d.code = 'alone' AND d.state = 'retrying'";

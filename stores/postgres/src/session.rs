@@ -99,7 +99,14 @@ impl Session {
         self.unanswered.fetch_add(1, Ordering::Relaxed);
         let answer = answer.await;
         self.unanswered.fetch_sub(1, Ordering::Relaxed);
-        answer.map_err(|error| classify(self.operation, &error))
+        answer.map_err(|error| {
+            let error = classify(self.operation, &error);
+            if error.code() == "store_read_only" {
+                // As if never answered, so that a connection to a standby leaves the pool.
+                self.unanswered.fetch_add(1, Ordering::Relaxed);
+            }
+            error
+        })
     }
 
     /// Runs statements without parameters.

@@ -81,8 +81,9 @@ impl Admin for SqliteStore {
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
         let (name, pause) = (subscription.clone(), pause.cloned());
-        let set = move |tx: &Transaction<'_>, _| {
+        let set = move |tx: &Transaction<'_>, now| {
             lease::require("pause", tx, &name)?;
+            pause.iter().try_for_each(|pause| pause.validate(timestamp(now)))?;
             let until = pause.as_ref().and_then(|pause| pause.until).map(|until| until.as_microsecond());
             let (by, why) = pause.map(|pause| (pause.by, pause.why)).unzip();
             tx.prepare_cached(SUBSCRIPTION_PAUSE)?.execute(params![name.as_str(), by, why, until])?;

@@ -126,10 +126,13 @@ async fn look(
     let is_misfit = |error: &Error| error.kind() == ErrorKind::Mismatch;
     findings.extend(checked.err().filter(is_misfit).map(Finding::from));
     findings.extend(diagnosed);
-    // Both cures, to rename and to remove, are for all tenants.
+    // These cures, to rename, to remove and to delete, are for all tenants.
     if context.config.store.is_of_one_tenant() {
-        let unconfigured = findings.iter_mut().filter(|it| it.code == "subscription_unconfigured");
-        unconfigured.for_each(|it| it.cure = Some(CURE_OF_TENANT.to_owned()));
+        findings.iter_mut().for_each(|it| match it.code.as_str() {
+            "subscription_unconfigured" => it.cure = Some(CURE_OF_TENANT.to_owned()),
+            "unrouted" => it.cure = it.cure.as_deref().map(|cure| context.cure_of_unrouted(cure)),
+            _ => {}
+        });
     }
     // After the subscriptions that should read it.
     findings.extend(unread.iter().map(|(log, count)| Finding::unread(log, *count, context.reader_wanted(log))));

@@ -1,7 +1,7 @@
 //! `postbox stats`: one line for scripts, a table for people, everything as JSON.
 
 use postbox_core::Error;
-use postbox_server::status::{self, ServiceStatus, StatsJson};
+use postbox_server::status::{self, ServiceStatus, StatsJson, UnroutedLog};
 use postbox_server::text::{estimated, grouped, span};
 use tokio::time::{Instant, timeout_at};
 
@@ -123,8 +123,8 @@ async fn count(context: &Context, service: Option<&ServiceStatus>) -> Result<Cou
         // No subscription reads this log, so all of it is pending.
         counted.all.push(StatsJson::unread(log.clone(), *count));
     }
-    let unrouted = unrouted.iter().flatten().map(|log| Note::for_people(format!("{}; {}", log.what(), log.cure())));
-    counted.notes.extend(unrouted);
+    let note = |log: &UnroutedLog| format!("{}; {}", log.what(), context.cure_of_unrouted(log.cure()));
+    counted.notes.extend(unrouted.iter().flatten().map(|log| Note::for_people(note(log))));
     Ok(counted)
 }
 

@@ -265,6 +265,8 @@ async fn a_paused_subscription_delivers_nothing_until_resumed(kind: Kind) -> Res
     env.ok(&["resume", "out"])?;
     ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
     env.ok(&["pause", "out", "--for", "1s"])?;
+    let said = env.refuses(1, &["pause", "out", "--for", "0s"])?;
+    ensure!(said.contains("use resume") && said.contains("(until_past)"), "{said}");
     Ok(())
 }
 

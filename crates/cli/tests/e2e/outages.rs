@@ -232,6 +232,7 @@ async fn a_standby_is_waited_for_until_it_is_promoted() -> Result<()> {
         let output = env.output(command)?;
         let said = String::from_utf8([output.stdout, output.stderr].concat())?;
         ensure!(output.status.code() == Some(code) && said.contains("the database is a standby"), "{said}");
+        ensure!(said.contains("it may be down or restarting: wait for it"), "{said}");
     }
     let complaint = env.refuses(1, &["send", "t", "{}"])?;
     ensure!(complaint.trim_end().ends_with("(store_read_only)"), "nothing was appended: {complaint}");

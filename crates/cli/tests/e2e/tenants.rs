@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 
 use crate::endpoint::{Endpoint, refuses_all};
-use crate::env::{FILE_SINK, Kind, TestEnv, on_both};
+use crate::env::{FILE_SINK, Kind, TestEnv, on_both, until};
 
 async fn a_tenant_narrows_what_is_meant(kind: Kind) -> Result<()> {
     let target = Endpoint::start(refuses_all)?;
@@ -55,8 +55,9 @@ async fn a_role_of_one_tenant_works_with_its_own() -> Result<()> {
     env.sql(&env.ok(&[&granted[..], &["--all-tenants", &relay]].concat())?).await?;
 
     let target = Endpoint::start(refuses_all)?;
-    let subscriptions: String =
-        ["acme", "zeta"].map(|tenant| format!("{}tenant = \"{tenant}\"\n", target.subscription(tenant))).concat();
+    let subscriptions: String = ["acme", "zeta"]
+        .map(|tenant| format!("{}tenant = \"{tenant}\"\ntopics = [\"t\"]\n", target.subscription(tenant)))
+        .concat();
     let relay = env.as_role(&relay, &subscriptions)?;
     relay.ok(&["dispatch"])?;
     let of = |role: &str, tenant: &str| env.as_role(role, &format!("tenant = \"{tenant}\"\n"));
@@ -99,6 +100,16 @@ async fn a_role_of_one_tenant_works_with_its_own() -> Result<()> {
         ensure!(complaint.contains("store.tenant: ") && complaint.contains("remove `tenant` from"), "{complaint}");
     }
     ensure!(acme.ok(&["stats"])? == "pending=0 dispatched=0 dead=0 total=2\n", "to look is possible");
+    of(&writer, "acme")?.ok(&["send", "u", "{}", "--tenant", "acme"])?;
+    let acme = of(&operator, "acme")?;
+    // A transaction of another test may be older.
+    let found = until("an event that nobody wants", async || {
+        relay.output(&["dispatch"])?;
+        let found = acme.said(&["doctor"])?;
+        Ok(found.contains("no subscription wants").then_some(found))
+    })
+    .await?;
+    ensure!(found.contains("for all tenants can delete them") && !found.contains("postbox prune"), "{found}");
     let complaint = env.as_role(&operator, FILE_SINK)?.refuses(1, &["dispatch"])?;
     ensure!(complaint.contains("(tenant_not_named)") && !complaint.contains("remove `tenant`"), "{complaint}");
     for role in [&writer, &operator] {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{Capabilities, Delivery, NewEvent, Outcome, Sink, State};
-use postbox_engine::Relay;
+use postbox_engine::{Relay, RelayBuilder};
 
 use postbox_testkit::memory::{self, TestEnv, event, fast};
 
@@ -31,13 +31,20 @@ impl Sink for Had {
     }
 }
 
+/// Builds a relay that counts one of the sources by name.
+fn built(builder: RelayBuilder) -> Relay {
+    let relay = builder.build().expect("built");
+    relay.metrics().name_sources(["stripe".to_owned()]);
+    relay
+}
+
 /// Two events of one source, one of another, and one without a source.
 fn events() -> [NewEvent; 4] {
     [event(1, 0).source("stripe"), event(2, 1).source("stripe"), event(3, 2).source("github"), event(4, 3)]
 }
 
 fn assert_counted(relay: &Relay) {
-    let expected = [(None, 1), (Some("github".to_owned()), 1), (Some("stripe".to_owned()), 2)];
+    let expected = [(None, 1), (Some("other".to_owned()), 1), (Some("stripe".to_owned()), 2)];
     assert_eq!(relay.metrics().duplicates_by_source(), BTreeMap::from(expected));
     assert_eq!((relay.metrics().duplicates(), relay.metrics().delivered()), (4, 4));
 }
@@ -45,7 +52,7 @@ fn assert_counted(relay: &Relay) {
 #[tokio::test(start_paused = true)]
 async fn of_a_sink() {
     let env = TestEnv::with(events()).await;
-    let relay = env.builder(env.subscription(), fast()).sink(Arc::new(Had(Duration::ZERO))).build().expect("built");
+    let relay = built(env.builder(env.subscription(), fast()).sink(Arc::new(Had(Duration::ZERO))));
     assert_eq!(relay.drain(None).await.expect("drained").delivered, 4);
     assert_counted(&relay);
 }
@@ -53,7 +60,7 @@ async fn of_a_sink() {
 #[tokio::test(start_paused = true)]
 async fn of_a_sink_whose_answer_outlives_its_batch() {
     let env = TestEnv::with(events()).await;
-    let relay = env.builder(env.subscription(), fast()).sink(Arc::new(Had(8 * S))).build().expect("built");
+    let relay = built(env.builder(env.subscription(), fast()).sink(Arc::new(Had(8 * S))));
     let watching = async {
         tokio::time::sleep(4 * S).await;
         let waiting = env.list(State::Retrying).await;
@@ -67,7 +74,7 @@ async fn of_a_sink_whose_answer_outlives_its_batch() {
 async fn of_a_handler_in_the_transaction() {
     let env = TestEnv::with(events()).await;
     let apply = env.store.apply(|_, _| HAD);
-    let relay = env.builder(env.subscription(), fast()).apply(apply).build().expect("built");
+    let relay = built(env.builder(env.subscription(), fast()).apply(apply));
     assert_eq!(relay.drain(None).await.expect("drained").delivered, 4);
     assert_counted(&relay);
 }

@@ -329,19 +329,18 @@ fn received(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
     });
     let relays = stores.iter().flat_map(|store| store.relays().iter().map(move |relay| (*store, relay)));
     let at_destinations = relays.flat_map(|(store, relay)| {
-        let known = store.sources().of_log(&relay.relay().subscription().log).map(SourceName::to_string);
-        by_source(relay.relay().metrics().duplicates_by_source(), known)
+        by_source(relay.relay().metrics().duplicates_by_source())
             .into_iter()
             .map(move |(source, count)| ([label(store), "destination".into(), source, relay.name().to_string()], count))
     });
     page.family(&family::DUPLICATES, recognised.chain(at_destinations))
 }
 
-/// Duplicates reported by the destination, by label. Known sources start at zero, so that the first
-/// duplicate shows as a rise. Publishers choose the source, and may call it `none`: that adds to
-/// the same series as events without one.
-fn by_source(counted: BTreeMap<Option<String>, u64>, known: impl Iterator<Item = String>) -> BTreeMap<String, u64> {
-    let mut labels: BTreeMap<String, u64> = known.map(|source| (source, 0)).collect();
+/// Duplicates reported by the destination, by label. Sources of the configuration start at zero, so
+/// that the first duplicate shows as a rise. One that is called `none` adds to the same series as
+/// events without one.
+fn by_source(counted: BTreeMap<Option<String>, u64>) -> BTreeMap<String, u64> {
+    let mut labels: BTreeMap<String, u64> = BTreeMap::new();
     for (source, count) in counted {
         *labels.entry(source.unwrap_or_else(|| NONE.into())).or_default() += count;
     }

@@ -9,11 +9,9 @@ use prometheus_client::metrics::MetricType;
 #[test]
 fn every_source_is_one_series() {
     let counted = BTreeMap::from([(None, 1), (Some("none".to_owned()), 2), (Some("stripe".to_owned()), 4)]);
-    let known = || ["github", "stripe"].map(String::from).into_iter();
-    let expected = [("github", 0), ("none", 3), ("stripe", 4)].map(|(source, count)| (source.to_owned(), count));
-    assert_eq!(by_source(counted, known()), expected.into());
-    assert_eq!(by_source(BTreeMap::new(), std::iter::empty()), [("none".to_owned(), 0)].into());
-    assert_eq!(by_source(BTreeMap::new(), known()).len(), 2);
+    let expected = [("none", 3), ("stripe", 4)].map(|(source, count)| (source.to_owned(), count));
+    assert_eq!(by_source(counted), expected.into());
+    assert_eq!(by_source(BTreeMap::new()), [("none".to_owned(), 0)].into());
 }
 
 #[derive(Debug)]

@@ -21,5 +21,5 @@ pub use service::{ServiceStatus, StoreJson, add_marks, fetch};
 pub use crate::fault::Fault;
 pub use stats::{STATS_WAIT, StatsJson, stats, too_slow};
 pub use subscription::{LaneJson, PauseJson, SubscriptionJson};
-pub use unrouted::{UnroutedLog, unread, unrouted};
+pub use unrouted::{OR_DELETE, UnroutedLog, unread, unrouted};
 pub use work::{CallsJson, FailsJson, StormJson, WorkJson};

@@ -15,6 +15,9 @@ const TOPICS_NAMED: usize = 3;
 /// Longest topic name, in characters; the rest is cut.
 const TOPIC_CHARS: usize = 60;
 
+/// The end of a cure for whoever may delete events: not for one tenant.
+pub const OR_DELETE: &str = "; to delete them: postbox prune --unrouted --older-than 7d";
+
 /// Events of one log that no subscription wants.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnroutedLog {
@@ -140,6 +143,5 @@ fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, Optio
             return (cure, Some("tenant_unwanted"));
         }
     }
-    let kept = "they are kept for the first subscription that wants them; to delete them: postbox prune --unrouted --older-than 7d";
-    (kept.to_owned(), None)
+    (format!("they are kept for the first subscription that wants them{OR_DELETE}"), None)
 }

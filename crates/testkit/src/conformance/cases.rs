@@ -129,6 +129,7 @@ macro_rules! conformance_suite {
             a_lost_grant_is_granted_again_and_a_known_one_is_left_alone concurrent_acquires_never_share_a_lane
             replicas_counts_who_asked_lately replicas_forgets_who_fell_silent
             a_pause_gives_no_lease_and_ends_the_running_one a_pause_with_an_end_ends_by_itself
+            a_pause_that_would_end_in_the_past_is_refused
         }
     };
     (lanes, $fixture:expr) => {

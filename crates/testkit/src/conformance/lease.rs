@@ -245,19 +245,30 @@ pub async fn a_pause_gives_no_lease_and_ends_the_running_one(fixture: &dyn Store
 
 pub async fn a_pause_with_an_end_ends_by_itself(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let id = append(&lane.store, [event("1")]).await[0];
+    append(&lane.store, [event("1")]).await;
     lane.store.release(&lane.lease).await.expect("given back");
-    // The time on the store's own clock, taken from the event.
-    let now = record(&lane.store, id).await.event.created_at;
-    let until = Some(now + Duration::from_secs(3_600));
+    let now = async || lane.store.time().await.expect("the time of the store");
+    let until = Some(now().await + Duration::from_secs(3_600));
     let pause = Pause { until, by: "ada".into(), why: "lunch".into() };
     lane.store.pause(&named("reader"), Some(&pause)).await.expect("paused");
     assert_eq!(acquire(&lane.store, "reader", "one", LONG).await.lease, None);
-    let over = Pause { until: Some(now + SHORT), ..pause };
+    let over = Pause { until: Some(now().await + SHORT), ..pause };
     lane.store.pause(&named("reader"), Some(&over)).await.expect("paused for less long");
     fixture.pass(2 * SHORT).await;
     let again = acquire(&lane.store, "reader", "one", LONG).await;
     assert!(again.lease.is_some() && again.paused.is_none());
+}
+
+pub async fn a_pause_that_would_end_in_the_past_is_refused(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };
+    lane.store.pause(&named("reader"), Some(&pause)).await.expect("paused");
+    let now = lane.store.time().await.expect("the time of the store");
+    for until in [now, now - Duration::from_secs(3_600)] {
+        let over = Pause { until: Some(until), why: "a typo".into(), ..pause.clone() };
+        refused(lane.store.pause(&named("reader"), Some(&over)).await, ErrorKind::Invalid, "until_past");
+    }
+    assert_eq!(info(&lane.store, "reader").await.paused, Some(pause), "the former pause goes on");
 }
 
 async fn assert_stale_and_harmless(lane: &Lane) {

@@ -171,9 +171,14 @@ ${tag}$;
 CREATE FUNCTION {s}.pause(subscription text, why text, until timestamptz DEFAULT NULL, by text DEFAULT session_user) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
-  IF until <= '-infinity' OR until >= '9999-12-30 22:00:01+00' THEN
+  IF until >= '9999-12-30 22:00:01+00' THEN
     RAISE EXCEPTION 'nobody can wait until %', until USING ERRCODE = 'check_violation', CONSTRAINT = 'until_invalid',
       HINT = 'leave it out to pause until somebody resumes';
+  END IF;
+  -- Otherwise a wrong time would end a former pause without a word.
+  IF until <= clock_timestamp() THEN
+    RAISE EXCEPTION 'the pause would end at %, which has passed', until USING ERRCODE = 'check_violation', CONSTRAINT = 'until_past',
+      HINT = 'give a later time, or leave it out to pause until somebody resumes; to end a pause, use resume';
   END IF;
   UPDATE {s}.subscription AS s SET paused_by = left(coalesce(pause.by, session_user), 255), paused_why = left(coalesce(pause.why, ''), 2048),
       paused_until = pause.until

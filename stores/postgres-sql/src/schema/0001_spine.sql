@@ -401,7 +401,7 @@ CREATE TABLE {s}.receipt (
   tenant text COLLATE "C" NOT NULL DEFAULT '',
   message_id text COLLATE "C" NOT NULL,
   digest bytea NOT NULL,
-  received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  received_at timestamptz NOT NULL DEFAULT clock_timestamp() CHECK (received_at > '-infinity' AND received_at < '9999-12-30 22:00:01+00'),
   PRIMARY KEY (message_id, source, tenant),
   CONSTRAINT message_id_invalid CHECK (octet_length(message_id) BETWEEN 1 AND 255)
 );
@@ -414,7 +414,7 @@ CREATE TABLE {s}.once (
   source text COLLATE "C" NOT NULL,
   tenant text COLLATE "C" NOT NULL DEFAULT coalesce(current_setting('postbox.tenant', true), ''),
   message_id text COLLATE "C" NOT NULL,
-  seen_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  seen_at timestamptz NOT NULL DEFAULT clock_timestamp() CHECK (seen_at > '-infinity' AND seen_at < '9999-12-30 22:00:01+00'),
   PRIMARY KEY (source, tenant, message_id),
   CONSTRAINT message_id_invalid CHECK (octet_length(message_id) BETWEEN 1 AND 255)
 );

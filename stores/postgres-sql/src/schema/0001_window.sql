@@ -202,7 +202,7 @@ BEGIN
       -- With several lanes or a narrow filter, most windows would hold nothing for the lane. Each
       -- would cost a write and another call, and the write would make the next window of another
       -- lane wait for the disk.
-      IF may_stay AND read_after IS NULL AND given = 0 AND late_low IS NULL AND window_rows <= 100 THEN
+      IF may_stay AND read_after IS NULL AND given = 0 AND late_low IS NULL AND looked IS NULL AND window_rows <= 100 THEN
         news := false;
       END IF;
       IF news AND cardinality(ended) = 0 THEN

@@ -256,7 +256,8 @@ async fn a_session_that_waits_itself_is_not_blamed() {
     holder.batch_execute("SELECT 1;\n  SELECT 2").await.expect("its last statement");
     let error = store.settle(&lease, Settlement { position, ..Settlement::default() }).await.expect_err("locked");
     assert_eq!(error.code(), "table_locked", "{error}");
-    let who = format!("a row of the table lane is locked by session {pid} (a program without a name: SELECT 1, SELECT 2)");
+    let who =
+        format!("a row of the table lane is locked by session {pid} (a program without a name: SELECT 1, SELECT 2)");
     assert!(error.message().starts_with(&who), "{error}");
     assert!(!renewed.is_finished());
     holder.batch_execute("COMMIT").await.expect("released");

@@ -6,7 +6,7 @@ use postbox_core::{
     Append as _, BatchLimit, Delivery, Inspect as _, Lease, Log as _, LogName, Maintain as _, Migrate as _, NewEvent,
     Subscription, SubscriptionName,
 };
-use postbox_postgres::{PostgresConfig, PostgresStore, ToolScripts};
+use postbox_postgres::{PostgresConfig, PostgresStore, Roles, ToolScripts};
 use postbox_testkit::servers::{Postgres, Version};
 
 use crate::support;
@@ -365,7 +365,21 @@ async fn no_schema_is_made_where_others_may_create() {
     let (cure, _) = cure.split_once(',').expect("the end of it");
     owner.batch_execute(&format!("REVOKE {cure}")).await.expect("executed");
     store.up().await.expect("made");
-    owner.batch_execute(&format!("DROP ROLE {stranger}")).await.expect("cleaned up");
+    // Later, relays go on, and a look names it, whatever the role.
+    let relay = PostgresStore::connect(PostgresConfig::new(support::url_as(&url, &stranger))).await.expect("a store");
+    let roles = Roles { relays: vec![stranger.clone()], ..Roles::default() };
+    owner.batch_execute(&store.grants(&roles).await.expect("printed")).await.expect("granted");
+    for store in [&store, &relay] {
+        store.check_integrity().await.expect("open to nobody");
+        owner.batch_execute("GRANT CREATE ON SCHEMA postbox TO PUBLIC").await.expect("granted");
+        store.validate().await.expect("its version is right");
+        let error = store.check_integrity().await.expect_err("open to others");
+        assert_eq!(error.code(), "schema_open", "{error}");
+        let (_, cure) = error.message().split_once("run: ").expect("a cure");
+        let (cure, _) = cure.split_once(';').expect("the end of it");
+        owner.batch_execute(cure).await.expect("executed");
+    }
+    owner.batch_execute(&format!("DROP OWNED BY {stranger}; DROP ROLE {stranger}")).await.expect("cleaned up");
 }
 
 /// What somebody drops or moves is named, and the named statements bring it back. No relay is

@@ -245,7 +245,8 @@ async fn refusals_say_what_why_and_the_cure() {
         (&format!("postbox.retry('reader', {many})"), "too_many_ids", "at most 1000 at a time"),
         (&format!("postbox.discard('reader', {many})"), "too_many_ids", "at most 1000 at a time"),
         ("postbox.pause('reader', 'why', 'infinity')", "until_invalid", "leave it out"),
-        ("postbox.pause('reader', 'why', '-infinity')", "until_invalid", "leave it out"),
+        ("postbox.pause('reader', 'why', '-infinity')", "until_past", "use resume"),
+        ("postbox.pause('reader', 'why', now())", "until_past", "use resume"),
         ("postbox.once('a b', 'm')", "name_invalid", "letters, digits"),
         ("postbox.once('a', '')", "message_id_invalid", "1 to 255 bytes"),
         ("postbox.once('a', NULL)", "message_id_invalid", "1 to 255 bytes"),
@@ -413,14 +414,16 @@ async fn the_views_say_what_the_store_says() {
             (id, attempts, code, error, if n == 4 { "4" } else { "6" })
         });
         assert_eq!(seen, expected);
+        let paused = "(SELECT coalesce(paused_why || ' ' || coalesce(extract(year FROM paused_until)::text, ''), '') FROM postbox.stats WHERE subscription = 'reader')";
+        let over = "UPDATE postbox.subscription SET paused_by = 'me', paused_why = 'so', paused_until = '2000-01-01' WHERE name = 'reader'";
+        assert_eq!(client.execute(over, &[]).await.expect("set"), 1);
+        assert_eq!(call(&client, paused).await, "", "it has ended");
         for (sql, said) in [
             ("postbox.pause('reader', 'it moves', '2100-01-01')", "it moves 2100"),
-            ("postbox.pause('reader', 'it is over', '2000-01-01')", ""),
             ("postbox.pause('reader', 'it moves')", "it moves "),
             ("postbox.resume('reader')", ""),
         ] {
             call(&client, sql).await;
-            let paused = "(SELECT coalesce(paused_why || ' ' || coalesce(extract(year FROM paused_until)::text, ''), '') FROM postbox.stats WHERE subscription = 'reader')";
             assert_eq!(call(&client, paused).await, said, "{sql}");
         }
         let expired = "UPDATE postbox.lane SET lease_until = clock_timestamp() WHERE lease_until IS NOT NULL";

@@ -216,7 +216,9 @@ fn store_fails(known: &Known<'_>, service: Option<&ServiceStatus>) -> Option<Fin
         }
         "store_full" => "free space on the store's disk; delivery then continues by itself",
         "store_read_only" => {
-            "the database, or each server of the store's URL, is a standby or read-only: promote it, name the primary in the URL, or set default_transaction_read_only = off"
+            "the primary may be down or restarting: wait for it, or repair it, and only if it will never accept writes \
+             again, promote the standby; if the store's URL does not name the primary, name it there; where \
+             transactions start read-only, set default_transaction_read_only = off"
         }
         "store_contention" | "statement_timeout" | "table_locked" => {
             "a session holds a lock: it is named above if it is known; otherwise look at pg_locks and pg_stat_activity"
@@ -498,10 +500,15 @@ mod tests {
     /// The last failure may be that of a connection that was cut before the password was changed.
     #[test]
     fn a_service_with_a_former_password_does_not_go_on_by_itself() {
-        let fails = FailsJson { since: "2026-01-01T00:00:00Z".into(), code: "store_unavailable".into() };
-        let work = WorkJson { store_fails: Some(fails), ..work(3) };
         let refused = Fault { code: LOGIN_REFUSED.into(), what: "refused".into(), ..Fault::default() };
-        for (fault, cure) in [(Some(&refused), "restart the service"), (None, "repair the database")] {
+        for (fault, code, cure) in [
+            (Some(&refused), "store_unavailable", "restart the service"),
+            (None, "store_unavailable", "repair the database"),
+            // To promote a standby beside it would make two that accept writes.
+            (None, "store_read_only", "the primary may be down or restarting: wait for it"),
+        ] {
+            let fails = FailsJson { since: "2026-01-01T00:00:00Z".into(), code: code.into() };
+            let work = WorkJson { store_fails: Some(fails), ..work(3) };
             let failed = record(State::Retrying, 3, "http_500");
             let found = found_with(fault, failed, Some("relay-1"), Some(&work));
             let said = of(&found, "store_failing").and_then(|it| it.cure.as_deref());

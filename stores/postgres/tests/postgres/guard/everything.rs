@@ -94,7 +94,7 @@ pub(crate) async fn by_hand(client: &Client, schema: &str) {
          SELECT {schema}.retry('inbox-reader', (SELECT id FROM {schema}.inbox LIMIT 1));
          SELECT {schema}.mark_dead('inbox-reader', 'so', (SELECT id FROM {schema}.inbox LIMIT 1));
          SELECT {schema}.discard('inbox-reader', (SELECT id FROM {schema}.inbox LIMIT 1));
-         SELECT {schema}.pause('inbox-reader', 'so', until => pg_catalog.clock_timestamp());
+         SELECT {schema}.pause('inbox-reader', 'so', until => '2100-01-01');
          SELECT {schema}.resume('inbox-reader');"
     );
     client.batch_execute(&calls).await.expect("called");

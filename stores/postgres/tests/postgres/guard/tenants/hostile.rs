@@ -129,6 +129,8 @@ async fn values_that_nobody_can_read_are_refused() {
             "UPDATE postbox.delivery SET due_at = '-infinity', state = 'scheduled'",
             "UPDATE postbox.conflict SET first_at = 'infinity'",
             "UPDATE postbox.delivery SET updated_at = 'infinity'",
+            "INSERT INTO postbox.receipt VALUES ('s', 'acme', 'm', '', '-infinity')",
+            "INSERT INTO postbox.once VALUES ('s', 'acme', 'm', 'infinity')",
             "UPDATE postbox.lane SET lease_ttl = 9223372036854775807",
             "UPDATE postbox.lane SET granted_at = 'infinity'",
             "INSERT INTO postbox.replica SELECT id, 'r', 'infinity', 1 FROM postbox.subscription",
