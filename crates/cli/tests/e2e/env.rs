@@ -378,7 +378,8 @@ pub(crate) async fn get_as(host: &str, address: &str, path: &str, headers: &str)
 pub(crate) const WINDOW_PARAMETERS: &str =
     "(inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[],
   of_tenant text, of_kinds text[], of_aggregates text[], of_headers jsonb, of_subscription int, under_epoch bigint,
-  under_revision int, last_place text, last_snap text, last_settled bigint, read_after bigint, look_max bigint)";
+  under_revision int, last_place text, last_snap text, last_settled bigint, read_after bigint, look_max bigint,
+  may_stay boolean)";
 
 /// Sends a signal to a process that this test started.
 pub(crate) fn signal(pid: u32, name: &str) -> Result<()> {
