@@ -179,20 +179,20 @@ async fn a_dump_of_another_cluster(kind: Kind) -> Result<Planted> {
 }
 
 async fn an_index_that_was_dropped(kind: Kind) -> Result<Planted> {
-    let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
-    planted.env.dispatch(&[])?;
-    planted.env.sql("DROP INDEX postbox_delivery_key").await?;
-    let said = planted.env.refuses(1, &["migrate", "validate"])?;
-    ensure!(said.contains("CREATE INDEX postbox_delivery_key ON"), "{said}");
-    Ok(planted)
+    found_by_validate(kind, "DROP INDEX postbox_delivery_key", "CREATE INDEX postbox_delivery_key ON").await
 }
 
 async fn a_schema_that_is_open_to_others(kind: Kind) -> Result<Planted> {
+    found_by_validate(kind, "GRANT CREATE ON SCHEMA postbox TO PUBLIC", "PUBLIC may create objects").await
+}
+
+/// Changes the schema of a store that is in use, and checks what `migrate validate` says of it.
+async fn found_by_validate(kind: Kind, change: &str, wanted: &str) -> Result<Planted> {
     let planted = Planted::new(kind, FILE_SINK).await?.three().await?;
     planted.env.dispatch(&[])?;
-    planted.env.sql("GRANT CREATE ON SCHEMA postbox TO PUBLIC").await?;
+    planted.env.sql(change).await?;
     let said = planted.env.refuses(1, &["migrate", "validate"])?;
-    ensure!(said.contains("PUBLIC may create objects"), "{said}");
+    ensure!(said.contains(wanted), "{said}");
     Ok(planted)
 }
 
