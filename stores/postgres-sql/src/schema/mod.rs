@@ -10,8 +10,8 @@ use postbox_core::{Error, LogName, Result};
 use crate::refusal::log_unknown;
 pub use template::EVENT_COLUMNS;
 
-/// The whole schema as one migration: functions for lanes, for receiving, counting and operating,
-/// then the tables and the views.
+/// The whole schema as one migration: functions for lanes, for receiving, counting, operating and
+/// waking, then the tables and the views.
 pub(crate) const MIGRATION: &str = concat!(
     include_str!("0001_window.sql"),
     "\n",
@@ -24,6 +24,8 @@ pub(crate) const MIGRATION: &str = concat!(
     include_str!("0001_depth.sql"),
     "\n",
     include_str!("0001_operate.sql"),
+    "\n",
+    include_str!("0001_notify.sql"),
     "\n",
     include_str!("0001_spine.sql"),
     "\n",

@@ -6,7 +6,9 @@ use std::time::Duration;
 use postbox_core::{BatchLimit, Log as _, LogName, Settlement, Subscription, SubscriptionName};
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::timeout;
+use tokio_postgres::Client;
 
 use crate::support;
 
@@ -77,8 +79,50 @@ async fn a_writer_that_stays_open_stops_neither_the_subscription_nor_other_write
 async fn writers_are_silent_while_nobody_sleeps() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
-    let (listener, mut connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls).await.expect("connected");
-    let (heard, mut notifications) = tokio::sync::mpsc::unbounded_channel();
+    let (listener, mut heard) = listening(&url).await;
+    let append = "SELECT postbox.enqueue('t', '{}')";
+    // The second was declared before the clock was set back.
+    for (owner, until) in [("gone", "- interval '1 second'"), ("of old", "+ interval '1 hour'")] {
+        let declare = format!("INSERT INTO postbox.sleeper VALUES ('outbox', '{owner}', clock_timestamp() {until})");
+        listener.batch_execute(&declare).await.expect("declared");
+        listener.batch_execute(append).await.expect("appended");
+    }
+    let asleep = "INSERT INTO postbox.sleeper VALUES ('outbox', 'x', clock_timestamp() + interval '9 seconds')";
+    listener.batch_execute(&format!("{asleep}; {append}")).await.expect("declared, and appended");
+    assert_eq!(heard_until_the_end(&listener, &mut heard).await, 1, "one for the sleeper, none before");
+    listener.batch_execute("SELECT postbox.notify_disable('outbox')").await.expect("disabled");
+    drop(store);
+}
+
+/// Commits with a notification wait for each other, and one of them may stay open.
+#[tokio::test]
+async fn of_many_writers_at_once_a_few_notify() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let (listener, mut heard) = listening(&url).await;
+    let asleep = "INSERT INTO postbox.sleeper VALUES ('outbox', 'x', clock_timestamp() + interval '9 seconds')";
+    listener.batch_execute(asleep).await.expect("declared");
+    let mut writers = Vec::new();
+    for _ in 0..9 {
+        let writer = support::client(&url).await;
+        writer.batch_execute("BEGIN; SELECT postbox.enqueue('t', '{}')").await.expect("appended");
+        writers.push(writer);
+    }
+    for writer in &writers {
+        writer.batch_execute("COMMIT").await.expect("committed");
+    }
+    let together = heard_until_the_end(&listener, &mut heard).await;
+    assert!((1..=4).contains(&together), "{together} of nine that were open at once");
+    let again = "UPDATE postbox.sleeper SET asleep_until = clock_timestamp() + interval '9 seconds'";
+    writers[0].batch_execute(&format!("{again}; SELECT postbox.enqueue('t', '{{}}')")).await.expect("appended");
+    assert_eq!(heard_until_the_end(&listener, &mut heard).await, 1, "one alone");
+    drop(store);
+}
+
+/// A connection that listens for the outbox's writers, and what it hears.
+async fn listening(url: &str) -> (Client, UnboundedReceiver<String>) {
+    let (listener, mut connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.expect("connected");
+    let (heard, notifications) = tokio::sync::mpsc::unbounded_channel();
     tokio::spawn(async move {
         while let Some(Ok(message)) = std::future::poll_fn(|context| connection.poll_message(context)).await {
             if let tokio_postgres::AsyncMessage::Notification(one) = message {
@@ -89,21 +133,16 @@ async fn writers_are_silent_while_nobody_sleeps() {
     let row = listener.query_one("SELECT postbox.notify_enable('outbox')", &[]).await.expect("enabled");
     let channel: String = row.get(0);
     listener.batch_execute(&format!("LISTEN \"{channel}\"")).await.expect("listening");
-    let append = "SELECT postbox.enqueue('t', '{}')";
-    // The second was declared before the clock was set back.
-    for (owner, until) in [("gone", "- interval '1 second'"), ("of old", "+ interval '1 hour'")] {
-        let declare = format!("INSERT INTO postbox.sleeper VALUES ('outbox', '{owner}', clock_timestamp() {until})");
-        listener.batch_execute(&declare).await.expect("declared");
-        listener.batch_execute(append).await.expect("appended");
+    (listener, notifications)
+}
+
+/// How many notifications of writers came so far.
+async fn heard_until_the_end(listener: &Client, heard: &mut UnboundedReceiver<String>) -> usize {
+    let end = "SELECT pg_notify('postbox_' || 'postbox.outbox'::regclass::oid, 'the end')";
+    listener.batch_execute(end).await.expect("sent");
+    let mut count = 0;
+    while timeout(LONG, heard.recv()).await.expect("in time").expect("open") != "the end" {
+        count += 1;
     }
-    let asleep = "INSERT INTO postbox.sleeper VALUES ('outbox', 'x', clock_timestamp() + interval '9 seconds')";
-    listener.batch_execute(&format!("{asleep}; {append}")).await.expect("declared, and appended");
-    listener.batch_execute(&format!("NOTIFY \"{channel}\", 'the end'")).await.expect("sent");
-    let mut all = Vec::new();
-    while all.last().is_none_or(|last| last != "the end") {
-        all.push(timeout(LONG, notifications.recv()).await.expect("in time").expect("open"));
-    }
-    assert_eq!(all, ["", "the end"], "one for the sleeper, none before");
-    listener.batch_execute("SELECT postbox.notify_disable('outbox')").await.expect("disabled");
-    drop(store);
+    count
 }
