@@ -63,6 +63,9 @@ BEGIN
       window_high bigint;
       window_rows bigint;
       window_passed bigint;
+      -- What the new snapshot sees was committed before this place of the write-ahead log.
+      seen_lsn pg_lsn;
+      edges xid8[];
       -- The first of the stragglers, and the last place that this call looks at.
       late_low bigint;
       look_to bigint;
@@ -115,6 +118,13 @@ BEGIN
       ELSE
         old_snap := at.to_snap;
         new_snap := pg_current_snapshot();
+        seen_lsn := pg_current_wal_insert_lsn();
+        IF new_snap::text = last_snap THEN
+          -- Nobody has written anything: most calls of an idle lane.
+          verdict := 'nothing';
+          RETURN NEXT;
+          RETURN;
+        END IF;
       END IF;
       ended := ARRAY(SELECT running.xid FROM pg_snapshot_xip(old_snap) AS running(xid)
         WHERE pg_visible_in_snapshot(running.xid, new_snap));
@@ -130,16 +140,11 @@ BEGIN
         -- bound we could name. The ranges leave out transactions that still run, so that nobody
         -- reads what a large one has written so far. `OFFSET 0`, because a plain min(seq) over a
         -- range of xid becomes a walk of the primary key from its start.
+        edges := (pg_snapshot_xmax(old_snap)::text::numeric - 1)::text::xid8
+          || ARRAY(SELECT running.xid FROM pg_snapshot_xip(new_snap) AS running(xid) WHERE running.xid >= pg_snapshot_xmax(old_snap))
+          || pg_snapshot_xmax(new_snap);
         SELECT min(seen.seq) - 1, max(seen.seq), count(*) INTO window_low, window_high, window_rows FROM (
-          SELECT seen.seq FROM (
-            SELECT edge AS low, lead(edge) OVER (ORDER BY edge) AS high
-            FROM (
-              SELECT (pg_snapshot_xmax(old_snap)::text::numeric - 1)::text::xid8 AS edge
-              UNION ALL SELECT running.xid FROM pg_snapshot_xip(new_snap) AS running(xid)
-                WHERE running.xid >= pg_snapshot_xmax(old_snap)
-              UNION ALL SELECT pg_snapshot_xmax(new_snap)
-            ) AS edges
-          ) AS gap
+          SELECT seen.seq FROM unnest(edges[:cardinality(edges) - 1], edges[2:]) AS gap(low, high)
           CROSS JOIN LATERAL (
             SELECT x.seq FROM {s}."{tag}_log" AS x WHERE x.xid > gap.low AND x.xid < gap.high ORDER BY x.xid, x.seq OFFSET 0
           ) AS seen
@@ -223,7 +228,7 @@ BEGIN
       -- already and no standby has to confirm, or if nothing is handed out: a crash that undoes
       -- this write undoes it for the next call too.
       IF given + stragglers = 0 AND looked IS NULL
-         OR (pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn() AND current_setting('synchronous_standby_names') = '') THEN
+         OR (seen_lsn <= pg_current_wal_flush_lsn() AND current_setting('synchronous_standby_names') = '') THEN
         PERFORM set_config('synchronous_commit', 'off', true);
       ELSIF current_setting('synchronous_commit') = 'off' THEN
         PERFORM set_config('synchronous_commit', 'on', true);
