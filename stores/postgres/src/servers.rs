@@ -19,7 +19,7 @@ use tokio_postgres::tls::MakeTlsConnect;
 use tokio_postgres::{Client, Config, Connection, Error, Socket};
 use tracing::warn;
 
-use crate::classify::said;
+use crate::classify::{classify, said};
 use crate::connect::Tls;
 
 /// How long a server may be silent before the next one is tried as well. Far longer than one on the
@@ -91,8 +91,8 @@ impl Servers {
         lock(&self.said).clone()
     }
 
-    /// Opens a connection, within the limit. The error is the last one that a server caused; none
-    /// if all of them were silent.
+    /// Opens a connection, within the limit. The error is the last one that may pass: a server that
+    /// lacks the database, say, must not hide that another one is down. None, if that one is silent.
     pub(crate) async fn open(&self) -> Result<Opened, Option<Error>> {
         let mut failed = Vec::new();
         let asked: Vec<_> = self.in_turn((0..self.list.len()).collect()).map(|nth| self.ask(nth)).collect();
@@ -101,7 +101,12 @@ impl Servers {
             None if self.list.len() > 1 => self.what_was_said(&failed),
             _ => String::new(),
         };
-        opened.ok_or_else(|| failed.pop().and_then(|(_, mut errors)| errors.pop()))
+        opened.ok_or_else(|| {
+            let is_silent = failed.len() < self.list.len();
+            let mut errors: Vec<Error> = failed.into_iter().filter_map(|(_, mut errors)| errors.pop()).collect();
+            let passing = errors.iter().rposition(|error| !classify("connect", error).is_permanent());
+            passing.or(errors.len().checked_sub(1).filter(|_| !is_silent)).map(|at| errors.swap_remove(at))
+        })
     }
 
     /// Connects to one server, at the first of its addresses that answers as required.

@@ -84,6 +84,22 @@ async fn a_server_without_writes_does_not_hide_that_another_is_down() {
     assert!(cure.starts_with("the primary may be down or restarting"), "{cure}");
 }
 
+/// A server that is being rebuilt beside a primary that is away: nobody has to create a database.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_without_the_database_does_not_hide_that_another_is_away() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let (_server, port) = silent();
+    for away in [port, 1] {
+        let config = PostgresConfig::new(format!("{}_missing", among(away, &url, away)));
+        let error = timeout(LIMIT, PostgresStore::connect(PostgresConfig { connect_timeout: LIMIT / 60, ..config }));
+        let error = error.await.expect("bounded").expect_err("no database");
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "store_unreachable"), "{error}");
+        assert!(error.message().contains("does not exist"), "{error}");
+    }
+    let error = PostgresStore::connect(PostgresConfig::new(format!("{url}_missing"))).await.expect_err("no database");
+    assert_eq!(error.code(), "database_missing", "{error}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_url_may_say_how_long_a_connection_may_take() {
     let (_server, port) = silent();
