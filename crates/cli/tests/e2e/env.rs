@@ -55,9 +55,12 @@ impl TestEnv {
 
     /// A store with its schema.
     pub(crate) async fn migrated(kind: Kind) -> Result<Self> {
-        let env = Self::empty(kind).await?;
-        env.ok(&["migrate", "up"])?;
-        Ok(env)
+        let up = |env: Self| env.ok(&["migrate", "up"]).map(|_| env);
+        if kind == Kind::Sqlite {
+            return up(Self::empty(kind).await?);
+        }
+        let prepare = async |url| drop(Self::on(kind, url).and_then(up).expect("migrated"));
+        Self::on(kind, Postgres::shared(Version::V15).await.prepared_database(prepare).await)
     }
 
     /// A store with its schema, and this configuration.
