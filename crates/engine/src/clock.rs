@@ -13,7 +13,8 @@ use rand::{Rng, SeedableRng};
 use tokio::time::Instant;
 
 /// Below this, a thread sleeps beside tokio, which rounds twice to whole milliseconds: of a wait of
-/// 1 ms it makes 2.1 ms, and of 1.5 ms as much (measured). The first waits of a poll are that short.
+/// 1 ms it makes 2.1 ms, and of 1.5 ms as much (measured). The first waits of a poll are that
+/// short.
 const FINE_BELOW: Duration = Duration::from_millis(5);
 
 /// The clock of a program that runs on tokio.
