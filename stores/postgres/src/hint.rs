@@ -2,7 +2,8 @@
 //! costs one poll interval.
 //!
 //! A commit with a NOTIFY takes a server-wide lock, so writers send one only while a relay has
-//! declared itself asleep. A declaration expires by itself, and a relay with work declares nothing.
+//! declared itself asleep, and at most four at once. A declaration expires by itself, and a lane
+//! with work declares nothing.
 
 use std::collections::HashMap;
 use std::future::poll_fn;

@@ -92,7 +92,8 @@ impl Servers {
     }
 
     /// Opens a connection, within the limit. The error is the last one that may pass: a server that
-    /// lacks the database, say, must not hide that another one is down. None, if that one is silent.
+    /// lacks the database, say, must not hide that another one is down. None, if that one says
+    /// nothing.
     pub(crate) async fn open(&self) -> Result<Opened, Option<Error>> {
         let mut failed = Vec::new();
         let asked: Vec<_> = self.in_turn((0..self.list.len()).collect()).map(|nth| self.ask(nth)).collect();

@@ -6,12 +6,15 @@
 --
 -- Commits with a NOTIFY wait for each other, the disk included: of 32 writers' 2,300 commits a
 -- second, 640 were left (measured). So it notifies only if a relay sleeps, and of the transactions
--- that are open at once four at most do: they hold a lock. The relay that one of them wakes reads
--- again within milliseconds, and finds what the others commit. Four, because one may stay open.
+-- that are open at once at most four do: each holds a lock. The relay that one of them wakes reads
+-- again within milliseconds, and finds what the others have committed by then. What they commit
+-- later, or if that one rolls back, waits for the next poll. Four locks, of which each writer tries
+-- two, because a transaction that holds one may stay open for long.
 CREATE FUNCTION {s}.notify_sleepers() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS ${tag}$
 BEGIN
   IF EXISTS (SELECT FROM {s}.sleeper WHERE log = TG_TABLE_NAME AND asleep_until > clock_timestamp() AND asleep_until < clock_timestamp() + interval '10 seconds') THEN
-    IF pg_try_advisory_xact_lock(TG_RELID::int, pg_backend_pid() % 4) THEN
+    IF pg_try_advisory_xact_lock(hashtextextended('postbox notify ' || TG_RELID, pg_backend_pid() % 4))
+       OR pg_try_advisory_xact_lock(hashtextextended('postbox notify ' || TG_RELID, (pg_backend_pid() + 1) % 4)) THEN
       PERFORM pg_notify('postbox_' || TG_RELID, '');
     END IF;
   END IF;

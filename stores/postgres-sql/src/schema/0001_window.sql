@@ -140,6 +140,7 @@ BEGIN
         -- bound we could name. The ranges leave out transactions that still run, so that nobody
         -- reads what a large one has written so far. `OFFSET 0`, because a plain min(seq) over a
         -- range of xid becomes a walk of the primary key from its start.
+        -- Ascending, as a snapshot lists them and as ids grow within a cluster.
         edges := (pg_snapshot_xmax(old_snap)::text::numeric - 1)::text::xid8
           || ARRAY(SELECT running.xid FROM pg_snapshot_xip(new_snap) AS running(xid) WHERE running.xid >= pg_snapshot_xmax(old_snap))
           || pg_snapshot_xmax(new_snap);
@@ -224,9 +225,9 @@ BEGIN
       -- Rows of the window may come from a producer with `synchronous_commit = off` and not be on
       -- disk yet. Handed out and then lost in a crash, they would be phantoms. So the cursor is
       -- committed durably before anything in the window counts. This commit comes after all these
-      -- rows in the write-ahead log, and flushes them. It need not wait if everything is flushed
-      -- already and no standby has to confirm, or if nothing is handed out: a crash that undoes
-      -- this write undoes it for the next call too.
+      -- rows in the write-ahead log, and flushes them. It need not wait if all that the window sees
+      -- is flushed already and no standby has to confirm, or if nothing is handed out: a crash that
+      -- undoes this write undoes it for the next call too.
       IF given + stragglers = 0 AND looked IS NULL
          OR (seen_lsn <= pg_current_wal_flush_lsn() AND current_setting('synchronous_standby_names') = '') THEN
         PERFORM set_config('synchronous_commit', 'off', true);
