@@ -15,6 +15,10 @@ use crate::support;
 /// Far longer than anything takes.
 const LONG: Duration = Duration::from_secs(60);
 
+/// Declares a relay asleep, for longer than the writes of a test take.
+const DECLARE: &str = "INSERT INTO postbox.sleeper VALUES ('outbox', 'x', clock_timestamp() + interval '9 seconds')
+    ON CONFLICT (log, owner) DO UPDATE SET asleep_until = excluded.asleep_until";
+
 #[tokio::test]
 async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -87,9 +91,8 @@ async fn writers_are_silent_while_nobody_sleeps() {
         listener.batch_execute(&declare).await.expect("declared");
         listener.batch_execute(append).await.expect("appended");
     }
-    let asleep = "INSERT INTO postbox.sleeper VALUES ('outbox', 'x', clock_timestamp() + interval '9 seconds')";
-    listener.batch_execute(&format!("{asleep}; {append}")).await.expect("declared, and appended");
-    assert_eq!(heard_until_the_end(&listener, &mut heard).await, 1, "one for the sleeper, none before");
+    listener.batch_execute(&format!("{DECLARE}; {append}")).await.expect("declared, and appended");
+    assert_eq!(heard_until_the_end(&listener, &mut heard).await, [""], "one for the sleeper, none before");
     listener.batch_execute("SELECT postbox.notify_disable('outbox')").await.expect("disabled");
     drop(store);
 }
@@ -100,8 +103,7 @@ async fn of_many_writers_at_once_a_few_notify() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let (listener, mut heard) = listening(&url).await;
-    let asleep = "INSERT INTO postbox.sleeper VALUES ('outbox', 'x', clock_timestamp() + interval '9 seconds')";
-    listener.batch_execute(asleep).await.expect("declared");
+    listener.batch_execute(DECLARE).await.expect("declared");
     let mut writers = Vec::new();
     for _ in 0..9 {
         let writer = support::client(&url).await;
@@ -112,10 +114,9 @@ async fn of_many_writers_at_once_a_few_notify() {
         writer.batch_execute("COMMIT").await.expect("committed");
     }
     let together = heard_until_the_end(&listener, &mut heard).await;
-    assert!((1..=4).contains(&together), "{together} of nine that were open at once");
-    let again = "UPDATE postbox.sleeper SET asleep_until = clock_timestamp() + interval '9 seconds'";
-    writers[0].batch_execute(&format!("{again}; SELECT postbox.enqueue('t', '{{}}')")).await.expect("appended");
-    assert_eq!(heard_until_the_end(&listener, &mut heard).await, 1, "one alone");
+    assert!((1..=4).contains(&together.len()), "{together:?} of nine that were open at once");
+    writers[0].batch_execute(&format!("{DECLARE}; SELECT postbox.enqueue('t', '{{}}')")).await.expect("appended");
+    assert_eq!(heard_until_the_end(&listener, &mut heard).await, [""], "one alone");
     drop(store);
 }
 
@@ -136,13 +137,16 @@ async fn listening(url: &str) -> (Client, UnboundedReceiver<String>) {
     (listener, notifications)
 }
 
-/// How many notifications of writers came so far.
-async fn heard_until_the_end(listener: &Client, heard: &mut UnboundedReceiver<String>) -> usize {
+/// The payloads that came so far, before one that ends them.
+async fn heard_until_the_end(listener: &Client, heard: &mut UnboundedReceiver<String>) -> Vec<String> {
     let end = "SELECT pg_notify('postbox_' || 'postbox.outbox'::regclass::oid, 'the end')";
     listener.batch_execute(end).await.expect("sent");
-    let mut count = 0;
-    while timeout(LONG, heard.recv()).await.expect("in time").expect("open") != "the end" {
-        count += 1;
+    let mut all = Vec::new();
+    loop {
+        let one = timeout(LONG, heard.recv()).await.expect("in time").expect("open");
+        if one == "the end" {
+            return all;
+        }
+        all.push(one);
     }
-    count
 }
