@@ -102,12 +102,13 @@ impl Servers {
             None if self.list.len() > 1 => self.what_was_said(&failed),
             _ => String::new(),
         };
-        opened.ok_or_else(|| {
-            let is_silent = failed.len() < self.list.len();
-            let mut errors: Vec<Error> = failed.into_iter().filter_map(|(_, mut errors)| errors.pop()).collect();
-            let passing = errors.iter().rposition(|error| !classify("connect", error).is_permanent());
-            passing.or(errors.len().checked_sub(1).filter(|_| !is_silent)).map(|at| errors.swap_remove(at))
-        })
+        let is_silent = failed.len() < self.list.len();
+        let mut errors: Vec<Error> = failed.into_iter().filter_map(|(_, mut errors)| errors.pop()).collect();
+        let may_pass = |error: &Error| !classify("connect", error).is_permanent();
+        if is_silent || errors.iter().any(may_pass) {
+            errors.retain(may_pass);
+        }
+        opened.ok_or_else(|| errors.pop())
     }
 
     /// Connects to one server, at the first of its addresses that answers as required.
