@@ -118,13 +118,13 @@ BEGIN
       ELSE
         old_snap := at.to_snap;
         new_snap := pg_current_snapshot();
-        seen_lsn := pg_current_wal_insert_lsn();
         IF new_snap::text = last_snap THEN
           -- Nobody has written anything: most calls of an idle lane.
           verdict := 'nothing';
           RETURN NEXT;
           RETURN;
         END IF;
+        seen_lsn := pg_current_wal_insert_lsn();
       END IF;
       ended := ARRAY(SELECT running.xid FROM pg_snapshot_xip(old_snap) AS running(xid)
         WHERE pg_visible_in_snapshot(running.xid, new_snap));
