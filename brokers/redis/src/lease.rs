@@ -15,8 +15,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_config::Leases;
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Error, ErrorKind, Lease, Log, OwnerId, Result, Settlement, StoreName, Subscription,
-    SubscriptionName,
+    Acquired, Batch, BatchLimit, Error, ErrorKind, Lease, Log, OwnerId, ReadOn, Result, Settlement, StoreName,
+    Subscription, SubscriptionName,
 };
 use redis::{Cmd, Value};
 use tokio::sync::Mutex;
@@ -278,6 +278,10 @@ impl Log for Leased {
 
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
         self.log.settle(lease, settlement).await
+    }
+
+    async fn settle_and_read(&self, lease: &Lease, settlement: Settlement<'_>, limit: BatchLimit) -> Result<ReadOn> {
+        self.log.settle_and_read(lease, settlement, limit).await
     }
 
     async fn hint(&self, lease: &Lease) {

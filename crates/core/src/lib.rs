@@ -98,7 +98,7 @@ pub use inspect::{
     UnroutedTopic,
 };
 pub use lock::lock;
-pub use log::{Acquired, Epoch, Lease, Log};
+pub use log::{Acquired, Epoch, Lease, Log, ReadOn};
 pub use maintain::{Maintain, Prune, Routed};
 pub use migrate::{Migrate, Store, events_undelivered};
 pub use names::{Key, LogName, OwnerId, SourceName, StoreName, SubscriptionName, Tenant, Topic, TopicPattern};

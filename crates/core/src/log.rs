@@ -56,6 +56,16 @@ pub struct Acquired {
     pub paused: Option<Pause>,
 }
 
+/// The answer to [`Log::settle_and_read`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReadOn {
+    /// The next events, possibly none.
+    pub batch: Batch,
+    /// Whether the settlement is written. If not, `batch` is empty, and the caller still has to
+    /// settle.
+    pub is_settled: bool,
+}
+
 /// The read side of a log, for leased lanes.
 ///
 /// Behaviour, checked for every store by the conformance suite:
@@ -157,6 +167,17 @@ pub trait Log: Send + Sync + 'static {
 
     /// Writes the results of a batch.
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()>;
+
+    /// Settles a batch that ends what was read, and returns the next events. If there are none, a
+    /// store may leave the settlement to a later call: it then writes nothing until there is
+    /// something to read.
+    ///
+    /// An error does not say whether the settlement was written. The caller repeats it with
+    /// [`settle`](Self::settle), then rewinds and reads.
+    async fn settle_and_read(&self, lease: &Lease, settlement: Settlement<'_>, limit: BatchLimit) -> Result<ReadOn> {
+        self.settle(lease, settlement).await?;
+        Ok(ReadOn { batch: self.next_batch(lease, limit).await?, is_settled: true })
+    }
 
     /// Resolves when there may be something new for the lane. Only a hint: it may resolve without
     /// reason, or never.

@@ -1,4 +1,4 @@
-//! How long to wait after an empty read: from about 1 ms up to the idle interval.
+//! How long to wait after an empty read: from half a millisecond up to the idle interval.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;

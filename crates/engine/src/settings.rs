@@ -37,7 +37,7 @@ pub struct RelaySettings {
     /// to have. Events of calls that take longer are sent again, soon after `deliver_timeout` at
     /// the latest, and hold their keys until then. Default 10 s.
     pub drain_timeout: Duration,
-    /// First wait after an empty read. Default 1 ms.
+    /// First wait after an empty read, or after a few events. Default 0.5 ms.
     pub poll_min: Duration,
     /// Longest wait between reads of an idle lane. Default 100 ms: ten cheap reads a second.
     pub poll_max: Duration,
@@ -54,7 +54,7 @@ impl Default for RelaySettings {
             lease_ttl: Duration::from_secs(10),
             deliver_timeout: Duration::from_secs(30),
             drain_timeout: Duration::from_secs(10),
-            poll_min: Duration::from_millis(1),
+            poll_min: Duration::from_micros(500),
             poll_max: Duration::from_millis(100),
         }
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Lease, Log, OwnerId, Result, Settlement, Subscription, SubscriptionName,
+    Acquired, Batch, BatchLimit, Lease, Log, OwnerId, ReadOn, Result, Settlement, Subscription, SubscriptionName,
 };
 use postbox_memory::MemoryStore;
 
@@ -60,6 +60,13 @@ impl Log for FlakyLog {
 
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
         self.store.settle(lease, settlement).await
+    }
+
+    async fn settle_and_read(&self, lease: &Lease, settlement: Settlement<'_>, limit: BatchLimit) -> Result<ReadOn> {
+        let met = self.wire.set_out("next_batch").await?;
+        let read = self.store.settle_and_read(lease, settlement, limit).await;
+        self.wire.come_back(&met, true).await?;
+        read
     }
 
     async fn hint(&self, lease: &Lease) {

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
 
-use postbox_core::{Batch, BatchLimit, Epoch, Lease, Result, SubscriptionName, lock};
+use postbox_core::{Batch, BatchLimit, Epoch, Lease, Result, Seq, Settlement, SubscriptionName, lock};
 
 use crate::{MemoryStore, Server};
 
@@ -65,6 +65,21 @@ impl Client {
         }
         positions.insert(key(lease), after);
         true
+    }
+
+    /// Returns the window, if the settlement says that everything of it is delivered, and nothing of
+    /// it is left.
+    pub(crate) fn window_ended_by(&self, lease: &Lease, settlement: &Settlement<'_>) -> Option<u64> {
+        let at = self.position(lease)?;
+        let ends = at.drained && at.settled < at.read && settlement.position == Some(Seq(at.read));
+        (ends && settlement.entries.is_empty() && !settlement.rewind).then_some(at.window)
+    }
+
+    /// Notes that a look found nothing after the window.
+    pub(crate) fn note_look(&self, lease: &Lease, wakeups: u64) {
+        if let Some(now) = self.lock().get_mut(&key(lease)).filter(|now| now.epoch == lease.epoch) {
+            now.wakeups = wakeups;
+        }
     }
 
     /// Notes the result of a settlement.

@@ -187,6 +187,19 @@ impl Server {
         Ok(Page { end: batch.end.map(|end| end.0), batch, window: to, revision, wakeups })
     }
 
+    /// Returns whether there may be something after a window, an empty batch, and the wakeups so
+    /// far.
+    pub(crate) fn look(&self, lease: &Lease, window: u64) -> Result<(bool, Batch, u64)> {
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
+        let mut state = self.state("next_batch")?;
+        let wakeups = state.wakeups;
+        let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
+        let lane = &reader.lanes[usize::from(lease.lane)];
+        let is_as_known = lane.to == window && lane.revision == reader.revision();
+        let has_news = !is_as_known || log.commit_last > window;
+        Ok((has_news, Batch { due_in: reader.due_in(lease.lane, now), ..Batch::default() }, wakeups))
+    }
+
     pub(crate) fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("due")?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Lease, Log, OwnerId, Result, Settlement, Subscription, SubscriptionName,
+    Acquired, Batch, BatchLimit, Lease, Log, OwnerId, ReadOn, Result, Settlement, Subscription, SubscriptionName,
 };
 
 use crate::MemoryStore;
@@ -67,6 +67,21 @@ impl Log for MemoryStore {
         let settled = self.call("settle", Some(lease), move |server| server.settle(&called, &write)).await;
         self.client.note_settled(lease, position, settlement.rewind, &settled);
         settled
+    }
+
+    /// In two steps, and only if there is something new, so that the engine meets both answers.
+    async fn settle_and_read(&self, lease: &Lease, settlement: Settlement<'_>, limit: BatchLimit) -> Result<ReadOn> {
+        if let Some(window) = self.client.window_ended_by(lease, &settlement) {
+            let called = lease.clone();
+            let (has_news, batch, wakeups) =
+                self.call("page", Some(lease), move |server| server.look(&called, window)).await?;
+            if !has_news {
+                self.client.note_look(lease, wakeups);
+                return Ok(ReadOn { batch, is_settled: false });
+            }
+        }
+        self.settle(lease, settlement).await?;
+        Ok(ReadOn { batch: self.next_batch(lease, limit).await?, is_settled: true })
     }
 
     async fn hint(&self, lease: &Lease) {

@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-use postbox_core::{Epoch, Lease, lock};
+use postbox_core::{Epoch, Lease, Seq, Settlement, lock};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -81,6 +81,13 @@ impl Position {
         (self.window, self.opened) = (window, Some(Instant::now()));
         (self.settled, self.read, self.drained, self.bounds) = (0, 0, false, None);
         self.given.clear();
+    }
+
+    /// Returns whether the settlement says that everything read so far is delivered, and nothing of
+    /// the window is left.
+    pub(crate) fn is_ended_by(&self, settlement: &Settlement<'_>) -> bool {
+        let Settlement { position, entries, rewind, .. } = settlement;
+        self.drained && *position == Some(Seq(self.read)) && self.settled < self.read && entries.is_empty() && !rewind
     }
 
     /// Marks everything up to `position` as settled.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Lease, Log, Migrate as _, Ordering, OwnerId, Result, Settlement, Subscription,
+    Acquired, Batch, BatchLimit, Lease, Log, Migrate as _, Ordering, OwnerId, ReadOn, Result, Settlement, Subscription,
     SubscriptionName,
 };
 use postbox_postgres_sql::check_log_name;
@@ -66,7 +66,8 @@ impl Log for PostgresStore {
     }
 
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        self.with_lock_named(self.bounded("next_batch", next_batch(self, lease, limit)).await).await
+        let read = self.bounded("next_batch", next_batch(self, lease, None, limit)).await;
+        self.with_lock_named(read.map(|read| read.batch)).await
     }
 
     async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
@@ -77,6 +78,11 @@ impl Log for PostgresStore {
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
         let settle = async |session: &Session| settle(self, session, lease, &settlement).await;
         self.with_lock_named(self.call("settle", settle).await).await
+    }
+
+    async fn settle_and_read(&self, lease: &Lease, settlement: Settlement<'_>, limit: BatchLimit) -> Result<ReadOn> {
+        let both = next_batch(self, lease, Some(&settlement), limit);
+        self.with_lock_named(self.bounded("settle_and_read", both).await).await
     }
 
     async fn hint(&self, lease: &Lease) {

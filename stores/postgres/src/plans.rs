@@ -404,7 +404,7 @@ macro_rules! window {
             $after,
             ", ",
             $look,
-            ", false)"
+            ", false, NULL, NULL)"
         )
     };
 }

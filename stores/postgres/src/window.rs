@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures::TryStreamExt as _;
 use postbox_core::kit::window_undone;
 use postbox_core::limits::BATCH_EVENTS_MAX;
-use postbox_core::{Batch, BatchLimit, Error, ErrorKind, Key, Lease, Result, Seq};
+use postbox_core::{Batch, BatchLimit, Error, ErrorKind, Key, Lease, ReadOn, Result, Seq, Settlement};
 use postbox_postgres_sql::{EVENT_COLUMNS, params};
 use tokio_postgres::Row;
 
@@ -18,6 +18,7 @@ use crate::decode::{Stored, stored};
 use crate::lane::{Bounds, Lane, Position};
 use crate::payload::{fill_payloads, fitting};
 use crate::session::Session;
+use crate::settle::settle;
 use crate::subscription::{LANE_TAKE_FILTER, SubscriptionRow};
 
 /// How many windows, or parts of one, without events for the lane a call passes before it returns,
@@ -41,7 +42,7 @@ WHERE subscription {=} $1 AND lane {=} $2 AND epoch {=} $3 AND lease_until {>} p
 
 /// Reads a page, or opens the next window. `0001_window.sql` describes its arguments, writes and
 /// answers.
-const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9::pg_catalog.text::pg_catalog.jsonb, $10, $11, $12, $13, $14, $15, $16, $17, $18)";
+const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9::pg_catalog.text::pg_catalog.jsonb, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)";
 
 /// A further page of a window without stragglers, directly from the log. Index: primary key.
 const WINDOW_PAGE: &str = "
@@ -142,7 +143,14 @@ impl Exceptions {
     }
 }
 
-pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+/// Reads a page, or opens the next window. A settlement is written first. If it ends the window, it
+/// is written by the call that opens the next one, once there is one.
+pub(crate) async fn next_batch(
+    store: &PostgresStore,
+    lease: &Lease,
+    settlement: Option<&Settlement<'_>>,
+    limit: BatchLimit,
+) -> Result<ReadOn> {
     let lane = store.lane(lease);
     let lane = &*lane;
     let _turn = lane.turn.lock().await;
@@ -151,12 +159,24 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
     let session = &store.session("next_batch").await?;
     let mut subscription = store.leased(session, lease).await?;
     let (mut reloaded, mut inline) = (false, true);
+    let ends = |at: &Position, it| at.revision == subscription.revision && at.is_ended_by(it);
+    let mut ending = settlement.and_then(|it| lane.position(lease.epoch).filter(|at| ends(at, it)));
+    if let (Some(settlement), None) = (settlement, &ending) {
+        settle(store, session, lease, settlement).await?;
+    }
     let batch = loop {
         let mut params = ReadParams::new(lease, &subscription, limit);
         if !inline {
             params.leave_payloads_behind();
         }
-        match (NextBatch { store, session, lease, lane, params }).run().await {
+        let read = NextBatch { store, session, lease, lane, params }.run(&mut ending).await;
+        if let (Err(error), Some(settlement), Some(_)) = (&read, settlement, &ending)
+            && (error.code() == FILTER_CHANGED || is_damage(error))
+        {
+            settle(store, session, lease, settlement).await?;
+            ending = None;
+        }
+        match read {
             Err(error) if !reloaded && error.code() == FILTER_CHANGED => {
                 // Everything that was read with the former filter is settled first, so that each
                 // event is judged by one filter only.
@@ -176,7 +196,7 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
     if batch.as_ref().is_err_and(Error::is_stale) {
         lane.forget(lease.epoch);
     }
-    batch
+    batch.map(|batch| ReadOn { batch, is_settled: ending.is_none() })
 }
 
 /// Switches the lane to the subscription's present filter. Returns the place to continue after.
@@ -235,8 +255,10 @@ impl Answer {
 }
 
 impl NextBatch<'_> {
-    async fn run(&self) -> Result<Batch> {
-        let mut at = match self.lane.position(self.lease.epoch) {
+    /// `ending`: where the lane stands, if everything that was read is delivered and not settled.
+    /// `None` once it is settled.
+    async fn run(&self, ending: &mut Option<Position>) -> Result<Batch> {
+        let mut at = match ending.clone().or_else(|| self.lane.position(self.lease.epoch)) {
             Some(position) => position,
             None => self.load().await?,
         };
@@ -253,7 +275,7 @@ impl NextBatch<'_> {
         let mut looked = at.read;
         let mut is_over = false;
         for _ in 0..WINDOWS_PER_CALL_MAX {
-            let unsettled = at.settled < at.read;
+            let unsettled = at.settled < at.read && ending.is_none();
             let after = if !at.drained {
                 Some(looked)
             } else if unsettled {
@@ -263,8 +285,11 @@ impl NextBatch<'_> {
             } else {
                 None
             };
-            let (rows, answer) = self.ask(&at, after).await?;
+            let (rows, answer) = self.ask(&at, after, ending.is_some()).await?;
             if let Some(window) = answer.window {
+                if ending.take().is_some() {
+                    self.lane.settled(self.lease.epoch, Some(at.read), false);
+                }
                 at.enter(window.into());
                 looked = at.read;
             }
@@ -311,10 +336,11 @@ impl NextBatch<'_> {
         Ok(position)
     }
 
-    /// Reads on in the window after a place, or looks for the next window, in one round trip.
+    /// Reads on in the window after a place, or looks for the next window, in one round trip. With
+    /// `settles`, the next window settles everything that was read.
     ///
     /// A window is written before its answer counts, and before any event of it is handed out.
-    async fn ask(&self, at: &Position, after: Option<i64>) -> Result<(Vec<Stored>, Answer)> {
+    async fn ask(&self, at: &Position, after: Option<i64>, settles: bool) -> Result<(Vec<Stored>, Answer)> {
         let modes = &self.store.inner.modes;
         let page = after.zip(at.bounds.as_ref());
         let (mode, rows_max) = match (page, after) {
@@ -324,7 +350,7 @@ impl NextBatch<'_> {
             (None, None) => (&modes.call, self.params.rows),
         };
         let calls = async |session: &Session| {
-            let window = session.answer(self.call_window(at, after, rows_max));
+            let window = session.answer(self.call_window(at, after, rows_max, settles));
             let page = session.answer(self.read_page(at, page));
             let (window, page) = futures::join!(window, page);
             let (mut rows, mut answer) = window?;
@@ -363,12 +389,14 @@ impl NextBatch<'_> {
         at: &Position,
         after: Option<i64>,
         rows_max: i64,
+        settles: bool,
     ) -> Result<(Vec<Stored>, Answer), tokio_postgres::Error> {
         let ReadParams { inline_bytes, lane, lanes, subscription, .. } = self.params;
         let (likes, tenant, headers) = (&subscription.likes, subscription.tenant(), &subscription.headers);
         let (kinds, aggregates) = (subscription.kinds(), subscription.aggregates());
         let (id, epoch, revision) = (subscription.id, self.lease.epoch, subscription.revision);
         let (place, window, settled) = (self.lane.place(), &*at.window, at.settled);
+        let (settle_to, delivered) = (settles.then_some(at.read), at.given.len() as i64);
         let may_stay = at.opened.is_some_and(|opened| opened.elapsed() < STAY_MAX);
         let params = params![
             inline_bytes,
@@ -388,7 +416,9 @@ impl NextBatch<'_> {
             settled,
             after,
             WINDOW_LOOK_MAX,
-            may_stay
+            may_stay,
+            settle_to,
+            delivered
         ];
         let sql = self.session.log_sql(LANE_WINDOW, &subscription.log);
         let mut found = pin!(self.session.client().query_typed_raw(&sql, params).await?);

@@ -382,7 +382,7 @@ pub(crate) const WINDOW_PARAMETERS: &str =
     "(inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[],
   of_tenant text, of_kinds text[], of_aggregates text[], of_headers jsonb, of_subscription int, under_epoch bigint,
   under_revision int, last_place text, last_snap text, last_settled bigint, read_after bigint, look_max bigint,
-  may_stay boolean)";
+  may_stay boolean, settle_to bigint, now_delivered bigint)";
 
 /// Sends a signal to a process that this test started.
 pub(crate) fn signal(pid: u32, name: &str) -> Result<()> {

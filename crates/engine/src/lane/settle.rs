@@ -1,15 +1,17 @@
 //! Writes the results of a batch, and repeats what the store could not take.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use postbox_core::{Batch, Disposition, Entry, Error, Result, Seq, Settlement, lock};
+use postbox_core::{Batch, BatchLimit, Disposition, Entry, Error, ReadOn, Result, Seq, Settlement, lock};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
 use super::Lane;
 use super::call::Call;
 use super::dispatch::DispatchLimits;
+use super::limit::Until;
 use super::verdicts::{Verdicts, count, earliest_retry, span};
 use crate::log_lines::rounded;
 
@@ -35,13 +37,53 @@ impl Lane {
     /// over.
     pub(super) fn settle_delivered<'a>(&'a self, batch: &Batch) -> Settling<'a> {
         let ((first, last), events) = (span(batch), batch.deliveries.len());
-        let hold_keys = self.context.holds_keys();
-        let settlement = Settlement { position: batch.end, entries: Vec::new(), rewind: false, hold_keys };
+        let settlement = self.all_delivered(batch);
         Box::pin(async move {
             self.settle(settlement).await?;
             self.log_settled(first, last, events, 0);
             Ok(0)
         })
+    }
+
+    /// Settles a stream batch that was delivered whole, and reads on, in one call. If that fails,
+    /// each follows alone. The result says whether the batch is settled; `None` if the round ended.
+    pub(super) async fn settle_and_read(
+        &self,
+        batch: &Batch,
+        limit: BatchLimit,
+        round: &CancellationToken,
+    ) -> Result<(Option<Batch>, bool)> {
+        let context = &*self.context;
+        let settlement = self.all_delivered(batch);
+        match context.log.settle_and_read(&self.lease.lease, settlement.clone(), limit).await {
+            Ok(ReadOn { batch: mut next, is_settled }) => {
+                self.works("next_batch");
+                if is_settled {
+                    self.works("settle");
+                    self.settled(&settlement);
+                    let (first, last) = span(batch);
+                    self.log_settled(first, last, batch.deliveries.len(), 0);
+                }
+                self.note_read(&mut next);
+                return Ok((Some(next), is_settled));
+            }
+            Err(error) if error.is_stale() => {
+                context.metrics.add(&context.metrics.stale_writes, 1);
+                return Err(error);
+            }
+            Err(error) => {
+                _ = self.failed("settle", &error);
+                self.read_failed.store(true, Ordering::Release);
+            }
+        }
+        self.settle_delivered(batch).await?;
+        Ok((self.read(Until::Stopped, limit, round).await?, true))
+    }
+
+    /// Returns the settlement of a stream batch that was delivered whole.
+    fn all_delivered(&self, batch: &Batch) -> Settlement<'static> {
+        let hold_keys = self.context.holds_keys();
+        Settlement { position: batch.end, entries: Vec::new(), rewind: false, hold_keys }
     }
 
     pub(super) fn log_settled(&self, first: Seq, last: Seq, events: usize, exceptions: usize) {

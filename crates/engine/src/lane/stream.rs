@@ -3,6 +3,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use postbox_core::limits::BATCH_EVENTS_MAX;
 use postbox_core::{Batch, BatchLimit, Key, Result};
@@ -18,6 +19,15 @@ use crate::poll::Poll;
 /// Number of batches in one read, while the destination is faster than reads. A read has a fixed
 /// cost besides its rows. Four batches spread most of it; more would only cost memory.
 const READ_BATCHES: usize = 4;
+
+/// How long a batch that was delivered whole may wait for the next events, to be settled together
+/// with reading them. A relay that is killed meanwhile sends it again.
+const SETTLE_WITHIN: Duration = Duration::from_millis(20);
+
+/// After fewer events than this, the next read waits for the shortest poll interval. Otherwise each
+/// read of a steady stream would find an event or none, and their windows keep the writers waiting
+/// for the disk.
+const FEW: usize = 10;
 
 impl Lane {
     /// Reads and delivers the stream until `round` ends or `until` is reached. Returns how many
@@ -39,6 +49,8 @@ impl Lane {
         // since the read ahead began (`carried_on`). The store may not have known of them.
         let (mut carried, mut carried_on) = (HashSet::<Key>::new(), HashSet::<Key>::new());
         let mut settling = None;
+        // A batch that was delivered whole, to be settled with a later read, and since when.
+        let mut delivered: Option<(Arc<Batch>, Duration)> = None;
         let mut count = 0;
         while !round.is_cancelled() && !self.caught_up.load(Ordering::Acquire) {
             if ready.is_empty() {
@@ -55,7 +67,15 @@ impl Lane {
                         carried.clear();
                         // A window opens only once everything of the previous one is settled.
                         settle_behind(&mut settling).await?;
-                        let Some(next) = self.read(until, one, round).await? else { break };
+                        let next = match delivered.take() {
+                            Some((batch, since)) => {
+                                let (next, is_settled) = self.settle_and_read(&batch, one, round).await?;
+                                delivered = (!is_settled).then_some((batch, since));
+                                next
+                            }
+                            None => self.read(until, one, round).await?,
+                        };
+                        let Some(next) = next else { break };
                         next
                     }
                 };
@@ -74,7 +94,16 @@ impl Lane {
                     self.caught_up.store(ends, Ordering::Release);
                     break;
                 }
-                self.idle(&mut poll, round).await;
+                self.context.metrics.add(&self.context.metrics.polls_empty, 1);
+                self.due_timer.set_busy(false);
+                let wait = poll.pause(&self.context.siblings);
+                if let Some((batch, since)) = &delivered
+                    && self.context.clock.monotonic() + wait > *since + SETTLE_WITHIN
+                {
+                    self.settle_delivered(batch).await?;
+                    delivered = None;
+                }
+                self.idle(&mut poll, wait, round).await;
                 continue;
             }
             poll.reset();
@@ -91,8 +120,17 @@ impl Lane {
             match progress {
                 Ok(Progress::Delivered) => {
                     self.careful.sent_stream(&batch);
-                    settling = Some(self.settle_delivered(&batch));
-                    gone_out.push(batch);
+                    if until.is_stopped() && ready.is_empty() && ahead.is_free() {
+                        let events = batch.deliveries.len();
+                        delivered = Some((batch, self.context.clock.monotonic()));
+                        if events < FEW {
+                            let wait = poll.pause(&self.context.siblings);
+                            self.idle(&mut poll, wait, round).await;
+                        }
+                    } else {
+                        settling = Some(self.settle_delivered(&batch));
+                        gone_out.push(batch);
+                    }
                 }
                 Ok(Progress::Settled(holding)) => {
                     self.careful.sent_stream(&batch);
@@ -115,6 +153,9 @@ impl Lane {
         }
         let next = ahead.finish_beside(&mut settling).await?;
         settle_behind(&mut settling).await?;
+        if let Some((batch, _)) = delivered {
+            self.settle_delivered(&batch).await?;
+        }
         if !ready.is_empty() || next.is_some() {
             // Without a rewind the next read would skip what was read but not sent.
             self.rewind().await?;
@@ -165,7 +206,12 @@ impl Lane {
     ///
     /// A failed read may have moved the store's read position. So the next read begins with a
     /// rewind, and a rewind must wait until everything read so far is settled.
-    async fn read(&self, until: Until<'_>, limit: BatchLimit, round: &CancellationToken) -> Result<Option<Batch>> {
+    pub(super) async fn read(
+        &self,
+        until: Until<'_>,
+        limit: BatchLimit,
+        round: &CancellationToken,
+    ) -> Result<Option<Batch>> {
         let Some(reservation) = until.reserve(limit).await else { return Ok(None) };
         let mut failures = 0;
         while !round.is_cancelled() {
@@ -217,12 +263,9 @@ impl Lane {
         self.context.metrics.add(&self.context.metrics.fetched, batch.deliveries.len());
     }
 
-    /// Waits after an empty read for a hint, the poll interval or the end of the round.
-    async fn idle(&self, poll: &mut Poll, round: &CancellationToken) {
-        self.context.metrics.add(&self.context.metrics.polls_empty, 1);
-        self.due_timer.set_busy(false);
+    /// Waits for a hint, until `wait` is over, or for the end of the round.
+    async fn idle(&self, poll: &mut Poll, wait: Duration, round: &CancellationToken) {
         let ignores_hints = poll.ignores_hints();
-        let wait = poll.pause(&self.context.siblings);
         let hinted = tokio::select! {
             biased;
             () = round.cancelled() => false,

@@ -101,6 +101,7 @@ macro_rules! conformance_suite {
             a_late_grant_takes_a_lane_from_nobody a_late_renewal_or_release_concerns_no_other_lease
             a_late_window_loses_nothing_of_a_relay_that_ends a_late_window_loses_nothing_of_a_relay_that_goes_on
             a_late_position_or_rewind_passes_nothing_else a_late_settlement_makes_no_row_again
+            a_late_settlement_and_read_lose_nothing_and_pass_nothing_else
             a_late_settlement_of_due_rows_undoes_no_replay
             a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_lease
             a_late_append_with_own_ids_stores_nothing_twice a_late_message_is_a_duplicate
@@ -154,6 +155,7 @@ macro_rules! conformance_suite {
         $crate::conformance_cases! { lost, $fixture,
             a_grant_with_a_lost_answer_locks_its_lane_no_longer_than_the_lease a_renewal_and_a_release_may_be_repeated
             a_window_with_a_lost_answer_is_read_again a_position_and_a_rewind_may_be_repeated
+            a_settlement_and_the_read_after_it_may_be_repeated
             a_settlement_repeated_makes_no_row_again a_settlement_of_due_rows_repeated_undoes_no_replay
             an_append_without_ids_is_stored_whole_each_time a_message_that_was_stored_is_a_duplicate
             a_replay_of_the_delivered_repeated_is_one a_look_for_what_nobody_wants_repeated_finds_nothing_twice
@@ -212,6 +214,7 @@ macro_rules! conformance_suite {
             an_empty_log_gives_an_empty_batch_at_once events_come_in_the_order_appended settled_events_never_come_again
             the_byte_limit_holds_and_a_larger_event_comes_alone what_was_not_settled_is_given_to_the_next_holder
             batches_can_be_prefetched_and_settled_in_order prefetched_batches_come_again_after_a_crash
+            settling_and_reading_on_in_one_call_is_the_same_as_in_two
             reading_on_before_settling_loses_nothing a_rewind_reads_on_right_after_the_position
             a_rewind_without_a_position_reads_on_after_the_last_settled subscriptions_read_independently
             logs_are_separate starting_now_skips_what_was_committed_before

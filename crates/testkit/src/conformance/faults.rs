@@ -42,6 +42,8 @@ pub enum Call {
     Position,
     /// A settlement with entries.
     Settle,
+    /// `Log::settle_and_read` at the end of a window.
+    SettleAndRead,
     /// `Admin::change` to retry.
     Retry,
     /// `Admin::change` to discard.

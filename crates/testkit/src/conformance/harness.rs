@@ -294,6 +294,20 @@ impl Lane {
         self.write(Settlement { position: batch.end, entries, rewind: false, hold_keys: self.hold_keys }).await;
     }
 
+    /// Settles a batch of the stream as [`Self::settle`] does, and reads on in the same call.
+    pub(super) async fn settle_and_next(&self, batch: &Batch, exceptions: Vec<(usize, Disposition)>) -> Batch {
+        let entry = |(index, disposition)| Entry { delivery: &batch.deliveries[index], disposition };
+        let entries = exceptions.into_iter().map(entry).collect();
+        let settlement = Settlement { position: batch.end, entries, rewind: false, hold_keys: self.hold_keys };
+        let limit = BatchLimit::default();
+        let read = self.store.settle_and_read(&self.lease, settlement.clone(), limit).await.expect("settled and read");
+        if !read.is_settled {
+            assert!(read.batch.is_empty(), "{read:?}");
+            self.write(settlement).await;
+        }
+        read.batch
+    }
+
     /// Settles a due batch, with one disposition for each delivery.
     pub(super) async fn settle_due(&self, batch: &Batch, dispositions: Vec<Disposition>) {
         assert_eq!(dispositions.len(), batch.deliveries.len(), "a due batch settles every delivery");

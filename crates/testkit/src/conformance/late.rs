@@ -26,7 +26,7 @@ async fn repeated(fixture: &dyn StoreFixture, step: Step) {
         let mut world = World::new(fixture, &format!("{step:?}-{n}").to_lowercase()).await;
         let request = world.prepare(step, true).await;
         let late = faults.delay(step.call(), *place, request.ask(faults.store())).await;
-        if matches!(step, Step::Next | Step::NextSettled) {
+        if step.reads() {
             world.one_more().await;
         }
         late.after(world.asks_again(faults.again(), &request)).await;
@@ -39,7 +39,7 @@ async fn repeated(fixture: &dyn StoreFixture, step: Step) {
 async fn overtaken(fixture: &dyn StoreFixture, step: Step) {
     let faults = fixture.faults().await;
     for (n, place) in faults.places(step.call()).iter().filter(|place| **place != Place::End).enumerate() {
-        let world = World::new(fixture, &format!("{step:?}-overtaken-{n}").to_lowercase()).await;
+        let mut world = World::new(fixture, &format!("{step:?}-overtaken-{n}").to_lowercase()).await;
         let request = world.prepare(step, false).await;
         let late = faults.delay(step.call(), *place, request.ask(faults.store())).await;
         if step == Step::Acquire {
@@ -82,6 +82,11 @@ pub async fn a_late_position_or_rewind_passes_nothing_else(fixture: &dyn StoreFi
     }
 }
 
+pub async fn a_late_settlement_and_read_lose_nothing_and_pass_nothing_else(fixture: &dyn StoreFixture) {
+    repeated(fixture, Step::SettleAndRead).await;
+    overtaken(fixture, Step::SettleAndRead).await;
+}
+
 pub async fn a_late_settlement_makes_no_row_again(fixture: &dyn StoreFixture) {
     repeated(fixture, Step::Settle).await;
     overtaken(fixture, Step::Settle).await;
@@ -95,7 +100,7 @@ pub async fn a_late_settlement_of_due_rows_undoes_no_replay(fixture: &dyn StoreF
 /// A host may vanish before its commit. Its locks must be released within a lease.
 pub async fn a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_lease(fixture: &dyn StoreFixture) {
     let faults = fixture.faults().await;
-    let world = World::new(fixture, "reader").await;
+    let mut world = World::new(fixture, "reader").await;
     let request = world.prepare(Step::Settle, false).await;
     let place = faults.places(Call::Settle).last().expect("a place");
     let late = faults.delay(Call::Settle, *place, request.ask(faults.store())).await;

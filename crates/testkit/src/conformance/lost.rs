@@ -17,13 +17,13 @@ async fn step(fixture: &dyn StoreFixture, step: Step) {
     let mut world = World::new(fixture, &format!("{step:?}").to_lowercase()).await;
     let request = world.prepare(step, true).await;
     world.faults.lose_answer(step.call(), request.ask(world.faults.store())).await;
-    if matches!(step, Step::Next | Step::NextSettled) {
+    if step.reads() {
         world.one_more().await;
     }
     world.goes_on(step).await;
     // It is the same caller, so its lease is not lost.
     let error = request.ask(world.faults.store()).await;
-    assert!(error.is_none() || step == Step::Next || step == Step::NextSettled, "{step:?} repeated: {error:?}");
+    assert!(error.is_none() || step.reads(), "{step:?} repeated: {error:?}");
     world.uses_the_answer(&request).await;
     world.ends().await;
 }
@@ -45,6 +45,10 @@ pub async fn a_window_with_a_lost_answer_is_read_again(fixture: &dyn StoreFixtur
 pub async fn a_position_and_a_rewind_may_be_repeated(fixture: &dyn StoreFixture) {
     step(fixture, Step::Position).await;
     step(fixture, Step::Rewind).await;
+}
+
+pub async fn a_settlement_and_the_read_after_it_may_be_repeated(fixture: &dyn StoreFixture) {
+    step(fixture, Step::SettleAndRead).await;
 }
 
 pub async fn a_settlement_repeated_makes_no_row_again(fixture: &dyn StoreFixture) {

@@ -169,7 +169,7 @@ impl CallFaults for MemoryFaults {
             Call::Renew => "renew",
             Call::Release => "release",
             Call::Leave => "leave",
-            Call::NextBatch => "open",
+            Call::NextBatch | Call::SettleAndRead => "open",
             Call::Position | Call::Settle => "settle",
             Call::Retry => "retry",
             Call::Discard => "discard",

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use postbox_core::{BatchLimit, Filter, LogName, StartAt, Subscription, Tenant};
+use postbox_core::{BatchLimit, Filter, LogName, NewEvent, Settlement, StartAt, Subscription, Tenant};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -124,6 +124,42 @@ pub async fn reading_on_before_settling_loses_nothing(fixture: &dyn StoreFixture
     let _whatever_it_gives = lane.store.next_batch(&lane.lease, limit).await;
     let _again = lane.store.next_batch(&lane.lease, limit).await;
     assert_eq!(payloads(&lane.taken_over().await.drain().await), ["1", "2", "3"]);
+}
+
+/// In the middle of a window, at its end, beside an exception, and with a filter that has changed.
+pub async fn settling_and_reading_on_in_one_call_is_the_same_as_in_two(fixture: &dyn StoreFixture) {
+    let (lane, _) = Lane::unread(fixture, numbered(3)).await;
+    let mut batch = lane.next(2).await;
+    batch = lane.settle_and_next(&batch, vec![]).await;
+    assert_eq!(payloads(&batch.deliveries), ["3"]);
+    append(&lane.store, [keyed("a", "4")]).await;
+    batch = lane.settle_and_next(&batch, vec![]).await;
+    assert_eq!(payloads(&batch.deliveries), ["4"]);
+    append(&lane.store, [keyed("a", "5")]).await;
+    batch = lane.settle_and_next(&batch, vec![(0, retry_now())]).await;
+    assert_eq!((payloads(&batch.deliveries), batch.held.len()), (vec!["5".to_owned()], 1));
+    batch = lane.settle_and_next(&batch, vec![(0, Block)]).await;
+    assert!(batch.is_empty());
+    assert_eq!(payloads(&lane.drain_due().await), ["4", "5"]);
+    append(&lane.store, [event("6")]).await;
+    batch = lane.next(10).await;
+    lane.store.subscribe(&reader_of("rare")).await.expect("another filter");
+    append(&lane.store, [event("7"), NewEvent::json("rare", "8")]).await;
+    let mut seen = Vec::new();
+    while !batch.is_empty() {
+        seen.extend(payloads(&batch.deliveries));
+        batch = lane.settle_and_next(&batch, vec![]).await;
+    }
+    seen.extend(payloads(&lane.drain().await));
+    assert_eq!(seen, ["6", "8"]);
+    let stats = stats(&lane.store).await;
+    assert_eq!((stats.dispatched, stats.pending, stats.skipped), (7, 0, 1));
+    append(&lane.store, [NewEvent::json("rare", "9")]).await;
+    batch = lane.next(10).await;
+    let other = lane.taken_over().await;
+    let settlement = Settlement { position: batch.end, entries: Vec::new(), rewind: false, hold_keys: true };
+    stale(lane.store.settle_and_read(&lane.lease, settlement, BatchLimit::default()).await);
+    assert_eq!(payloads(&other.drain().await), ["9"], "the position is stored, and no more than that");
 }
 
 pub async fn a_rewind_reads_on_right_after_the_position(fixture: &dyn StoreFixture) {

@@ -25,6 +25,8 @@ pub(super) enum Step {
     NextSettled,
     Position,
     Settle,
+    /// Settles the end of a window, and reads on. Settles what came.
+    SettleAndRead,
     Due,
     Rewind,
 }
@@ -38,7 +40,13 @@ impl Step {
             Self::Next | Self::NextSettled => Call::NextBatch,
             Self::Position | Self::Rewind => Call::Position,
             Self::Settle | Self::Due => Call::Settle,
+            Self::SettleAndRead => Call::SettleAndRead,
         }
+    }
+
+    /// Returns whether it reads new events.
+    pub(super) fn reads(self) -> bool {
+        matches!(self, Self::Next | Self::NextSettled | Self::SettleAndRead)
     }
 }
 
@@ -84,6 +92,11 @@ impl Request {
             Step::Next | Step::NextSettled => {
                 heard.batch = Some(store.next_batch(&self.lease, BatchLimit::default()).await?);
             }
+            Step::SettleAndRead => {
+                let read = store.settle_and_read(&self.lease, self.settlement(), BatchLimit::default()).await?;
+                assert!(read.is_settled || read.batch.is_empty(), "{read:?}");
+                heard.batch = Some(read.batch);
+            }
             Step::Position | Step::Settle | Step::Due | Step::Rewind => {
                 store.settle(&self.lease, self.settlement()).await?;
             }
@@ -107,7 +120,7 @@ impl Request {
     fn sent(&self) -> Vec<String> {
         let all = self.batch.as_ref().map(|batch| payloads(&batch.deliveries)).unwrap_or_default();
         let sent = match self.step {
-            Step::Position => all.len(),
+            Step::Position | Step::SettleAndRead => all.len(),
             Step::Settle | Step::Due | Step::Rewind => 1,
             _ => 0,
         };
@@ -146,7 +159,7 @@ impl<'a> World<'a> {
 
     /// Does what comes before the request of a step. With `settled`, the request will be granted,
     /// so what is sent before it counts.
-    pub(super) async fn prepare(&self, step: Step, settled: bool) -> Request {
+    pub(super) async fn prepare(&mut self, step: Step, settled: bool) -> Request {
         let lane = Lane::of(self.faults.store(), self.lease.clone());
         let batch = match step {
             Step::Acquire => {
@@ -156,6 +169,15 @@ impl<'a> World<'a> {
             // The two events that nothing holds back.
             Step::Position => Some(lane.next(2).await),
             Step::Settle | Step::Rewind => Some(lane.next(10).await),
+            Step::SettleAndRead => {
+                self.one_more().await;
+                let first = lane.next(3).await;
+                lane.settle(&first, vec![(2, Block)]).await;
+                self.sent.lock().expect("no panic while held").extend(["5", "6"].map(str::to_owned));
+                let last = lane.next(10).await;
+                assert!(payloads(&last.deliveries) == ["8"] && !last.more, "the window ends: {last:?}");
+                Some(last)
+            }
             Step::Due => Some(lane.due(10).await),
             _ => None,
         };
@@ -206,7 +228,7 @@ impl<'a> World<'a> {
         if let Some(lease) = heard.lease {
             self.faults.again().release(&lease).await.expect("given back");
         }
-        if let (Some(batch), Step::NextSettled) = (heard.batch, request.step) {
+        if let (Some(batch), Step::NextSettled | Step::SettleAndRead) = (heard.batch, request.step) {
             let lane = Lane::of(self.faults.again(), self.lease.clone());
             assert!(settle_stream(&lane, &batch, &self.sent).await.is_none_or(|error| error.is_stale()));
         }
@@ -263,7 +285,7 @@ impl<'a> World<'a> {
         let mut sorted = sent.clone();
         sorted.sort();
         assert_eq!(sorted, all, "{name}: each once, of all that was sent: {sent:?}");
-        for key in [&["1", "3", "7"][..], &["2", "5", "8"]] {
+        for key in [&["1", "3", "7"][..], &["2", "5", "8", "9"]] {
             let of_key: Vec<&str> = sent.iter().map(String::as_str).filter(|payload| key.contains(payload)).collect();
             assert!(key.starts_with(&of_key), "{name}: out of order: {sent:?}");
         }

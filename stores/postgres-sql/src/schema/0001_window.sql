@@ -11,8 +11,10 @@
 -- The parameters: the largest payload to read inline; the most rows (0: only the verdict); what the
 -- lane and its subscription want; the lane under an epoch; the filter's revision; where the lane's
 -- row was last seen; the window and the position that the caller remembers; the place to read on
--- after in that window, or NULL to look for the next one; how many places to look at; and whether a
--- few new rows of which the lane wants none may be left for a later call.
+-- after in that window, or NULL to look for the next one; how many places to look at; whether a
+-- few new rows of which the lane wants none may be left for a later call; and, if everything of the
+-- window was delivered but is not settled yet, its last position and the number of these events. The
+-- next window then settles it.
 --
 -- The result: rows in two runs of `seq` order (stragglers, then the others), and a last row without
 -- `seq`, whose `verdict` is the outcome of the call:
@@ -47,7 +49,8 @@ BEGIN
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_window(
       inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[], of_tenant text,
       of_kinds text[], of_aggregates text[], of_headers jsonb, of_subscription int, under_epoch bigint, under_revision int,
-      last_place text, last_snap text, last_settled bigint, read_after bigint, look_max bigint, may_stay boolean)
+      last_place text, last_snap text, last_settled bigint, read_after bigint, look_max bigint, may_stay boolean,
+      settle_to bigint, now_delivered bigint)
     RETURNS TABLE ({column_types},
       verdict text, left_stream boolean, place text, window_to text, low bigint, high bigint, xid_low text, looked bigint)
     LANGUAGE plpgsql VOLATILE {pinned}
@@ -227,7 +230,7 @@ BEGIN
       -- committed durably before anything in the window counts. This commit comes after all these
       -- rows in the write-ahead log, and flushes them. It need not wait if all that the window sees
       -- is flushed already and no standby has to confirm, or if nothing is handed out: a crash that
-      -- undoes this write undoes it for the next call too.
+      -- undoes this write undoes it for the next call too. What it settles may then be sent again.
       IF given + stragglers = 0 AND looked IS NULL
          OR (seen_lsn <= pg_current_wal_flush_lsn() AND current_setting('synchronous_standby_names') = '') THEN
         PERFORM set_config('synchronous_commit', 'off', true);
@@ -244,13 +247,15 @@ BEGIN
       -- the first would skip the first unread. The ctid protects nothing, because an UPDATE by ctid
       -- follows a concurrent update to the new row. docs/cursor.md, write W1.
       UPDATE {s}.lane AS l
-        SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = window_passed
+        SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = window_passed,
+          delivered = CASE WHEN settle_to > l.last_seq THEN least(l.delivered, 1000000000000000) + now_delivered ELSE l.delivered END
         WHERE l.ctid = at.ctid AND {held} AND l.to_snap::text = last_snap
         RETURNING l.ctid::text, l.cluster = {s}.cluster_id() INTO place, is_native;
       -- Since it was read, the row may have moved by a renewal, or have been taken over.
       IF place IS NULL THEN
         UPDATE {s}.lane AS l
-          SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = window_passed
+          SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = window_passed,
+            delivered = CASE WHEN settle_to > l.last_seq THEN least(l.delivered, 1000000000000000) + now_delivered ELSE l.delivered END
           WHERE {held} AND l.to_snap::text = last_snap
           RETURNING l.ctid::text, l.cluster = {s}.cluster_id() INTO place, is_native;
       END IF;

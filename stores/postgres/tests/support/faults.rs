@@ -95,7 +95,9 @@ impl CallFaults for PostgresFaults {
 
     fn places(&self, call: Call) -> &'static [Place] {
         match call {
-            Call::Acquire | Call::Renew | Call::Release | Call::NextBatch => &[Place::Start, Place::Middle, Place::End],
+            Call::Acquire | Call::Renew | Call::Release | Call::NextBatch | Call::SettleAndRead => {
+                &[Place::Start, Place::Middle, Place::End]
+            }
             // A settlement reads the lane's row by locking it, so from there on only the end is
             // left.
             Call::Append | Call::Position => &[Place::Start, Place::End],
