@@ -16,33 +16,42 @@ use crate::stand::sink;
 const ELECTION: Duration = PATIENCE.saturating_mul(3);
 
 #[tokio::test]
-async fn a_leader_that_is_killed_under_load_loses_and_repeats_nothing() {
-    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
-        let mut nodes = PrivateNats::launch_cluster(version).await;
-        let urls = [nodes[0].url(), nodes[1].url(), nodes[2].url()];
-        let client = async_nats::connect(&urls[..]).await.expect("a client");
-        stream(&client, "EVENTS", &["in.>"], json!({ "num_replicas": 3 })).await;
-        let working = Working::start(sink(&urls.join(","), "subject = \"in.{topic}\"\nstream = \"EVENTS\"").await);
-        let mut appended = 0;
-        for _ in 0..3 {
-            working.append(appended..appended + 1_000).await;
-            appended += 1_000;
-            let leader = leader_once(&client, &working, appended - 900).await;
-            nodes[leader].kill();
-            // Another node becomes leader and takes the rest.
-            working.append(appended..appended + 200).await;
-            appended += 200;
-            leader_once(&client, &working, appended).await;
-            nodes[leader].start().await;
-            current(&client).await;
-        }
-        let snapshot = working.relay.metrics().snapshot();
-        working.stop().await;
-        let stored = arrived(&client).await;
-        whole_and_in_order(&stored, appended);
-        assert_eq!(stored.len(), appended, "each once");
-        assert_eq!((snapshot.dead, snapshot.delivered), (0, appended as u64), "{version:?}");
+async fn a_leader_of_2_9_that_is_killed_under_load_loses_and_repeats_nothing() {
+    leaders_are_killed(NatsVersion::V2_9).await;
+}
+
+#[tokio::test]
+async fn a_leader_of_2_15_that_is_killed_under_load_loses_and_repeats_nothing() {
+    leaders_are_killed(NatsVersion::V2_15).await;
+}
+
+/// The second leader that is killed is one of those that took over from the first, and the first is
+/// back by then. Each election takes seconds.
+async fn leaders_are_killed(version: NatsVersion) {
+    let mut nodes = PrivateNats::launch_cluster(version).await;
+    let urls = [nodes[0].url(), nodes[1].url(), nodes[2].url()];
+    let client = async_nats::connect(&urls[..]).await.expect("a client");
+    stream(&client, "EVENTS", &["in.>"], json!({ "num_replicas": 3 })).await;
+    let working = Working::start(sink(&urls.join(","), "subject = \"in.{topic}\"\nstream = \"EVENTS\"").await);
+    let mut appended = 0;
+    for _ in 0..2 {
+        working.append(appended..appended + 1_000).await;
+        appended += 1_000;
+        let leader = leader_once(&client, &working, appended - 900).await;
+        nodes[leader].kill();
+        // Another node becomes leader and takes the rest.
+        working.append(appended..appended + 200).await;
+        appended += 200;
+        leader_once(&client, &working, appended).await;
+        nodes[leader].start().await;
+        current(&client).await;
     }
+    let snapshot = working.relay.metrics().snapshot();
+    working.stop().await;
+    let stored = arrived(&client).await;
+    whole_and_in_order(&stored, appended);
+    assert_eq!(stored.len(), appended, "each once");
+    assert_eq!((snapshot.dead, snapshot.delivered), (0, appended as u64), "{version:?}");
 }
 
 /// Waits until `count` messages are stored, and returns the leader.
