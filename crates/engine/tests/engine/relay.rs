@@ -154,7 +154,7 @@ async fn a_destination_slower_than_its_keys_are_busy_is_read_for_no_more_than_it
         // 40 keys with 25 events a second each: eight to fifty times what one call after the other
         // can carry.
         env.run_while(&relay, async {
-            env.append_each(0..20_000, 40, Duration::from_millis(1)).await;
+            env.append_each(0..10_000, 40, Duration::from_millis(1)).await;
             tokio::time::sleep(20 * S).await;
         })
         .await;
@@ -163,8 +163,8 @@ async fn a_destination_slower_than_its_keys_are_busy_is_read_for_no_more_than_it
         let (fetched, delivered) = (metrics.fetched(), metrics.delivered());
         // Each event is read once in the stream. A returning row is delivered, or is one of few
         // behind it.
-        assert!(fetched <= 20_000 + 3 * delivered, "{takes:?}: {fetched} read for {delivered} delivered");
-        let possible = 40 * 40 * 1_000 / takes.as_millis() as u64;
+        assert!(fetched <= 10_000 + 3 * delivered, "{takes:?}: {fetched} read for {delivered} delivered");
+        let possible = 40 * 30 * 1_000 / takes.as_millis() as u64;
         assert!(delivered >= possible / 2, "{takes:?}: {delivered} of {possible}");
     }
 }
