@@ -104,6 +104,13 @@ impl Broker {
         self.bind(name, exchange, key).await;
     }
 
+    /// Returns whether a queue that is there has a consumer.
+    pub(crate) async fn is_consumed(&self, name: &str) -> bool {
+        let options = QueueDeclareOptions { passive: true, ..Default::default() };
+        let found = self.channel.queue_declare(name.into(), options, FieldTable::default()).await;
+        found.expect("a queue").consumer_count() > 0
+    }
+
     pub(crate) async fn bind(&self, queue: &str, exchange: &str, key: &str) {
         let options = QueueBindOptions::default();
         let bound = self.channel.queue_bind(queue.into(), exchange.into(), key.into(), options, FieldTable::default());

@@ -30,7 +30,7 @@ async fn a_server_that_is_killed_under_load_loses_nothing() {
     Broker::connect(&server.url()).await.queue("q", quorum(&[]), "amq.topic", "#").await;
     server.sync();
     let sink = sink(&server.url(), KEYS).await;
-    let appended = sink_faults::kill_under_load(sink, &mut server, 2).await;
+    let appended = sink_faults::kill_under_load(sink, &mut server, 1).await;
     let messages = Broker::connect(&server.url()).await.until_ids("q", appended).await;
     whole_and_in_order(&read(messages).collect::<Vec<_>>(), appended);
 }
