@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use aws_sdk_sqs::types::MessageAttributeValue;
-use postbox_core::{NewEvent, RawMessage, Sink, Source};
+use postbox_core::{EventId, NewEvent, RawMessage, Sink, Source};
 use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits, SourceFixture};
 use postbox_testkit::proxy::FaultProxy;
+use postbox_testkit::servers::Sqs;
 
 use support::{Broker, Gateway, Mode, queue_keys, refusal, sink, sns_refusal, source, topic_keys};
 
@@ -24,8 +25,12 @@ const ATTRIBUTES: [&str; 3] = [
     "content-typeStringapplication/octet-stream",
 ];
 
+/// A name that no other test uses. That of a FIFO queue has to end with `.fifo`.
+fn unique(name: &str) -> String {
+    format!("{}-{name}", EventId::now_v7())
+}
+
 struct Target {
-    _broker: Broker,
     gateway: Gateway,
     sink: Arc<dyn Sink>,
     refusal: fn(&str) -> String,
@@ -33,18 +38,19 @@ struct Target {
 }
 
 async fn queue(name: &str) -> Target {
-    let broker = Broker::launch().await;
+    let broker = Broker::shared().await;
     let gateway = Gateway::in_front_of(&broker).await;
-    let sink = sink(&queue_keys(&broker.queue(name).await, &gateway.url())).await;
-    Target { _broker: broker, gateway, sink, refusal, bytes_max: MESSAGE_BYTES_MAX }
+    let sink = sink(&queue_keys(&broker.queue(&unique(name)).await, &gateway.url())).await;
+    Target { gateway, sink, refusal, bytes_max: MESSAGE_BYTES_MAX }
 }
 
 async fn topic(name: &str) -> Target {
-    let broker = Broker::launch().await;
+    let broker = Broker::shared().await;
     let gateway = Gateway::in_front_of(&broker).await;
-    support::make_topic(&broker, name).await;
-    let sink = sink(&format!("{}message_max = \"256KiB\"\n", topic_keys(name, &gateway.url()))).await;
-    Target { _broker: broker, gateway, sink, refusal: sns_refusal, bytes_max: MOTO_BYTES_MAX }
+    let name = unique(name);
+    support::make_topic(&broker, &name).await;
+    let sink = sink(&format!("{}message_max = \"256KiB\"\n", topic_keys(&name, &gateway.url()))).await;
+    Target { gateway, sink, refusal: sns_refusal, bytes_max: MOTO_BYTES_MAX }
 }
 
 #[async_trait]
@@ -81,15 +87,15 @@ impl SinkFixture for Target {
 }
 
 struct Queue {
-    broker: Broker,
+    broker: Broker<Sqs>,
     url: String,
     proxy: FaultProxy,
     source: Arc<dyn Source>,
 }
 
 async fn orders(name: &str) -> Queue {
-    let broker = Broker::launch().await;
-    let url = broker.queue(name).await;
+    let broker = Broker::shared().await;
+    let url = broker.queue(&unique(name)).await;
     let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let by = proxy.url(&broker.server.url());
     let source = source(&format!("{}in_flight = 8\n", queue_keys(&url, &by))).await;

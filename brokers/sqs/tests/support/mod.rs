@@ -15,7 +15,7 @@ use postbox_sqs::{SnsSinkTable, SqsSinkTable, SqsSourceTable};
 use postbox_testkit::conformance::Attempt;
 use postbox_testkit::receiving;
 use postbox_testkit::sending::{self, PATIENCE, context};
-use postbox_testkit::servers::{PrivateSqs, listen_anywhere};
+use postbox_testkit::servers::{PrivateSqs, Sqs, listen_anywhere};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -31,22 +31,39 @@ pub(crate) fn aws(by: &str) -> String {
 }
 
 /// A server and a client for it.
-pub(crate) struct Broker {
-    pub(crate) server: PrivateSqs,
+pub(crate) struct Broker<S = PrivateSqs> {
+    pub(crate) server: S,
     pub(crate) client: Client,
+    url: String,
 }
 
-impl Broker {
+impl Broker<PrivateSqs> {
     pub(crate) async fn launch() -> Self {
         let server = PrivateSqs::launch().await;
+        let url = server.url();
+        Self::of(server, url)
+    }
+}
+
+impl Broker<Sqs> {
+    /// The server that all tests share, each with names of its own.
+    pub(crate) async fn shared() -> Self {
+        let server = Sqs::shared().await;
+        let url = server.url();
+        Self::of(server, url)
+    }
+}
+
+impl<S> Broker<S> {
+    fn of(server: S, url: String) -> Self {
         let config = Config::builder()
             .behavior_version(BehaviorVersion::v2026_01_12())
             .http_client(Builder::new().build_http())
             .region(Region::new("us-east-1"))
-            .endpoint_url(server.url())
+            .endpoint_url(&url)
             .credentials_provider(Credentials::new("AKIATEST", "secret", None, None, "test"))
             .build();
-        Self { server, client: Client::from_conf(config) }
+        Self { server, client: Client::from_conf(config), url }
     }
 
     /// Creates a queue. Returns its URL.
@@ -60,7 +77,7 @@ impl Broker {
     }
 
     pub(crate) fn url_of(&self, name: &str) -> String {
-        format!("{}/{ACCOUNT}/{name}", self.server.url())
+        format!("{}/{ACCOUNT}/{name}", self.url)
     }
 
     /// Takes all messages out of a queue. Returns the body and attributes of each, in order of
@@ -159,10 +176,10 @@ struct Shared {
 }
 
 impl Gateway {
-    pub(crate) async fn in_front_of(broker: &Broker) -> Self {
+    pub(crate) async fn in_front_of<S>(broker: &Broker<S>) -> Self {
         let listener = TcpListener::from_std(listen_anywhere().expect("a port")).expect("listening");
         let shared = Arc::new(Shared {
-            upstream: broker.server.url().trim_start_matches("http://").to_owned(),
+            upstream: broker.url.trim_start_matches("http://").to_owned(),
             mode: Mutex::new(Mode::Pass),
             attempts: Mutex::default(),
             requests: watch::Sender::new(0),
@@ -359,19 +376,19 @@ pub(crate) fn said(outcomes: &[Outcome]) -> Vec<String> {
 }
 
 /// Returns a client of SNS.
-pub(crate) fn sns(broker: &Broker) -> aws_sdk_sns::Client {
+pub(crate) fn sns<S>(broker: &Broker<S>) -> aws_sdk_sns::Client {
     let config = aws_sdk_sns::Config::builder()
         .behavior_version(BehaviorVersion::v2026_01_12())
         .http_client(Builder::new().build_http())
         .region(Region::new("us-east-1"))
-        .endpoint_url(broker.server.url())
+        .endpoint_url(&broker.url)
         .credentials_provider(Credentials::new("AKIATEST", "secret", None, None, "test"))
         .build();
     aws_sdk_sns::Client::from_conf(config)
 }
 
 /// Creates a topic. Returns its ARN.
-pub(crate) async fn make_topic(broker: &Broker, name: &str) -> String {
+pub(crate) async fn make_topic<S>(broker: &Broker<S>, name: &str) -> String {
     let mut request = sns(broker).create_topic().name(name);
     if name.ends_with(".fifo") {
         request = request.attributes("FifoTopic", "true");

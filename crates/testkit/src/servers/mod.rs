@@ -11,7 +11,8 @@
 //! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
 //! | [`PrivateRedis::launch`] | ~80 ms | every test with Redis or Valkey |
 //! | [`PrivateSentinel::launch`] | ~80 ms | tests of a failover |
-//! | [`PrivateSqs::launch`] | ~1 s | every test with SQS or SNS |
+//! | [`Sqs::shared`] | ~1 s for the first test of a run | SQS and SNS for all tests that leave them alone |
+//! | [`PrivateSqs::launch`] | ~1 s | tests that stop their SQS, or count on its names |
 //! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |
 //! | [`PrivateMqtt::launch`] | ~50 ms | a server with MQTT 5 |
 //! | [`PrivatePrometheus::launch`] | ~1 s | the result of scraping `/metrics` |
@@ -56,7 +57,7 @@ pub use private_server::{PrivateServer, Program};
 pub use prometheus::{PrivatePrometheus, Prometheus, promtool};
 pub use rabbitmq::{PrivateRabbitmq, Rabbit, Rabbitmq};
 pub use redis::{PrivateRedis, PrivateSentinel, Redis, RedisKind, Sentinel};
-pub use sqs::{Moto, PrivateSqs};
+pub use sqs::{Moto, PrivateSqs, Sqs};
 
 use std::io::Write as _;
 

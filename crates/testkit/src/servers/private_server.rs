@@ -1,4 +1,5 @@
-//! A server for a single test, which can be killed, frozen, emptied and restarted.
+//! A server for a single test, which can be killed, frozen, emptied and restarted; and one for all
+//! tests of a run.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -10,10 +11,10 @@ use anyhow::Context as _;
 use super::ports::on_free_port;
 use super::private::tail;
 use super::process::{self, ProcessGuard, ServerProcess};
-use super::unavailable;
+use super::{shared, unavailable};
 
 /// Longest start. Servers start in 50 ms to 10 s on a busy machine; more than this is a hang.
-pub(super) const START_TIME_MAX: Duration = Duration::from_secs(120);
+const START_TIME_MAX: Duration = Duration::from_secs(120);
 
 /// What differs between servers.
 pub trait Program: Send {
@@ -134,13 +135,48 @@ impl<P> Drop for PrivateServer<P> {
 }
 
 /// Describes a server that [`start`] starts, for its guard.
-pub(super) fn server_process(folder: &Path, signal: &'static str) -> ServerProcess {
+fn server_process(folder: &Path, signal: &'static str) -> ServerProcess {
     let (pid_file, working) = (folder.join("pid"), folder.join("data"));
     ServerProcess { pid_file, working, signal, remove: folder.to_owned() }
 }
 
+/// Returns the port of the one server of this program for all processes, and starts it unless it
+/// runs, in `run` below this folder. `prepare` writes there what its users need as well.
+pub(super) async fn share<P: Program>(
+    program: &P,
+    below: &Path,
+    signal: &'static str,
+    prepare: impl Fn(&Path) -> std::io::Result<()>,
+) -> anyhow::Result<u16> {
+    let folder = below.join("run");
+    let process = server_process(&folder, signal);
+    let running = async || {
+        let Ok(port) = fs::read_to_string(folder.join("port")) else { return Ok(None) };
+        let port = port.trim().parse::<u16>()?;
+        let deadline = Instant::now() + START_TIME_MAX;
+        while !P::answers(port).await {
+            if !process.lives() {
+                return Ok(None);
+            }
+            anyhow::ensure!(Instant::now() < deadline, "the shared {} does not answer on port {port}", P::NAME);
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(Some(port))
+    };
+    let begin = async || {
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir(&folder)?;
+        process::own_folder(&folder.join("data"), 0o700)?;
+        prepare(&folder)?;
+        let port = on_free_port(async |port| start(program, &folder, port).await.map(|_to_its_guard| port)).await?;
+        fs::write(folder.join("port"), port.to_string())?;
+        Ok(port)
+    };
+    shared::share(below, &process, running, begin).await
+}
+
 /// Starts a server and waits until it answers. Its output is in `log`.
-pub(super) async fn start<P: Program>(program: &P, folder: &Path, port: u16) -> anyhow::Result<Child> {
+async fn start<P: Program>(program: &P, folder: &Path, port: u16) -> anyhow::Result<Child> {
     let log = folder.join("log");
     let mut command = program.command(folder, port)?;
     let output = File::create(&log)?;

@@ -3,14 +3,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::OnceCell;
 
-use super::ports::{free_port, on_free_port};
-use super::private_server::{self, PrivateServer, Program, START_TIME_MAX};
+use super::ports::free_port;
+use super::private_server::{self, PrivateServer, Program};
 use super::{install, process, shared, unavailable};
 
 /// Runs the server in the shell's process. The node's port mapper would stay behind as a daemon; it
@@ -51,33 +50,10 @@ impl Rabbitmq {
     async fn find_or_start() -> anyhow::Result<Self> {
         let mut rabbit = Rabbit::installed("")?;
         let shared = shared::folder("rabbitmq", &rabbit.bin)?;
+        let prepare = |folder: &Path| fs::write(folder.join("epmd-port"), rabbit.epmd_port.to_string());
+        let port = private_server::share(&rabbit, &shared, "TERM", prepare).await?;
         let folder = shared.join("run");
-        let process = private_server::server_process(&folder, "TERM");
-        let number = |name: &str| Some(fs::read_to_string(folder.join(name)).ok()?.trim().parse::<u16>());
-        let running = async || {
-            let Some(port) = number("port").transpose()? else { return Ok(None) };
-            let deadline = Instant::now() + START_TIME_MAX;
-            while !Rabbit::answers(port).await {
-                if !process.lives() {
-                    return Ok(None);
-                }
-                anyhow::ensure!(Instant::now() < deadline, "the shared RabbitMQ does not answer on port {port}");
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-            Ok(Some(port))
-        };
-        let start = async || {
-            let _ = fs::remove_dir_all(&folder);
-            fs::create_dir(&folder)?;
-            process::own_folder(&folder.join("data"), 0o700)?;
-            fs::write(folder.join("epmd-port"), rabbit.epmd_port.to_string())?;
-            let start = async |port| private_server::start(&rabbit, &folder, port).await.map(|_to_its_guard| port);
-            let port = on_free_port(start).await?;
-            fs::write(folder.join("port"), port.to_string())?;
-            Ok(port)
-        };
-        let port = shared::share(&shared, &process, running, start).await?;
-        rabbit.epmd_port = number("epmd-port").expect("written before the port")?;
+        rabbit.epmd_port = fs::read_to_string(folder.join("epmd-port"))?.trim().parse()?;
         Ok(Self { rabbit, folder, port })
     }
 

@@ -1,13 +1,15 @@
-//! SQS and SNS for a single test: moto, which keeps everything in memory.
+//! SQS and SNS, for a single test or shared by all tests of a run: moto, which keeps everything in
+//! memory.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio::sync::OnceCell;
 
-use super::private_server::{PrivateServer, Program};
-use super::{install, process};
+use super::private_server::{self, PrivateServer, Program};
+use super::{install, process, shared, unavailable};
 
 /// A server. If it is killed, it forgets all queues, topics and messages.
 pub type PrivateSqs = PrivateServer<Moto>;
@@ -19,15 +21,47 @@ pub struct Moto {
     python: PathBuf,
 }
 
+/// The server that all tests of a run share. Each test uses other names of queues and topics.
+#[derive(Debug, Clone)]
+pub struct Sqs {
+    port: u16,
+}
+
+impl Sqs {
+    /// Returns the shared server. The first one to ask starts it.
+    pub async fn shared() -> Self {
+        static SERVER: OnceCell<Sqs> = OnceCell::const_new();
+        SERVER.get_or_try_init(Self::find_or_start).await.unwrap_or_else(|error| unavailable(&error)).clone()
+    }
+
+    async fn find_or_start() -> anyhow::Result<Self> {
+        let moto = Moto::installed()?;
+        let shared = shared::folder("sqs", &moto.libraries)?;
+        let port = private_server::share(&moto, &shared, "KILL", |_| Ok(())).await?;
+        Ok(Self { port })
+    }
+
+    /// Returns `http://127.0.0.1:PORT`.
+    pub fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+}
+
 impl PrivateServer<Moto> {
     /// Starts a server.
     pub async fn launch() -> Self {
-        Self::of(install::moto().map(|(libraries, python)| Moto { libraries, python })).await
+        Self::of(Moto::installed()).await
     }
 
     /// Returns `http://127.0.0.1:PORT`; the same after a restart.
     pub fn url(&self) -> String {
         format!("http://127.0.0.1:{}", self.port())
+    }
+}
+
+impl Moto {
+    fn installed() -> anyhow::Result<Self> {
+        install::moto().map(|(libraries, python)| Self { libraries, python })
     }
 }
 
