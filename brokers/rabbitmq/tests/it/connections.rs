@@ -57,29 +57,31 @@ async fn what_is_missing_is_named_and_a_look_makes_nothing() {
 
 #[tokio::test]
 async fn users_virtual_hosts_and_permissions_are_the_server_s_to_grant() {
-    let server = PrivateRabbitmq::launch().await;
-    server.ctl(&["add_user", "writer", "s3cret"]);
-    server.ctl(&["set_permissions", "writer", "^$", "^amq.topic$", "^$"]);
+    let server = Rabbitmq::shared().await;
+    let (writer, own, other) = (unique("writer"), unique("own"), unique("other"));
+    server.ctl(&["add_user", &writer, "s3cret"]);
+    server.ctl(&["set_permissions", &writer, "^$", &format!("^{own}$"), "^$"]);
+    let broker = Broker::connect(&server.url()).await;
+    broker.exchange(&own).await;
+    broker.exchange(&other).await;
+    broker.queue(&own, quorum(&[]), &own, "#").await;
     let look = async |url: &str, password: &str| {
-        let keys = format!("user = \"writer\"\npassword = {password:?}\nexchange = \"amq.topic\"");
+        let keys = format!("user = {writer:?}\npassword = {password:?}\nexchange = {own:?}");
         look_sink(url, &keys).await
     };
     let error = look(&server.url(), "wrong").await.expect_err("wrong password");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Unauthorized, "rabbitmq_unauthorized"), "{error}");
     assert!(!format!("{error:?}").contains("wrong\""), "{error:?}");
-    let error = look(&format!("{}/other", server.url()), "s3cret").await.expect_err("no such host");
+    let error = look(&format!("{}/{other}", server.url()), "s3cret").await.expect_err("no such host");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Unauthorized, "rabbitmq_vhost_refused"), "{error}");
     look(&server.url(), "s3cret").await.expect("right");
-    let broker = Broker::connect(&server.url()).await;
-    broker.exchange("other").await;
-    broker.queue("q", quorum(&[]), "amq.topic", "#").await;
-    let user = "user = \"writer\"\npassword = \"s3cret\"\n";
-    let allowed = sink(&server.url(), &format!("{user}exchange = \"amq.topic\"")).await;
+    let user = format!("user = {writer:?}\npassword = \"s3cret\"\n");
+    let allowed = sink(&server.url(), &format!("{user}exchange = {own:?}")).await;
     assert_eq!(said(&send(&allowed, NewEvent::json("t", "{}")).await), "delivered");
-    let refused = sink(&server.url(), &format!("{user}exchange = \"other\"")).await;
+    let refused = sink(&server.url(), &format!("{user}exchange = {other:?}")).await;
     let outcome = send(&refused, NewEvent::json("t", "{}")).await;
     assert_eq!(said(&outcome), "ambiguous rabbitmq_access_refused", "{outcome:?}");
-    let keys = format!("{user}queue = \"q\"");
+    let keys = format!("{user}queue = {own:?}");
     let source = table(&server.url(), &keys).build(&source_context()).await.expect("a source");
     let error = source.next(1).await.expect_err("it may not read");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Unauthorized, "rabbitmq_access_refused"), "{error}");
