@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use aws_sdk_sqs::types::MessageAttributeValue;
-use postbox_core::{EventId, NewEvent, RawMessage, Sink, Source};
+use postbox_core::{NewEvent, RawMessage, Sink, Source};
 use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits, SourceFixture};
 use postbox_testkit::proxy::FaultProxy;
 use postbox_testkit::servers::Sqs;
 
-use support::{Broker, Gateway, Mode, queue_keys, refusal, sink, sns_refusal, source, topic_keys};
+use support::{Broker, Gateway, Mode, queue_keys, refusal, sink, sns_refusal, source, topic_keys, unique};
 
 /// Largest message that AWS accepts, in bytes, attributes included.
 const MESSAGE_BYTES_MAX: usize = 1024 * 1024;
@@ -24,11 +24,6 @@ const ATTRIBUTES: [&str; 3] = [
     "postbox-topicStringt",
     "content-typeStringapplication/octet-stream",
 ];
-
-/// A name that no other test uses. That of a FIFO queue has to end with `.fifo`.
-fn unique(name: &str) -> String {
-    format!("{}-{name}", EventId::now_v7())
-}
 
 struct Target {
     gateway: Gateway,
@@ -96,8 +91,8 @@ struct Queue {
 async fn orders(name: &str) -> Queue {
     let broker = Broker::shared().await;
     let url = broker.queue(&unique(name)).await;
-    let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
-    let by = proxy.url(&broker.server.url());
+    let proxy = FaultProxy::in_front_of(&broker.url).await;
+    let by = proxy.url(&broker.url);
     let source = source(&format!("{}in_flight = 8\n", queue_keys(&url, &by))).await;
     Queue { broker, url, proxy, source }
 }

@@ -2,16 +2,16 @@
 
 use postbox_core::NewEvent;
 
-use crate::support::{Broker, Gateway, Mode, queue_keys, refusal, said, sink, topic_keys};
+use crate::support::{Broker, Gateway, Mode, queue_keys, refusal, said, sink, topic_keys, unique};
 use postbox_config::SinkConfig as _;
 use postbox_sqs::SqsSinkTable;
 use postbox_testkit::sending::{PATIENCE, context, deliver, deliveries, numbered, table};
 
 #[tokio::test]
 async fn each_message_of_a_request_has_its_own_answer() {
-    let broker = Broker::launch().await;
+    let broker = Broker::shared().await;
     let gateway = Gateway::in_front_of(&broker).await;
-    let sink = sink(&queue_keys(&broker.queue("events").await, &gateway.url())).await;
+    let sink = sink(&queue_keys(&broker.queue(&unique("events")).await, &gateway.url())).await;
     let failed =
         |id: u8, fault: bool, code: &str| format!("{{\"Id\":\"{id}\",\"SenderFault\":{fault},\"Code\":\"{code}\"}}");
     let failed = [
@@ -35,14 +35,15 @@ async fn each_message_of_a_request_has_its_own_answer() {
 #[tokio::test]
 async fn a_request_refused_for_one_message_harms_that_one() {
     for topic in [false, true] {
-        let broker = Broker::launch().await;
+        let broker = Broker::shared().await;
         let gateway = Gateway::in_front_of(&broker).await;
+        let name = unique("events");
         let (keys, said_to) = match topic {
             true => {
-                crate::support::make_topic(&broker, "events").await;
-                (topic_keys("events", &gateway.url()), crate::support::sns_refusal("InvalidParameter"))
+                crate::support::make_topic(&broker, &name).await;
+                (topic_keys(&name, &gateway.url()), crate::support::sns_refusal("InvalidParameter"))
             }
-            false => (queue_keys(&broker.queue("events").await, &gateway.url()), refusal("InvalidMessageContents")),
+            false => (queue_keys(&broker.queue(&name).await, &gateway.url()), refusal("InvalidMessageContents")),
         };
         let sink = sink(&keys).await;
         gateway.set(Mode::SayTo("poison", 400, said_to));
@@ -57,9 +58,9 @@ async fn a_request_refused_for_one_message_harms_that_one() {
 
 #[tokio::test]
 async fn whatever_concerns_everybody_is_an_outage_and_asked_once() {
-    let broker = Broker::launch().await;
+    let broker = Broker::shared().await;
     let gateway = Gateway::in_front_of(&broker).await;
-    let sink = sink(&queue_keys(&broker.queue("events").await, &gateway.url())).await;
+    let sink = sink(&queue_keys(&broker.queue(&unique("events")).await, &gateway.url())).await;
     for (n, (status, code, expected)) in [
         (403, "AccessDeniedException", "unavailable aws_not_permitted"),
         (403, "ExpiredTokenException", "unavailable aws_unauthorized"),
@@ -87,9 +88,9 @@ async fn whatever_concerns_everybody_is_an_outage_and_asked_once() {
 
 #[tokio::test]
 async fn large_messages_share_no_request_and_calls_share_no_connection() {
-    let broker = Broker::launch().await;
+    let broker = Broker::shared().await;
     let gateway = Gateway::in_front_of(&broker).await;
-    let queue = broker.queue("events").await;
+    let queue = broker.queue(&unique("events")).await;
     let sink = sink(&queue_keys(&queue, &gateway.url())).await;
     let large = |n: u8| NewEvent::json("t", vec![b'a' + n; 400 * 1024]);
     let outcomes = deliver(&sink, &deliveries((0..5).map(large))).await;
@@ -104,22 +105,23 @@ async fn large_messages_share_no_request_and_calls_share_no_connection() {
 
 #[tokio::test]
 async fn check_config_says_what_is_there_and_what_is_not() {
-    let broker = Broker::launch().await;
-    let there = broker.queue("events").await;
+    let broker = Broker::shared().await;
+    let name = unique("events");
+    let there = broker.queue(&name).await;
     let connect = async |url: &str, by: &str| {
         let keys = queue_keys(url, by);
         table::<SqsSinkTable>(&keys).connect(&context(PATIENCE)).await
     };
-    let found = connect(&there, &broker.server.url()).await.expect("there");
-    assert_eq!(found, "answers; the queue events exists and takes messages of up to 1048576 bytes");
+    let found = connect(&there, &broker.url).await.expect("there");
+    assert_eq!(found, format!("answers; the queue {name} exists and takes messages of up to 1048576 bytes"));
     assert_eq!(broker.remaining(&there).await, 0, "nothing is written");
-    let missing = connect(&broker.url_of("missing"), &broker.server.url()).await.expect_err("not there");
+    let missing = connect(&broker.url_of("missing"), &broker.url).await.expect_err("not there");
     assert_eq!(missing.code(), "sqs_queue_missing");
     assert!(missing.message().contains("aws sqs create-queue"), "{missing}");
     let nobody = connect("http://127.0.0.1:1/1/q", "http://127.0.0.1:1").await.expect_err("nobody there");
     assert_eq!(nobody.code(), "connect_refused");
     assert!(nobody.message().starts_with("http://127.0.0.1:1: "), "{nobody}");
-    let keys = topic_keys("missing", &broker.server.url());
+    let keys = topic_keys("missing", &broker.url);
     let missing = table::<postbox_sqs::SnsSinkTable>(&keys).connect(&context(PATIENCE)).await;
     assert_eq!(missing.expect_err("not there").code(), "sns_topic_missing");
 }

@@ -6,7 +6,7 @@ use postbox_testkit::proxy::{Direction, FaultProxy};
 use postbox_testkit::sending::{PATIENCE, context, deliver, numbered, table};
 use postbox_testkit::warnings::Warnings;
 
-use crate::support::{Broker, Gateway, Mode, queue_keys, said, sink, sink_within};
+use crate::support::{Broker, Gateway, Mode, queue_keys, said, sink, sink_within, unique};
 use postbox_config::SinkConfig as _;
 use postbox_sqs::SqsSinkTable;
 
@@ -15,10 +15,10 @@ const SHORT: Duration = Duration::from_secs(2);
 
 #[tokio::test]
 async fn a_lost_answer_is_ambiguous_and_in_a_fifo_queue_its_repetition_is_known() {
-    let broker = Broker::launch().await;
+    let broker = Broker::shared().await;
     let gateway = Gateway::in_front_of(&broker).await;
     for (name, stored) in [("events.fifo", 10), ("events", 20)] {
-        let queue = broker.queue(name).await;
+        let queue = broker.queue(&unique(name)).await;
         let sink = sink(&queue_keys(&queue, &gateway.url())).await;
         let sent = numbered(10);
         gateway.set(Mode::Lose);
@@ -71,9 +71,9 @@ async fn a_silent_server_costs_a_call_its_own_time() {
 
 #[tokio::test]
 async fn a_wrong_key_is_an_outage_and_nobody_sees_the_key() {
-    let broker = Broker::launch().await;
+    let broker = Broker::shared().await;
     let gateway = Gateway::in_front_of(&broker).await;
-    let keys = queue_keys(&broker.queue("events").await, &gateway.url());
+    let keys = queue_keys(&broker.queue(&unique("events")).await, &gateway.url());
     assert!(!format!("{:?}", table::<SqsSinkTable>(&keys)).contains("canary"));
     let sink = sink(&keys).await;
     gateway.set(Mode::Say(403, crate::support::refusal("InvalidClientTokenId")));

@@ -5,7 +5,7 @@ use postbox_core::{Delivery, NewEvent};
 use postbox_sqs::SqsSourceTable;
 use postbox_testkit::hostile;
 
-use crate::support::{Broker, make_topic, queue_keys, said, sink, source, subscribe, topic_keys};
+use crate::support::{Broker, make_topic, queue_keys, said, sink, source, subscribe, topic_keys, unique};
 use postbox_testkit::sending::{deliver, deliveries, table};
 
 fn full() -> Delivery {
@@ -55,9 +55,9 @@ async fn an_event_is_itself_again_whichever_way_it_goes() {
 
 #[tokio::test]
 async fn a_fifo_queue_has_the_key_as_group_and_knows_repetitions() {
-    let broker = Broker::launch().await;
-    let queue = broker.queue("events.fifo").await;
-    let sink = sink(&queue_keys(&queue, &broker.server.url())).await;
+    let broker = Broker::shared().await;
+    let queue = broker.queue(&unique("events.fifo")).await;
+    let sink = sink(&queue_keys(&queue, &broker.url)).await;
     let mut sent = deliveries([
         NewEvent::json("t", "1").key("order-42"),
         NewEvent::json("t", "2").key("a key with spaces"),
@@ -83,9 +83,9 @@ async fn a_fifo_queue_has_the_key_as_group_and_knows_repetitions() {
 /// other events of the call are delivered.
 #[tokio::test]
 async fn hostile_events_are_delivered_as_they_are_or_die_alone() {
-    let broker = Broker::launch().await;
-    let queue = broker.queue("events").await;
-    let sink = sink(&queue_keys(&queue, &broker.server.url())).await;
+    let broker = Broker::shared().await;
+    let queue = broker.queue(&unique("events")).await;
+    let sink = sink(&queue_keys(&queue, &broker.url)).await;
     let mut delivered = 0;
     for case in hostile::accepted() {
         let sent = deliveries([case.event, NewEvent::json("plain", "{}")]);

@@ -8,7 +8,7 @@ use postbox_core::{AckToken, Source, SourceMessage};
 use postbox_testkit::proxy::{Direction, FaultProxy};
 use tokio::time::timeout;
 
-use crate::support::{Broker, queue_keys, sink, source};
+use crate::support::{Broker, queue_keys, sink, source, unique};
 use postbox_core::NewEvent;
 use postbox_testkit::sending::{PATIENCE, deliver, deliveries, numbered, table};
 
@@ -132,14 +132,14 @@ async fn a_server_that_is_away_is_an_error_of_each_call_until_it_is_back() {
 
 #[tokio::test]
 async fn a_group_of_a_fifo_queue_comes_in_order() {
-    let broker = Broker::launch().await;
-    let queue = broker.queue("orders.fifo").await;
-    let sink = sink(&queue_keys(&queue, &broker.server.url())).await;
+    let broker = Broker::shared().await;
+    let queue = broker.queue(&unique("orders.fifo")).await;
+    let sink = sink(&queue_keys(&queue, &broker.url)).await;
     for n in 0..30 {
         let event = NewEvent::json("t", n.to_string()).key("one");
         assert!(deliver(&sink, &deliveries([event])).await[0].is_delivered());
     }
-    let source = source(&keys(&queue, &broker.server.url(), "")).await;
+    let source = source(&keys(&queue, &broker.url, "")).await;
     let mut all = Vec::new();
     while all.len() < 30 {
         let given = timeout(PATIENCE, source.next(7)).await.expect("in time").expect("messages");
@@ -153,14 +153,14 @@ async fn a_group_of_a_fifo_queue_comes_in_order() {
 /// A redrive policy moves a message to a dead-letter queue by the number of its receives.
 #[tokio::test]
 async fn a_refused_message_costs_those_of_other_groups_no_receive() {
-    let broker = Broker::launch().await;
-    let queue = broker.queue("orders.fifo").await;
-    let sink = sink(&queue_keys(&queue, &broker.server.url())).await;
+    let broker = Broker::shared().await;
+    let queue = broker.queue(&unique("orders.fifo")).await;
+    let sink = sink(&queue_keys(&queue, &broker.url)).await;
     for n in 0..4 {
         let event = NewEvent::json("t", n.to_string()).key(n.to_string());
         assert!(deliver(&sink, &deliveries([event])).await[0].is_delivered());
     }
-    let source = source(&keys(&queue, &broker.server.url(), "")).await;
+    let source = source(&keys(&queue, &broker.url, "")).await;
     let given = gather(&source, 4).await;
     assert_eq!(payloads(&given), ["0", "1", "2", "3"]);
     // The first one was refused, and the others came behind it.
@@ -184,9 +184,9 @@ async fn a_refused_message_costs_those_of_other_groups_no_receive() {
 #[tokio::test]
 async fn whoever_publishes_what_is_no_event_fills_the_dead_list_and_blocks_nobody() {
     use postbox_config::SourceConfig as _;
-    let broker = Broker::launch().await;
-    let queue = broker.queue("orders").await;
-    let keys = keys(&queue, &broker.server.url(), "");
+    let broker = Broker::shared().await;
+    let queue = broker.queue(&unique("orders")).await;
+    let keys = keys(&queue, &broker.url, "");
     let value = aws_sdk_sqs::types::MessageAttributeValue::builder().data_type("String").string_value("no topic");
     let request = broker.client.send_message().queue_url(&queue).message_body("its bytes");
     request.message_attributes("postbox-topic", value.build().expect("a type")).send().await.expect("sent");

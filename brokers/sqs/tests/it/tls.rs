@@ -12,10 +12,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::support::{Broker, queue_keys, said, sink};
+use crate::support::{Broker, queue_keys, said, sink, unique};
 
 /// Starts TLS in front of the server. Returns its port.
-fn tls(broker: &Broker, certificate: &rcgen::Certificate, key: &rcgen::KeyPair) -> (u16, AbortOnDropHandle<()>) {
+fn tls(server: &str, certificate: &rcgen::Certificate, key: &rcgen::KeyPair) -> (u16, AbortOnDropHandle<()>) {
     let key = PrivateKeyDer::try_from(key.serialize_der()).expect("a key");
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = rustls::ServerConfig::builder_with_provider(provider)
@@ -27,7 +27,7 @@ fn tls(broker: &Broker, certificate: &rcgen::Certificate, key: &rcgen::KeyPair) 
     let acceptor = TlsAcceptor::from(Arc::new(config));
     let listener = TcpListener::from_std(listen_anywhere().expect("a port")).expect("listening");
     let port = listener.local_addr().expect("an address").port();
-    let upstream = broker.server.url().trim_start_matches("http://").to_owned();
+    let upstream = server.trim_start_matches("http://").to_owned();
     let serve = async move {
         while let Ok((stream, _)) = listener.accept().await {
             let (acceptor, upstream) = (acceptor.clone(), upstream.clone());
@@ -43,12 +43,12 @@ fn tls(broker: &Broker, certificate: &rcgen::Certificate, key: &rcgen::KeyPair) 
 
 #[tokio::test]
 async fn only_a_server_with_a_trusted_certificate_gets_events() {
-    let broker = Broker::launch().await;
-    let queue = broker.queue("events").await;
+    let broker = Broker::shared().await;
+    let queue = broker.queue(&unique("events")).await;
     let key = rcgen::KeyPair::generate().expect("a key");
     let params = rcgen::CertificateParams::new(["localhost".to_owned()]).expect("a name");
     let certificate = params.self_signed(&key).expect("a certificate");
-    let (port, _serving) = tls(&broker, &certificate, &key);
+    let (port, _serving) = tls(&broker.url, &certificate, &key);
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);

@@ -10,7 +10,7 @@ use aws_sdk_sqs::config::{BehaviorVersion, Credentials, Region};
 use aws_sdk_sqs::types::{MessageSystemAttributeName, QueueAttributeName};
 use aws_sdk_sqs::{Client, Config};
 use aws_smithy_http_client::Builder;
-use postbox_core::{Outcome, Sink, Source};
+use postbox_core::{EventId, Outcome, Sink, Source};
 use postbox_sqs::{SnsSinkTable, SqsSinkTable, SqsSourceTable};
 use postbox_testkit::conformance::Attempt;
 use postbox_testkit::receiving;
@@ -30,11 +30,16 @@ pub(crate) fn aws(by: &str) -> String {
     format!("aws = {{ region = \"us-east-1\", endpoint = {by:?}, {key} }}\n")
 }
 
+/// Returns a name that no other test uses. That of a FIFO queue has to end with `.fifo`.
+pub(crate) fn unique(name: &str) -> String {
+    format!("{}-{name}", EventId::now_v7())
+}
+
 /// A server and a client for it.
 pub(crate) struct Broker<S = PrivateSqs> {
     pub(crate) server: S,
     pub(crate) client: Client,
-    url: String,
+    pub(crate) url: String,
 }
 
 impl Broker<PrivateSqs> {
@@ -46,7 +51,7 @@ impl Broker<PrivateSqs> {
 }
 
 impl Broker<Sqs> {
-    /// The server that all tests share, each with names of its own.
+    /// The server that all tests share, each with names of its own: see [`unique`].
     pub(crate) async fn shared() -> Self {
         let server = Sqs::shared().await;
         let url = server.url();
