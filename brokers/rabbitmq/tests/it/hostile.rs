@@ -10,7 +10,7 @@ use postbox_testkit::sending::{codes, deliver, deliveries, said, send};
 use postbox_testkit::servers::{PrivateRabbitmq, Rabbitmq};
 
 use crate::broker::{Broker, arguments, header, quorum, unique};
-use crate::stand::sink;
+use crate::stand::{LIMITS, sink};
 
 struct Stand {
     url: String,
@@ -227,10 +227,11 @@ async fn an_exchange_that_is_missing_fails_no_event_of_another() {
 
 #[tokio::test]
 async fn what_only_the_server_finds_too_large_dies_alone() {
-    let server = PrivateRabbitmq::launch_with("max_message_size = 100000\n").await;
-    let broker = Broker::connect(&server.url()).await;
-    broker.queue("q", quorum(&[]), "amq.topic", "#").await;
-    let sink = sink(&server.url(), "exchange = \"amq.topic\"").await;
+    let url = Rabbitmq::shared_with(LIMITS).await.url();
+    let (broker, exchange) = (Broker::connect(&url).await, unique("in"));
+    broker.exchange(&exchange).await;
+    broker.queue(&exchange, quorum(&[]), &exchange, "#").await;
+    let sink = sink(&url, &format!("exchange = {exchange:?}")).await;
     let sent = deliveries([NewEvent::json("t", vec![b' '; 100_001]), plain()]);
     let outcomes = deliver(&sink, &sent).await;
     assert_eq!(said(&outcomes[0]), "dead payload_too_large");

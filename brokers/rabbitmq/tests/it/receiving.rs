@@ -13,7 +13,7 @@ use postbox_testkit::servers::{PrivateRabbitmq, Rabbitmq};
 use tokio::time::timeout;
 
 use crate::broker::{Broker, arguments, quorum, unique};
-use crate::stand::{sink, table};
+use crate::stand::{LIMITS, sink, table};
 
 async fn receiving(url: &str, keys: &str) -> Receiving {
     Receiving::start(table(url, keys)).await
@@ -169,28 +169,29 @@ async fn a_server_that_is_killed_while_it_is_received_from_loses_nothing() {
 /// A server can end a consumer without closing its connection. Such a consumer would wait for ever.
 #[tokio::test]
 async fn a_consumer_that_the_server_ended_is_opened_again() {
-    let server = PrivateRabbitmq::launch_with("consumer_timeout = 2000\n").await;
-    let broker = Broker::connect(&server.url()).await;
-    broker.queue("q", quorum(&[]), "amq.topic", "#").await;
-    let receiving = receiving(&server.url(), "queue = \"q\"\nexchange = \"amq.topic\"").await;
+    let url = Rabbitmq::shared_with(LIMITS).await.url();
+    let (broker, queue) = (Broker::connect(&url).await, unique("q"));
+    broker.exchange(&queue).await;
+    broker.queue(&queue, quorum(&[]), &queue, "#").await;
+    let receiving = receiving(&url, &format!("queue = {queue:?}\nexchange = {queue:?}")).await;
     // The store is down for longer than a consumer may hold a message.
     receiving.inbox.set(Mode::Down);
-    broker.publish("amq.topic", "a", properties("1"), b"1").await;
-    let again = Broker::connect(&server.url()).await;
+    broker.publish(&queue, "a", properties("1"), b"1").await;
+    let again = Broker::connect(&url).await;
     receiving.until(|it| it.inbox.counts().calls > 0).await;
     let ended = async {
-        while again.is_consumed("q").await {
+        while again.is_consumed(&queue).await {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
     timeout(PATIENCE, ended).await.expect("the server ends the consumer");
     receiving.inbox.set(Mode::Works);
-    again.publish("amq.topic", "a", properties("2"), b"2").await;
+    again.publish(&queue, "a", properties("2"), b"2").await;
     receiving.until(|it| it.bodies().len() == 2).await;
     // And a consumer whose queue is deleted: the source declares another.
-    let deleted = again.channel.queue_delete("q".into(), QueueDeleteOptions::default()).await;
+    let deleted = again.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await;
     deleted.expect("deleted");
-    let sink = sink(&server.url(), "exchange = \"amq.topic\"").await;
+    let sink = sink(&url, &format!("exchange = {queue:?}")).await;
     let published =
         async { while said(&deliver(&sink, &deliveries([NewEvent::json("t", "3")])).await[0]) != "delivered" {} };
     timeout(PATIENCE, published).await.expect("made and bound again");

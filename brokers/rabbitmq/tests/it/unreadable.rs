@@ -10,11 +10,11 @@ use postbox_core::ErrorKind;
 use postbox_rabbitmq::RabbitmqSourceTable;
 use postbox_testkit::receiving::{Receiving, source};
 use postbox_testkit::sending::PATIENCE;
-use postbox_testkit::servers::{PrivateRabbitmq, Rabbitmq};
+use postbox_testkit::servers::Rabbitmq;
 use tokio::time::timeout;
 
 use crate::broker::{Broker, SPOILT, arguments, quorum, spoiling, unique};
-use crate::stand::table;
+use crate::stand::{LIMITS, table};
 
 fn properties(id: &str) -> BasicProperties {
     BasicProperties::default().with_message_id(id.into())
@@ -44,12 +44,13 @@ async fn it_is_named_with_the_cure_and_asked_for_less_and_less_often() {
 /// A server with larger frames sends a header as it is.
 #[tokio::test]
 async fn so_are_headers_that_are_larger_than_our_frames() {
-    let server = PrivateRabbitmq::launch_with("frame_max = 1048576\n").await;
-    let broker = Broker::connect(&server.url()).await;
-    broker.queue("q", quorum(&[]), "amq.topic", "#").await;
+    let url = Rabbitmq::shared_with(LIMITS).await.url();
+    let (broker, queue) = (Broker::connect(&url).await, unique("q"));
+    broker.exchange(&queue).await;
+    broker.queue(&queue, quorum(&[]), &queue, "#").await;
     let large = arguments(&[("large", AMQPValue::LongString("v".repeat(200_000).into()))]);
-    broker.publish("amq.topic", "a", BasicProperties::default().with_headers(large), b"").await;
-    let source = source::<RabbitmqSourceTable>(&format!("url = {:?}\nqueue = \"q\"", server.url())).await;
+    broker.publish(&queue, "a", BasicProperties::default().with_headers(large), b"").await;
+    let source = source::<RabbitmqSourceTable>(&format!("url = {url:?}\nqueue = {queue:?}")).await;
     let failed = timeout(PATIENCE, source.next(1)).await.expect("in time").expect_err("nobody can read it");
     assert_eq!((failed.kind(), failed.code()), (ErrorKind::Invalid, "rabbitmq_message_unreadable"), "{failed}");
     source.close().await;

@@ -17,7 +17,7 @@
 //! | [`PrivateMqtt::launch`] | ~50 ms | a server with MQTT 5 |
 //! | [`PrivatePrometheus::launch`] | ~1 s | the result of scraping `/metrics` |
 //! | [`PrivateKafka::launch`] | ~50 ms | a server with the Kafka protocol |
-//! | [`Rabbitmq::shared`] | ~5 s for the first test of a run | a RabbitMQ for all tests that leave it alone |
+//! | [`Rabbitmq::shared`], [`Rabbitmq::shared_with`] | ~5 s for the first test of a run | a RabbitMQ for all tests that leave it alone |
 //! | [`PrivateRabbitmq::launch`] | ~5 s | tests that stop, kill or configure their RabbitMQ |
 //!
 //! Every server listens on 127.0.0.1 with its own data folder, under an unprivileged user if we are

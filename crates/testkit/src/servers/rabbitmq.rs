@@ -44,12 +44,18 @@ impl Rabbitmq {
     /// Returns the shared server. The first one to ask starts it.
     pub async fn shared() -> Self {
         static SERVER: OnceCell<Rabbitmq> = OnceCell::const_new();
-        SERVER.get_or_try_init(Self::find_or_start).await.unwrap_or_else(|error| unavailable(&error)).clone()
+        let server = SERVER.get_or_try_init(|| Self::find_or_start("")).await;
+        server.unwrap_or_else(|error| unavailable(&error)).clone()
     }
 
-    async fn find_or_start() -> anyhow::Result<Self> {
-        let mut rabbit = Rabbit::installed("")?;
-        let shared = shared::folder("rabbitmq", &rabbit.bin)?;
+    /// Returns the server that all tests share that name the same lines for its `rabbitmq.conf`.
+    pub async fn shared_with(config: &str) -> Self {
+        Self::find_or_start(config).await.unwrap_or_else(|error| unavailable(&error))
+    }
+
+    async fn find_or_start(config: &str) -> anyhow::Result<Self> {
+        let mut rabbit = Rabbit::installed(config)?;
+        let shared = shared::folder("rabbitmq", (&rabbit.bin, config))?;
         let prepare = |folder: &Path| fs::write(folder.join("epmd-port"), rabbit.epmd_port.to_string());
         let port = private_server::share(&rabbit, &shared, "TERM", prepare).await?;
         let folder = shared.join("run");
