@@ -31,9 +31,11 @@ impl Broker for Rabbitmq {
         let channel = connection.create_channel().await?;
         let mut quorum = FieldTable::default();
         quorum.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
-        for queue in ["sent", "orders"] {
-            let durable = QueueDeclareOptions { durable: true, ..Default::default() };
-            channel.queue_declare(queue.into(), durable, quorum.clone()).await?;
+        let durable = QueueDeclareOptions { durable: true, ..Default::default() };
+        // Only this connection reads it, so it stays in the server's memory.
+        let own = QueueDeclareOptions { exclusive: true, ..Default::default() };
+        for (queue, options, arguments) in [("sent", own, FieldTable::default()), ("orders", durable, quorum)] {
+            channel.queue_declare(queue.into(), options, arguments).await?;
             let (bound, key) = (QueueBindOptions::default(), "order.#".into());
             channel.queue_bind(queue.into(), "amq.topic".into(), key, bound, FieldTable::default()).await?;
         }
