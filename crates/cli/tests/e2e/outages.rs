@@ -135,7 +135,7 @@ cases! {
 /// the rate allows in one, and the call in flight.
 async fn a_killed_relay_with_a_slow_rate_repeats_little(kind: Kind) -> Result<()> {
     const KEYS: usize = 10;
-    const EVENTS: usize = 100;
+    const EVENTS: usize = 60;
     const RATE: usize = 5;
     let endpoint = Endpoint::start(takes_all)?;
     let settings = format!("rate = \"{RATE}/s\"\nconcurrency = 1\nlease = \"1s\"\n");
