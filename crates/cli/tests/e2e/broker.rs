@@ -306,6 +306,7 @@ async fn killed_relays<B: Broker>(from: Kind, to: Kind) -> Result<()> {
     let all = all_are_sent(&sender, events).await?;
     published.stalls += stalls(&relay.terminate().await?);
     let repeated = published.whole(&mut broker, events, WINDOW).await?;
+    ensure!(repeated > 0, "no kill came while events were under way");
 
     // Each id once: a broker may leave out the second of two that come at the same moment.
     let mut ids = HashSet::new();
