@@ -100,6 +100,7 @@ pub struct ReadOn {
 /// - **Settle is atomic**: position, rows and releases commit together or not at all. Settling a
 ///   due row that vanished (discarded meanwhile) succeeds and does nothing for it. When the head of
 ///   a key is delivered, discarded or dead (without `halt`), the next of the key becomes due.
+/// - **Settle and read** settles at the latest when it returns an event.
 /// - An empty log returns an empty batch at once and writes nothing.
 /// - Every call is bounded in time by the store's own timeout. A store that is down answers
 ///   `Unavailable`.

@@ -37,7 +37,7 @@ pub struct RelaySettings {
     /// to have. Events of calls that take longer are sent again, soon after `deliver_timeout` at
     /// the latest, and hold their keys until then. Default 10 s.
     pub drain_timeout: Duration,
-    /// First wait after an empty read, or after a few events. Default 0.5 ms.
+    /// First wait after an empty read. Default 0.5 ms.
     pub poll_min: Duration,
     /// Longest wait between reads of an idle lane. Default 100 ms: ten cheap reads a second.
     pub poll_max: Duration,

@@ -24,11 +24,6 @@ const READ_BATCHES: usize = 4;
 /// with reading them. A relay that is killed meanwhile sends it again.
 const SETTLE_WITHIN: Duration = Duration::from_millis(20);
 
-/// After fewer events than this, the next read waits for the shortest poll interval. Otherwise each
-/// read of a steady stream would find an event or none, and their windows keep the writers waiting
-/// for the disk.
-const FEW: usize = 10;
-
 impl Lane {
     /// Reads and delivers the stream until `round` ends or `until` is reached. Returns how many
     /// events there were. At most two reads are in memory: the one being sent and the one read
@@ -94,8 +89,6 @@ impl Lane {
                     self.caught_up.store(ends, Ordering::Release);
                     break;
                 }
-                self.context.metrics.add(&self.context.metrics.polls_empty, 1);
-                self.due_timer.set_busy(false);
                 let wait = poll.pause(&self.context.siblings);
                 if let Some((batch, since)) = &delivered
                     && self.context.clock.monotonic() + wait > *since + SETTLE_WITHIN
@@ -121,12 +114,7 @@ impl Lane {
                 Ok(Progress::Delivered) => {
                     self.careful.sent_stream(&batch);
                     if until.is_stopped() && ready.is_empty() && ahead.is_free() {
-                        let events = batch.deliveries.len();
                         delivered = Some((batch, self.context.clock.monotonic()));
-                        if events < FEW {
-                            let wait = poll.pause(&self.context.siblings);
-                            self.idle(&mut poll, wait, round).await;
-                        }
                     } else {
                         settling = Some(self.settle_delivered(&batch));
                         gone_out.push(batch);
@@ -263,8 +251,10 @@ impl Lane {
         self.context.metrics.add(&self.context.metrics.fetched, batch.deliveries.len());
     }
 
-    /// Waits for a hint, until `wait` is over, or for the end of the round.
+    /// Waits after an empty read for a hint, the poll interval or the end of the round.
     async fn idle(&self, poll: &mut Poll, wait: Duration, round: &CancellationToken) {
+        self.context.metrics.add(&self.context.metrics.polls_empty, 1);
+        self.due_timer.set_busy(false);
         let ignores_hints = poll.ignores_hints();
         let hinted = tokio::select! {
             biased;

@@ -282,7 +282,8 @@ impl<'a> World<'a> {
         // No relay ended between sending and settling, so nothing may be sent twice.
         let sent = self.sent.lock().expect("no panic while held").clone();
         let name = &self.name;
-        let mut all: Vec<String> = (1..=self.ids.len()).map(|n| n.to_string()).filter(|payload| payload != "4").collect();
+        let mut all: Vec<String> =
+            (1..=self.ids.len()).map(|n| n.to_string()).filter(|payload| payload != "4").collect();
         let mut sorted = sent.clone();
         sorted.sort();
         all.sort();
