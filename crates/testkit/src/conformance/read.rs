@@ -243,7 +243,7 @@ pub async fn only_wanted_topics_come_and_like_wildcards_are_literal(fixture: &dy
     let topics =
         ["order.paid", "order.item.added", "order", "orderXpaid", "a_b", "aXb", "100%", "100x", r"c\d", "C\\D", "[x]"];
     let store = fixture.store();
-    append(&store, topics.map(|topic| postbox_core::NewEvent::json(topic, topic.to_owned()))).await;
+    append(&store, topics.map(|topic| NewEvent::json(topic, topic.to_owned()))).await;
     for (n, (patterns, expected)) in [
         (vec!["order.*"], vec!["order.paid", "order.item.added"]),
         (vec!["order"], vec!["order"]),
@@ -279,7 +279,7 @@ pub async fn only_the_wanted_tenant_comes(fixture: &dyn StoreFixture) {
 
 pub async fn unwanted_events_are_passed_over(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("wanted")).await;
-    let wanted = |payload: &str| postbox_core::NewEvent::json("wanted", payload.to_owned());
+    let wanted = |payload: &str| NewEvent::json("wanted", payload.to_owned());
     for n in 0..3 {
         append(&lane.store, vec![event("noise"); 50]).await;
         append(&lane.store, [wanted(&n.to_string())]).await;
