@@ -67,8 +67,8 @@ impl Client {
         true
     }
 
-    /// Returns the window, if the settlement says that everything of it is delivered, and nothing of
-    /// it is left.
+    /// Returns the window, if the settlement says that everything of it is delivered and nothing is
+    /// left.
     pub(crate) fn window_ended_by(&self, lease: &Lease, settlement: &Settlement<'_>) -> Option<u64> {
         let at = self.position(lease)?;
         let ends = at.drained && at.settled < at.read && settlement.position == Some(Seq(at.read));

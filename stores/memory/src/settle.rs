@@ -8,7 +8,7 @@ use postbox_core::kit::{Due, RowAfter, note_attempt, window_undone};
 use postbox_core::{Disposition, Key, Result, Settlement, State as EventState};
 
 use crate::client::Position;
-use crate::state::{DeliveryRow, LogState, Reader};
+use crate::state::{DeliveryRow, LogState, Reader, wants};
 
 /// A settlement on its way to the server.
 pub(crate) struct Write {
@@ -96,12 +96,14 @@ impl Reader {
             of_lane.settled = *position;
         }
         let (end, window) = (of_lane.settled, of_lane.from + 1..=of_lane.to);
+        // The filter that they were read by; the subscription's may have changed since.
+        let filter = self.filters[of_lane.revision].as_ref();
         let in_stream = |seq: i64| before < seq && seq <= end;
         let passed = log.rows.range(before + 1..end + 1).filter(|(_, row)| {
             let event = &row.event;
             row.commit.is_some_and(|commit| window.contains(&commit))
                 && self.lane_of(event) == lane
-                && self.wants(event)
+                && filter.is_some_and(|filter| wants(filter, event))
         });
         let excepted = write.entries.iter().filter(|it| in_stream(it.seq) && it.disposition != Disposition::Delivered);
         self.delivered += passed.count().saturating_sub(excepted.count()) as u64;

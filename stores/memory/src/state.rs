@@ -539,7 +539,7 @@ pub(crate) fn lane_of_event(event: &Event, lanes: u16) -> u16 {
     lane_of(key.unwrap_or(id.as_bytes()), lanes)
 }
 
-fn wants(filter: &Filter, event: &Event) -> bool {
+pub(crate) fn wants(filter: &Filter, event: &Event) -> bool {
     filter.matches(event.traits(), || Cow::Borrowed(&event.headers))
 }
 

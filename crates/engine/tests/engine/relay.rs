@@ -509,6 +509,8 @@ async fn a_store_that_comes_back_is_served_within_two_seconds() {
         env.run_while(&relay, async {
             env.append([event(1, 0)]).await;
             sink.wait_for(1).await;
+            // By then it is settled.
+            tokio::time::sleep(S / 10).await;
             cable.cut(true);
             tokio::time::sleep(outage).await;
             env.append([event(1, 1)]).await;

@@ -13,8 +13,8 @@
 -- row was last seen; the window and the position that the caller remembers; the place to read on
 -- after in that window, or NULL to look for the next one; how many places to look at; whether a
 -- few new rows of which the lane wants none may be left for a later call; and, if everything of the
--- window was delivered but is not settled yet, its last position and the number of these events. The
--- next window then settles it.
+-- window was delivered but is not settled yet, its last position and the number of these events.
+-- The next window then settles it.
 --
 -- The result: rows in two runs of `seq` order (stragglers, then the others), and a last row without
 -- `seq`, whose `verdict` is the outcome of the call:
