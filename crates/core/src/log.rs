@@ -100,7 +100,7 @@ pub struct ReadOn {
 /// - **Settle is atomic**: position, rows and releases commit together or not at all. Settling a
 ///   due row that vanished (discarded meanwhile) succeeds and does nothing for it. When the head of
 ///   a key is delivered, discarded or dead (without `halt`), the next of the key becomes due.
-/// - **Settle and read** settles at the latest when it returns an event.
+/// - **Settle and read.** `settle_and_read` returns no event before the settlement is written.
 /// - An empty log returns an empty batch at once and writes nothing.
 /// - Every call is bounded in time by the store's own timeout. A store that is down answers
 ///   `Unavailable`.
@@ -173,8 +173,10 @@ pub trait Log: Send + Sync + 'static {
     /// store may leave the settlement to a later call: it then writes nothing until there is
     /// something to read.
     ///
-    /// An error does not say whether the settlement was written. The caller repeats it with
-    /// [`settle`](Self::settle), then rewinds and reads.
+    /// An error does not say whether the settlement was written. Unless it is stale, the caller
+    /// repeats the settlement with [`settle`](Self::settle), then rewinds and reads. If the store
+    /// had opened the next window by then, it answers `Stale`, and never takes the position for one
+    /// of that window.
     async fn settle_and_read(&self, lease: &Lease, settlement: Settlement<'_>, limit: BatchLimit) -> Result<ReadOn> {
         self.settle(lease, settlement).await?;
         Ok(ReadOn { batch: self.next_batch(lease, limit).await?, is_settled: true })

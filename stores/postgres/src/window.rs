@@ -193,7 +193,10 @@ pub(crate) async fn next_batch(
             batch => break batch,
         }
     };
-    if batch.as_ref().is_err_and(Error::is_stale) {
+    // After an error, the caller repeats the settlement. It must not name a window that was opened
+    // since.
+    let is_settled = settlement.is_some() && ending.is_none();
+    if batch.as_ref().is_err_and(|error| is_settled || error.is_stale()) {
         lane.forget(lease.epoch);
     }
     batch.map(|batch| ReadOn { batch, is_settled: ending.is_none() })

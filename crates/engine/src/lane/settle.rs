@@ -46,7 +46,8 @@ impl Lane {
     }
 
     /// Settles a stream batch that was delivered whole, and reads on, in one call. If that fails,
-    /// each follows alone. The result says whether the batch is settled; `None` if the round ended.
+    /// each follows alone. Returns the next batch, if the round did not end first, and whether the
+    /// given one is settled.
     pub(super) async fn settle_and_read(
         &self,
         batch: &Batch,

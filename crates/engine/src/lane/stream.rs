@@ -27,7 +27,8 @@ const SETTLE_WITHIN: Duration = Duration::from_millis(20);
 impl Lane {
     /// Reads and delivers the stream until `round` ends or `until` is reached. Returns how many
     /// events there were. At most two reads are in memory: the one being sent and the one read
-    /// meanwhile. A batch that was delivered whole is settled while the next one is sent.
+    /// meanwhile. A batch that was delivered whole is settled while the next one is sent, or, if
+    /// nothing is left to send, with the next read.
     pub(super) async fn stream(&self, until: Until<'_>, round: &CancellationToken) -> Result<usize> {
         let settings = &self.context.settings;
         let mut poll = Poll::new(settings.poll_min, settings.poll_max);
@@ -60,7 +61,7 @@ impl Lane {
                     }
                     None => {
                         carried.clear();
-                        // A window opens only once everything of the previous one is settled.
+                        // The next window opens only after this.
                         settle_behind(&mut settling).await?;
                         let next = match delivered.take() {
                             Some((batch, since)) => {

@@ -1,5 +1,6 @@
 //! A small relay with lost and late answers, which checks at its end what arrived.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use futures::FutureExt as _;
@@ -57,6 +58,7 @@ pub(super) struct Request {
     lease: Lease,
     /// The batch it settles.
     batch: Option<Batch>,
+    is_asked: Arc<AtomicBool>,
     /// The content of its latest answer.
     heard: Arc<Mutex<Heard>>,
 }
@@ -90,6 +92,13 @@ impl Request {
             Step::Renew => store.renew(&self.lease, LONG).await?,
             Step::Release => store.release(&self.lease).await?,
             Step::Next | Step::NextSettled => {
+                heard.batch = Some(store.next_batch(&self.lease, BatchLimit::default()).await?);
+            }
+            // As the engine repeats it.
+            Step::SettleAndRead if self.is_asked.swap(true, Ordering::SeqCst) => {
+                store.settle(&self.lease, self.settlement()).await?;
+                let rewind = Settlement { rewind: true, hold_keys: true, ..Settlement::default() };
+                store.settle(&self.lease, rewind).await?;
                 heard.batch = Some(store.next_batch(&self.lease, BatchLimit::default()).await?);
             }
             Step::SettleAndRead => {
@@ -182,7 +191,8 @@ impl<'a> World<'a> {
             Step::Due => Some(lane.due(10).await),
             _ => None,
         };
-        let request = Request { step, lease: self.lease.clone(), batch, heard: Arc::default() };
+        let (is_asked, heard) = (Arc::default(), Arc::default());
+        let request = Request { step, lease: self.lease.clone(), batch, is_asked, heard };
         if settled {
             self.sent.lock().expect("no panic while held").extend(request.sent());
         }

@@ -230,9 +230,11 @@ BEGIN
       -- committed durably before anything in the window counts. This commit comes after all these
       -- rows in the write-ahead log, and flushes them. It need not wait if all that the window sees
       -- is flushed already and no standby has to confirm, or if nothing is handed out: a crash that
-      -- undoes this write undoes it for the next call too. What it settles may then be sent again.
-      IF given + stragglers = 0 AND looked IS NULL
-         OR (seen_lsn <= pg_current_wal_flush_lsn() AND current_setting('synchronous_standby_names') = '') THEN
+      -- undoes this write undoes it for the next call too. What it settles may then be sent again, but
+      -- not together with the pages that are read ahead in this window.
+      IF given + stragglers = 0 AND looked IS NULL AND settle_to IS NULL
+         OR (seen_lsn <= pg_current_wal_flush_lsn() AND current_setting('synchronous_standby_names') = ''
+           AND (settle_to IS NULL OR given + stragglers < rows_max)) THEN
         PERFORM set_config('synchronous_commit', 'off', true);
       ELSIF current_setting('synchronous_commit') = 'off' THEN
         PERFORM set_config('synchronous_commit', 'on', true);
@@ -249,14 +251,14 @@ BEGIN
       UPDATE {s}.lane AS l
         SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = window_passed,
           delivered = CASE WHEN settle_to > l.last_seq THEN least(l.delivered, 1000000000000000) + now_delivered ELSE l.delivered END
-        WHERE l.ctid = at.ctid AND {held} AND l.to_snap::text = last_snap
+        WHERE l.ctid = at.ctid AND {held} AND l.to_snap::text = last_snap AND l.revision = under_revision
         RETURNING l.ctid::text, l.cluster = {s}.cluster_id() INTO place, is_native;
       -- Since it was read, the row may have moved by a renewal, or have been taken over.
       IF place IS NULL THEN
         UPDATE {s}.lane AS l
           SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = window_passed,
             delivered = CASE WHEN settle_to > l.last_seq THEN least(l.delivered, 1000000000000000) + now_delivered ELSE l.delivered END
-          WHERE {held} AND l.to_snap::text = last_snap
+          WHERE {held} AND l.to_snap::text = last_snap AND l.revision = under_revision
           RETURNING l.ctid::text, l.cluster = {s}.cluster_id() INTO place, is_native;
       END IF;
       IF NOT is_native THEN
