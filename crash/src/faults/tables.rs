@@ -55,9 +55,9 @@ pub(super) async fn index(stage: &Stage, random: &mut SmallRng, fault: &mut Faul
     }
 }
 
-/// A relay's connection breaks during its call for a window. It calls again, or settles first. Both calls wait
-/// for the same lock, and are executed when it is released. The relay ends meanwhile, usually
-/// before it gets an answer, so that nothing of either window is delivered.
+/// A relay's connection breaks during its call for a window. It calls again, or settles first. Both
+/// calls wait for the same lock, and are executed when it is released. The relay ends meanwhile,
+/// usually before it gets an answer, so that nothing of either window is delivered.
 pub(super) async fn end_behind_lock(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let Ambush { relay, trap } = lay_at(stage, random, fault, Harm::Delay, Point::Statement(WINDOW.to_owned())).await?;
     if !trap.is_sprung() {

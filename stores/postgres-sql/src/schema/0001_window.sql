@@ -230,8 +230,8 @@ BEGIN
       -- committed durably before anything in the window counts. This commit comes after all these
       -- rows in the write-ahead log, and flushes them. It need not wait if all that the window sees
       -- is flushed already and no standby has to confirm, or if nothing is handed out: a crash that
-      -- undoes this write undoes it for the next call too. What it settles may then be sent again, but
-      -- not together with the pages that are read ahead in this window.
+      -- undoes this write undoes it for the next call too. What it settles may then be sent again,
+      -- but not together with the pages that are read ahead in this window.
       IF given + stragglers = 0 AND looked IS NULL AND settle_to IS NULL
          OR (seen_lsn <= pg_current_wal_flush_lsn() AND current_setting('synchronous_standby_names') = ''
            AND (settle_to IS NULL OR given + stragglers < rows_max)) THEN
